@@ -1,0 +1,101 @@
+"""Costs without a device: floating-point operations and bytes moved, on a nominal machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial, size_bytes
+
+__all__ = ["BYTES_PER_NS", "FLOPS_PER_NS", "Flops"]
+
+FLOPS_PER_NS = 10_000  # 10 TFLOP/s
+BYTES_PER_NS = 1_000  # 1 TB/s
+
+
+def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+# PyTorch counts the fused attention of GPUs; fake tensors are on the CPU, which has a kernel of its own.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+# These read the rows they return, not the table.
+_GATHERS = {"torch.nn.Embedding", "torch.nn.EmbeddingBag", "torch.nn.functional.embedding"}
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Prices a call by its FLOPs and the bytes it moves, on a nominal device of 10 TFLOP/s and 1 TB/s.
+
+    A time is ceil(max(FLOPs / 10 000, bytes / 1 000)) ns. The forward moves its arguments, the parameters it reads
+    and its outputs; each backward moves the gradients of the outputs, all that the forward read, and the gradients it
+    computes. Views cost nothing. FLOPs are those of `torch.utils.flop_counter`: matrix products, convolutions,
+    attention, a multiply-add counted as two. The same on every machine.
+    """
+
+    name: ClassVar[str] = "flops"
+    real: ClassVar[bool] = False
+    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
+
+    def cost(self, call: Call) -> Cost:
+        """The cost of `call`, whose tensors are fake."""
+        if call.signature not in self.known:
+            self.known[call.signature] = _cost(call)
+        return self.known[call.signature]
+
+
+def _cost(call: Call) -> Cost:
+    arguments = call.fresh()
+    forward_flops, outputs = _counted(lambda: call.run(arguments))
+    if not call.mutates and _storages(outputs) <= _storages((*arguments, *call.parameters)):
+        return FREE
+    read = size_bytes(arguments) + _parameter_bytes(call, outputs)
+    trial = call.trial()
+    inputs, weights = size_bytes(call.inputs), size_bytes(call.weights)
+    moved = size_bytes(trial.gradients) + read
+    return Cost(
+        forward_ns=_time_ns(forward_flops, read + size_bytes(outputs)),
+        backward_ns=_backward_ns(trial, (*trial.inputs, *trial.weights), moved + inputs + weights),
+        backward_input_ns=_backward_ns(trial, trial.inputs, moved + inputs),
+        backward_weight_ns=_backward_ns(trial, trial.weights, moved + weights),
+    )
+
+
+def _parameter_bytes(call: Call, outputs: Sequence[Tensor]) -> int:
+    return size_bytes(outputs) if call.operator in _GATHERS else size_bytes(call.parameters)
+
+
+def _backward_ns(trial: Trial, sources: Sequence[GradientEdge], moved: int) -> int:
+    if not sources:
+        return 0
+    flops, _ = _counted(lambda: trial.backward(sources))
+    return _time_ns(flops, moved)
+
+
+def _time_ns(flops: int, moved: int) -> int:
+    return max(-(-flops // FLOPS_PER_NS), -(-moved // BYTES_PER_NS))
+
+
+def _counted(action: Callable[[], Any]) -> tuple[int, Any]:
+    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        result = action()
+    return counter.get_total_flops(), result
+
+
+def _storages(values: Iterable[Tensor]) -> set[int]:
+    return {value.untyped_storage()._cdata for value in values}

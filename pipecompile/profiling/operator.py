@@ -1,0 +1,52 @@
+"""What a node does, apart from the tensors it does it to: its readable name and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import resolve_name
+
+__all__ = ["configuration", "operator_name"]
+
+_SCALARS = (bool, int, float, str, tuple, type(None))
+
+
+def operator_name(node: fx.Node, root: nn.Module) -> str:
+    """The node's operator as a user knows it: "torch.nn.Linear", "torch.matmul", "Tensor.view", "operator.getitem"."""
+    if node.op == "call_module":
+        return _type_name(type(root.get_submodule(str(node.target))))
+    if node.op == "call_method":
+        return f"Tensor.{node.target}"
+    if node.op == "call_function":
+        return _function_name(node.target)
+    return node.op
+
+
+def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hashable:
+    """What decides the cost of `node` beside its tensors; `leaves` are its flat arguments."""
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+    function = node.target if node.op == "call_function" else None
+    constants = tuple("" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return function, tuple(map(_settings, module.modules())), constants, repr(node.meta.get("ambient"))
+
+
+def _settings(module: nn.Module) -> Hashable:
+    scalars = {name: value for name, value in vars(module).items() if isinstance(value, _SCALARS)}
+    return _type_name(type(module)), module.extra_repr(), repr(scalars)
+
+
+def _type_name(kind: type) -> str:
+    if getattr(torch.nn, kind.__name__, None) is kind:
+        return f"torch.nn.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _function_name(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return f"{_type_name(owner)}.{function.__name__}"
+    known = resolve_name(function)
+    return known if known is not None else f"{function.__module__.lstrip('_')}.{function.__qualname__}"

@@ -1,0 +1,106 @@
+"""From a captured graph and a cost model to the cost graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipecompile.cost_models.protocol import Cost, CostModel, size_bytes
+from pipecompile.ir import graph as ir
+from pipecompile.passes.propagate import named_state
+from pipecompile.profiling.observe import Observation, observe
+from pipecompile.profiling.price import price
+from pipecompile.profiling.workload import Loss, Workload
+
+__all__ = ["profile"]
+
+
+def profile(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    cost_model: CostModel,
+    *,
+    loss: Loss | None = None,
+    targets: Sequence[Tensor] = (),
+) -> ir.CostGraph:
+    """The cost graph of one microbatch.
+
+    `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
+    node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss. Sizes
+    come from one run on fake tensors, so only a cost model that wants real tensors computes anything.
+    """
+    workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = workload.faked()
+        observation = observe(fake)
+        costs = {} if cost_model.real else price(fake, observation, cost_model)
+    if cost_model.real:
+        costs = price(workload, observation, cost_model)
+    return ir.CostGraph(
+        nodes=tuple(_nodes(workload, observation, costs)),
+        tensors=tuple(_tensors(workload.graph, observation)),
+        storages=observation.storages,
+        parameters=tuple(_parameters(graph_module)),
+    )
+
+
+def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost]) -> Iterator[ir.Node]:
+    parameter_bytes = {name: size_bytes([value]) for name, value in named_state(workload.module)}
+    claimed: set[int] = set()
+    for node in workload.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        facts, cost = observation.nodes[node.name], costs[node.name]
+        first = [storage for storage in facts.saved if storage not in claimed]
+        claimed.update(first)
+        yield ir.Node(
+            name=node.name,
+            forward_ns=cost.forward_ns,
+            backward_ns=cost.backward_ns,
+            backward_input_ns=cost.backward_input_ns,
+            backward_weight_ns=cost.backward_weight_ns,
+            parameter_bytes=sum(parameter_bytes[name] for name in facts.parameters),
+            # A storage that several nodes save is counted once, at the first.
+            saved_bytes=sum(observation.storages[storage] for storage in first),
+            saved=facts.saved,
+            workspace_bytes=facts.workspace_bytes,
+            parameters=facts.parameters,
+            group=node.meta.get("group"),
+            module=node.meta.get("module", ""),
+            operator=facts.operator,
+            source=node.meta.get("source", ""),
+        )
+
+
+def _tensors(graph: fx.Graph, observation: Observation) -> Iterator[ir.Tensor]:
+    """One for each value that somebody reads; a tuple counts as the sum of its tensors and has no one storage."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op != "get_attr" and node.users:
+            facts = observation.nodes[node.name]
+            yield ir.Tensor(
+                producer=node.name,
+                consumers=tuple(user.name for user in sorted(node.users, key=position.__getitem__)),
+                bytes=facts.bytes,
+                gradient_bytes=facts.gradient_bytes,
+                storage=facts.storages[0] if len(facts.storages) == 1 else None,
+            )
+
+
+def _parameters(module: nn.Module) -> Iterator[ir.Parameter]:
+    """Parameters, then buffers, each once, in the order of the module."""
+    names: dict[int, list[str]] = {}
+    values: dict[int, Tensor] = {}
+    for name, value in named_state(module):
+        names.setdefault(id(value), []).append(name)
+        values[id(value)] = value
+    for key, value in values.items():
+        first, *aliases = names[key]
+        yield ir.Parameter(
+            name=first,
+            bytes=size_bytes([value]),
+            trainable=isinstance(value, nn.Parameter) and value.requires_grad,
+            aliases=tuple(aliases),
+        )

@@ -1,0 +1,1 @@
+"""What a node costs: the CostModel protocol and its implementations, one a file."""

@@ -1,0 +1,1 @@
+"""Rewrites of a graph, one a file, each stating what it requires and ensures."""

@@ -1,0 +1,54 @@
+"""Cuts one PyTorch model into pipeline stages, proves the plan, and runs its training step.
+
+Importing the package is cheap: `pipecompile` and `Pipeline` bring torch in when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipecompile.errors import (
+    CaptureError,
+    FormatError,
+    InfeasibleError,
+    InputError,
+    PipecompileError,
+    ScheduleError,
+    StalePlanError,
+)
+
+if TYPE_CHECKING:
+    from pipecompile.api import Pipeline, pipecompile
+
+__all__ = [
+    "CaptureError",
+    "FormatError",
+    "InfeasibleError",
+    "InputError",
+    "PipecompileError",
+    "Pipeline",
+    "ScheduleError",
+    "StalePlanError",
+    "__version__",
+    "pipecompile",
+]
+
+__version__ = "0.1.0.dev0"
+
+# Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside it, at the root.
+_package = Path(__file__).resolve().parent
+if not (_package / "passes").is_dir() and (_package.parent / "passes" / "__init__.py").is_file():
+    __path__.append(str(_package.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Pipeline", "pipecompile"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipecompile import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

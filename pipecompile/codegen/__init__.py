@@ -1,0 +1,1 @@
+"""Graph and plan in, stage modules out, under the original parameter names."""

@@ -1,0 +1,52 @@
+"""Everything this package raises on purpose, in one tree.
+
+PipecompileError
+├── InputError            an argument or a batch is not what the plan or the call expects
+├── FormatError           a file is damaged or of another version; the message carries its JSON path
+├── CaptureError          the model cannot be captured; the message names the module and the line
+├── InfeasibleError       no plan satisfies what was asked for; the message says by how much
+├── StalePlanError        a plan was made for another model, or with other options
+└── ScheduleError         a schedule is incomplete, out of order or can deadlock
+
+Each message says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "FormatError",
+    "InfeasibleError",
+    "InputError",
+    "PipecompileError",
+    "ScheduleError",
+    "StalePlanError",
+]
+
+
+class PipecompileError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class InputError(PipecompileError, ValueError):
+    """An argument or a batch is not what was expected."""
+
+
+class FormatError(PipecompileError, ValueError):
+    """A file does not follow its format; the message carries the JSON path."""
+
+
+class CaptureError(PipecompileError):
+    """A model cannot be captured as a graph that is known to be right."""
+
+
+class InfeasibleError(PipecompileError):
+    """No plan satisfies the constraints; the message says which one and by how much."""
+
+
+class StalePlanError(PipecompileError):
+    """A plan was made for another model, other shapes or other options."""
+
+
+class ScheduleError(PipecompileError):
+    """A schedule is incomplete, out of order or can deadlock."""

@@ -1,0 +1,1 @@
+"""Model and sample input in, a proven graph out: the capture."""

@@ -1,0 +1,1 @@
+"""The values that flow between phases: frozen, self-verifying, free of PyTorch."""

@@ -1,0 +1,104 @@
+"""The cost graph: what a model's nodes cost and what flows between them, without PyTorch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Literal
+
+from pipecompile.ir.serde import NonNegative, Value
+
+__all__ = ["CostGraph", "Node", "Parameter", "Tensor"]
+
+
+class Node(Value, frozen=True, kw_only=True):
+    """One operation for one microbatch; times in nanoseconds, sizes in bytes.
+
+    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps; `parameters` the
+    canonical names that the node reads. The split of the backward is None where it was not measured.
+    """
+
+    name: str
+    forward_ns: NonNegative
+    backward_ns: NonNegative
+    parameter_bytes: NonNegative
+    saved_bytes: NonNegative
+    group: str | None
+    backward_input_ns: NonNegative | None = None
+    backward_weight_ns: NonNegative | None = None
+    workspace_bytes: NonNegative = 0
+    saved: tuple[NonNegative, ...] = ()
+    parameters: tuple[str, ...] = ()
+    module: str = ""
+    operator: str = ""
+    source: str = ""
+
+
+class Tensor(Value, frozen=True, kw_only=True):
+    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes."""
+
+    producer: str
+    consumers: tuple[str, ...]
+    bytes: NonNegative
+    gradient_bytes: NonNegative
+    storage: NonNegative | None = None
+
+
+class Parameter(Value, frozen=True, kw_only=True):
+    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`."""
+
+    name: str
+    bytes: NonNegative
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+
+class CostGraph(Value, frozen=True, kw_only=True, dict=True):
+    """The planner's whole input: nodes in the order of the forward, and the tensors between them.
+
+    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once.
+    """
+
+    schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    storages: tuple[NonNegative, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = set(self.by_name)
+        _refuse_duplicates("node", (node.name for node in self.nodes))
+        _refuse_duplicates("tensor of", (tensor.producer for tensor in self.tensors))
+        _refuse_duplicates("parameter", (parameter.name for parameter in self.parameters))
+        known = {parameter.name for parameter in self.parameters}
+        for tensor in self.tensors:
+            for name in (tensor.producer, *tensor.consumers):
+                if name not in names:
+                    raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
+            self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
+        for node in self.nodes:
+            self._check_storages(f"node {node.name!r}", node.saved)
+            for parameter in set(node.parameters) - known:
+                raise ValueError(f"node {node.name!r} reads {parameter!r}, which is not among the parameters")
+
+    def _check_storages(self, owner: str, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if storage >= len(self.storages):
+                raise ValueError(f"{owner} names storage {storage}, but there are {len(self.storages)}")
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        """Nodes by name."""
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def parameter_by_name(self) -> dict[str, Parameter]:
+        """Parameters and buffers by their canonical name."""
+        return {parameter.name: parameter for parameter in self.parameters}
+
+
+def _refuse_duplicates(what: str, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{what} {name!r} appears {count} times")

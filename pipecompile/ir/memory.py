@@ -1,0 +1,265 @@
+"""The one memory model: (storages, order of actions, recompute) → bytes by kind.
+
+A stage is an interval of a topological order, so what it holds is a function of two positions. The model is that
+of the distributed runtime: for each microbatch in flight a stage keeps the storages that its backward needs and
+the outputs it produced; the receive buffers of all microbatches exist from the first step on.
+
+Each figure comes twice. `expected` counts the bytes asked for; `bound` rounds each storage up to the allocator's
+block and doubles the workspace. That the bound holds on a given device is not proven by this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.serde import NonNegative, Value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "rank_memory"]
+
+BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
+
+
+class Amount(Value, frozen=True, kw_only=True):
+    """Bytes twice: what is asked for, and what an allocator may take for it."""
+
+    expected: NonNegative
+    bound: NonNegative
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(expected=self.expected + other.expected, bound=self.bound + other.bound)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(expected=self.expected - other.expected, bound=self.bound - other.bound)
+
+    def __mul__(self, times: int) -> Amount:
+        return Amount(expected=self.expected * times, bound=self.bound * times)
+
+    @staticmethod
+    def of(sizes: Iterable[int]) -> Amount:
+        """The sum of storages of these sizes."""
+        sizes = tuple(sizes)
+        return Amount(expected=sum(sizes), bound=sum(map(_rounded, sizes)))
+
+
+ZERO = Amount(expected=0, bound=0)
+
+
+class Footprint(Value, frozen=True, kw_only=True):
+    """What one stage holds: resident, for a microbatch, and while it computes.
+
+    `kept` is held from a microbatch's forward to its backward; when the stage recomputes, only `outputs` of it are.
+    `received` and `received_gradients` are the buffers of one microbatch on the two sides of the stage.
+    """
+
+    parameters: Amount
+    gradients: Amount
+    kept: Amount
+    outputs: Amount
+    received: Amount
+    received_gradients: Amount
+    workspace: Amount
+
+
+class RankMemory(Value, frozen=True, kw_only=True):
+    """The peak of one rank by kind. Kinds peak at different moments: the true peak is at most their sum."""
+
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    activations: Amount
+    buffers: Amount
+    workspace: Amount
+
+    @property
+    def total(self) -> Amount:
+        """All kinds together."""
+        kinds = (self.parameters, self.gradients, self.optimizer, self.activations, self.buffers, self.workspace)
+        return sum(kinds, ZERO)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A storage by position: produced in unit `first`, wanted until `last`, saved for backward from `saved` on."""
+
+    first: int
+    last: int
+    saved: int | None
+    bytes: int
+
+    def kept_by(self, start: int, stop: int) -> bool:
+        """Whether the stage [start, stop) keeps it: it produces it, and saves it or passes it on."""
+        return start <= self.first < stop and (self.last >= stop or (self.saved is not None and self.saved < stop))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cost graph laid out in a topological order of units (nodes that stay together), ready to be cut."""
+
+    graph: CostGraph
+    units: tuple[tuple[str, ...], ...]
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """The unit of each node."""
+        return {name: index for index, unit in enumerate(self.units) for name in unit}
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Per tensor that crosses between units: producer, last consumer, bytes of value and of gradient."""
+        rows = ((*self._reach(t.producer, t.consumers), t.bytes, t.gradient_bytes) for t in self.graph.tensors)
+        return tuple(row for row in rows if row[1] > row[0])
+
+    def _reach(self, producer: str, consumers: Iterable[str]) -> tuple[int, int]:
+        first = self.position[producer]
+        return first, max((self.position[name] for name in consumers), default=first)
+
+    @cached_property
+    def storages(self) -> tuple[_Storage, ...]:
+        """Every storage that a stage may keep."""
+        saved: dict[int, int] = {}
+        for node in self.graph.nodes:
+            for storage in node.saved:
+                saved[storage] = min(saved.get(storage, len(self.units)), self.position[node.name])
+        first, last = dict(saved), dict(saved)
+        for tensor in self.graph.tensors:
+            if tensor.storage is not None:
+                begin, end = self._reach(tensor.producer, tensor.consumers)
+                first[tensor.storage] = min(first.get(tensor.storage, begin), begin)
+                last[tensor.storage] = max(last.get(tensor.storage, end), end)
+        return tuple(_Storage(first[s], last[s], saved.get(s), self.graph.storages[s]) for s in sorted(first))
+
+    @cached_property
+    def uses(self) -> dict[str, tuple[int, ...]]:
+        """Per parameter the units that read it, in order."""
+        found: dict[str, set[int]] = {}
+        for node in self.graph.nodes:
+            for name in node.parameters:
+                found.setdefault(name, set()).add(self.position[node.name])
+        return {name: tuple(sorted(places)) for name, places in sorted(found.items())}
+
+    @cached_property
+    def anonymous(self) -> tuple[tuple[int, int], ...]:
+        """(unit, bytes) of nodes that state parameter bytes without naming parameters."""
+        nodes = (node for node in self.graph.nodes if not node.parameters and node.parameter_bytes)
+        return tuple((self.position[node.name], node.parameter_bytes) for node in nodes)
+
+    @cached_property
+    def workspaces(self) -> tuple[int, ...]:
+        """Per unit the largest workspace of its nodes, bytes."""
+        by_name = self.graph.by_name
+        return tuple(max(by_name[name].workspace_bytes for name in unit) for unit in self.units)
+
+    def footprint(self, start: int, stop: int) -> Footprint:
+        """What the stage made of units start … stop − 1 holds."""
+        read = [name for name, places in self.uses.items() if any(start <= p < stop for p in places)]
+        parameters = [self.graph.parameter_by_name[name] for name in read]
+        anonymous = [size for place, size in self.anonymous if start <= place < stop]
+        largest = max(self.workspaces[start:stop], default=0)
+        return Footprint(
+            parameters=Amount.of([*(p.bytes for p in parameters), *anonymous]),
+            gradients=Amount.of([*(p.bytes for p in parameters if p.trainable), *anonymous]),
+            kept=Amount.of(s.bytes for s in self.storages if s.kept_by(start, stop)),
+            outputs=Amount.of(s.bytes for s in self.storages if start <= s.first < stop <= s.last),
+            received=Amount.of(size for first, last, size, _ in self.spans if first < start <= last),
+            received_gradients=Amount.of(size for first, last, _, size in self.spans if first < stop <= last),
+            workspace=Amount(expected=largest, bound=2 * _rounded(largest)),
+        )
+
+    def bound_table(self, *, in_flight: int, microbatches: int, recompute: bool) -> NDArray[np.int64]:
+        """The bound of every possible stage, as `rank_memory` would give it: table[start, stop] bytes.
+
+        Every term counts items whose interval a stage contains or crosses, so each is a weighted rectangle in
+        the (start, stop) plane, and one two-dimensional running sum adds them all. O(units²) time and memory.
+        """
+        import numpy as np
+
+        n = len(self.units)
+        plane = np.zeros((n + 2, n + 2), dtype=np.int64)
+        for i0, i1, j0, j1, weight in self._rectangles(in_flight, microbatches, recompute):
+            if i0 <= i1 and j0 <= j1:
+                plane[i0, j0] += weight
+                plane[i1 + 1, j0] -= weight
+                plane[i0, j1 + 1] -= weight
+                plane[i1 + 1, j1 + 1] += weight
+        table: NDArray[np.int64] = plane.cumsum(axis=0).cumsum(axis=1)[: n + 1, : n + 1]
+        largest = np.array([2 * _rounded(size) for size in self.workspaces], dtype=np.int64)
+        for start in range(n):
+            table[start, start + 1 :] += np.maximum.accumulate(largest[start:])
+        return table
+
+    def _rectangles(
+        self, in_flight: int, microbatches: int, recompute: bool
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """(start from, to, stop from, to, bytes): every stage in the rectangle holds that many bytes more."""
+        n = len(self.units)
+        for name, places in self.uses.items():
+            parameter = self.graph.parameter_by_name[name]
+            for previous, place in zip((-1, *places), places, strict=False):
+                yield previous + 1, place, place + 1, n, _rounded(parameter.bytes) * (1 + parameter.trainable)
+        for place, size in self.anonymous:
+            yield 0, place, place + 1, n, 2 * _rounded(size)
+        for storage in self.storages:
+            size, saved = _rounded(storage.bytes), n if storage.saved is None else storage.saved
+            yield 0, storage.first, storage.first + 1, storage.last, in_flight * size
+            inner = size if recompute else in_flight * size
+            yield 0, storage.first, max(storage.last, saved) + 1, n, inner
+        for first, last, value, gradient in self.spans:
+            yield first + 1, last, 0, n, microbatches * _rounded(value)
+            yield 0, n, first + 1, last, microbatches * _rounded(gradient)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def rank_memory(
+    stages: dict[int, Footprint], row: Sequence[Action], *, microbatches: int, optimizer_factor: int = 0
+) -> RankMemory:
+    """The peak of a rank that holds `stages` (by index) and performs `row`; no PyTorch, no simulation.
+
+    Activations depend on the rank's own order alone. A backward frees what its forward or recompute kept.
+    """
+    held = [stages[index] for index in sorted(stages)]
+    parameters = sum((stage.parameters for stage in held), ZERO)
+    gradients = sum((stage.gradients for stage in held), ZERO)
+    buffers = sum((stage.received + stage.received_gradients for stage in held), ZERO)
+    largest = max((stage.workspace for stage in held), key=lambda amount: amount.bound)
+    return RankMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=gradients * optimizer_factor,
+        activations=_peak_activations(stages, row),
+        buffers=buffers * microbatches,
+        workspace=largest,
+    )
+
+
+def activation_curve(stages: dict[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
+    """After each action of `row`, the activations that the rank holds."""
+    recomputed = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE}
+    now = ZERO
+    for action in row:
+        stage, again = stages[action.stage], (action.stage, action.microbatch) in recomputed
+        if action.kind is Kind.FORWARD:
+            now += stage.outputs if again else stage.kept
+        elif action.kind is Kind.RECOMPUTE:
+            now += stage.kept - stage.outputs
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            now -= stage.kept
+        yield action, now
+
+
+def _peak_activations(stages: dict[int, Footprint], row: Sequence[Action]) -> Amount:
+    amounts = [amount for _, amount in activation_curve(stages, row)]
+    return Amount(
+        expected=max((a.expected for a in amounts), default=0), bound=max((a.bound for a in amounts), default=0)
+    )

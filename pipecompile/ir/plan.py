@@ -1,0 +1,173 @@
+"""The plan: the lockfile a team commits. Simulating and checking it needs neither the model nor PyTorch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipecompile.ir.memory import Footprint, RankMemory
+from pipecompile.ir.schedule import Idle, Schedule
+from pipecompile.ir.serde import NonNegative, Positive, Value
+
+__all__ = [
+    "Boundary",
+    "Fingerprint",
+    "Link",
+    "Options",
+    "OwnedParameter",
+    "Plan",
+    "Prediction",
+    "Route",
+    "Search",
+    "Stage",
+]
+
+
+class Options(Value, frozen=True, kw_only=True):
+    """What was asked for. `memory_bytes` is the cap of each rank, None for no cap."""
+
+    k: Positive
+    microbatches: Positive
+    schedule: str
+    objective: str
+    recompute: Literal["none", "stage"]
+    memory_bytes: NonNegative | None
+    costs: str
+    pin: dict[str, int] = {}
+    groups: tuple[tuple[str, ...], ...] = ()
+
+
+class Fingerprint(Value, frozen=True, kw_only=True):
+    """SHA-256 of the captured graph and of its costs: the plan is for these and no others."""
+
+    graph: str
+    costs: str
+
+
+class Link(Value, frozen=True, kw_only=True):
+    """How ranks are connected: a transfer takes ceil(bytes × 10⁹ / bandwidth) + latency ns; None is free."""
+
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_ns: NonNegative = 0
+
+    def transfer_ns(self, size: int) -> int:
+        """The time that `size` bytes take between two ranks; zero bytes are not sent."""
+        if not size or self.bandwidth_bytes_per_s is None:
+            return self.latency_ns if size else 0
+        return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
+
+
+class Boundary(Value, frozen=True, kw_only=True):
+    """A tensor as it crosses from one stage to the next, per microbatch."""
+
+    name: str
+    bytes: NonNegative
+    gradient_bytes: NonNegative
+
+
+class Stage(Value, frozen=True, kw_only=True):
+    """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds."""
+
+    nodes: tuple[str, ...]
+    modules: tuple[str, ...]
+    groups: tuple[str, ...]
+    parameters: tuple[str, ...]
+    forward_ns: NonNegative
+    backward_ns: NonNegative
+    backward_input_ns: NonNegative | None
+    backward_weight_ns: NonNegative | None
+    recompute_ns: NonNegative
+    inputs: tuple[Boundary, ...]
+    outputs: tuple[Boundary, ...]
+    recompute: Literal["none", "stage"]
+    footprint: Footprint
+
+
+class Route(Value, frozen=True, kw_only=True):
+    """A tensor that is wanted later than in the next stage: it travels through every stage in between."""
+
+    name: str
+    stages: tuple[NonNegative, ...]
+
+
+class OwnedParameter(Value, frozen=True, kw_only=True):
+    """A parameter or buffer: its owner answers for it; tied ones lie on several `stages`, their gradients summed."""
+
+    name: str
+    aliases: tuple[str, ...]
+    bytes: NonNegative
+    trainable: bool
+    owner: NonNegative
+    stages: tuple[NonNegative, ...]
+
+
+class Prediction(Value, frozen=True, kw_only=True):
+    """What one step will take and hold. Loads and idle times are per rank."""
+
+    step_ns: NonNegative
+    span_ns: NonNegative
+    bubble: float
+    loads_ns: tuple[NonNegative, ...]
+    idle: tuple[Idle, ...]
+    memory: tuple[RankMemory, ...]
+
+
+class Search(Value, frozen=True, kw_only=True):
+    """How good the cut is: `value` and `bound` in the objective's unit, and the other objectives' values."""
+
+    objective: str
+    method: str
+    value: NonNegative
+    bound: NonNegative
+    gap: float
+    proven: bool
+    values: dict[str, int]
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """Everything that a pipelined training step needs besides the model's weights."""
+
+    schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
+    fingerprint: Fingerprint
+    options: Options
+    verified: bool
+    k: Positive
+    ranks: Positive
+    stages_per_rank: Positive
+    replicas: Positive
+    microbatches: Positive
+    microbatch_shapes: tuple[tuple[NonNegative, ...], ...]
+    link: Link
+    stages: tuple[Stage, ...]
+    routes: tuple[Route, ...]
+    parameters: tuple[OwnedParameter, ...]
+    schedule: Schedule
+    prediction: Prediction
+    search: Search
+
+    def __post_init__(self) -> None:
+        _same("stages", len(self.stages), "k", self.k)
+        _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
+        _same("placed stages", len(self.schedule.placement), "k", self.k)
+        _same("microbatches of the schedule", self.schedule.microbatches, "microbatches", self.microbatches)
+        _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
+        _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
+        names = [name for stage in self.stages for name in stage.nodes]
+        _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
+        for left, right in zip(self.stages, self.stages[1:], strict=False):
+            if left.outputs != right.inputs:
+                raise ValueError("a stage's outputs are not the next one's inputs")
+
+    @property
+    def assignment(self) -> dict[str, int]:
+        """The stage of each node."""
+        return {name: index for index, stage in enumerate(self.stages) for name in stage.nodes}
+
+    def footprints(self, rank: int) -> dict[int, Footprint]:
+        """What the stages of a rank hold, by stage."""
+        placement = self.schedule.placement
+        return {index: stage.footprint for index, stage in enumerate(self.stages) if placement[index] == rank}
+
+
+def _same(what: str, got: int, expected_what: str, expected: int) -> None:
+    if got != expected:
+        raise ValueError(f"{what} ({got}) and {expected_what} ({expected}) must be equal")

@@ -1,0 +1,156 @@
+"""Schedules: which rank does what, in which order. Pure values, no PyTorch.
+
+An action is written as torch.distributed.pipelining writes it, `<stage><KIND><microbatch>`:
+
+    0F2        forward of microbatch 2 in stage 0           1SEND_F2   send its outputs to stage 2
+    0B2        its full backward                            1RECV_F2   receive stage 0's outputs
+    0I2, 0W2   gradients of inputs, then of weights         1SEND_B2   send input gradients to stage 0
+    0R2        the forward once more, before the backward   1RECV_B2   receive stage 2's gradients
+    0REDUCE_GRAD  finish the gradients of stage 0: sum over the ranks that hold them, divide by M
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from pipecompile.ir.serde import NonNegative, Positive, Value
+
+__all__ = ["BACKWARDS", "COMPUTE", "Action", "Event", "Idle", "Kind", "Schedule", "Timeline"]
+
+
+class Kind(str, Enum):
+    """What an action does; the value is its spelling."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    BACKWARD = "B"
+    RECOMPUTE = "R"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    REDUCE = "REDUCE_GRAD"
+
+
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
+_PATTERN = re.compile(r"(\d+)(REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one rank; `microbatch` is None for a reduction, which covers all of them."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> Action:
+        """Reads torch's notation; ValueError says what is wrong with `text`."""
+        match = _PATTERN.fullmatch(text)
+        if match is None or (match[2] == "REDUCE_GRAD") != (match[3] == ""):
+            raise ValueError(f"{text!r} is not an action such as '0F2', '1SEND_B0' or '0REDUCE_GRAD'")
+        return Action(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+
+class Schedule(Value, frozen=True, kw_only=True, dict=True):
+    """Per rank the actions in the order in which it performs them; `placement[stage]` is the stage's rank."""
+
+    name: str
+    weight_versions: Literal["synchronous"] = "synchronous"
+    microbatches: Positive
+    placement: tuple[NonNegative, ...]
+    actions: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.placement or max(self.placement) >= len(self.actions):
+            raise ValueError(f"placement {list(self.placement)} does not fit {len(self.actions)} ranks")
+        for rank, action in self:
+            if action.stage >= len(self.placement) or self.placement[action.stage] != rank:
+                raise ValueError(f"rank {rank} performs {action}, but its stage is not placed there")
+            if action.microbatch is not None and action.microbatch >= self.microbatches:
+                raise ValueError(f"rank {rank} performs {action}, but there are {self.microbatches} microbatches")
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        return ((rank, action) for rank, row in enumerate(self.rows) for action in row)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank, parsed."""
+        return tuple(tuple(map(Action.parse, row)) for row in self.actions)
+
+    @property
+    def compute(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank that occupy it: no transfers, no reductions."""
+        return tuple(tuple(action for action in row if action.kind in COMPUTE) for row in self.rows)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return len(self.actions)
+
+    @staticmethod
+    def of(
+        name: str, microbatches: int, placement: Sequence[int], rows: Sequence[Sequence[Action]]
+    ) -> Schedule:
+        """A schedule from parsed actions."""
+        actions = tuple(tuple(map(str, row)) for row in rows)
+        return Schedule(name=name, microbatches=microbatches, placement=tuple(placement), actions=actions)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action as it happened on its rank, in nanoseconds since the step began."""
+
+    action: Action
+    start_ns: int
+    end_ns: int
+
+
+class Idle(Value, frozen=True, kw_only=True):
+    """How long a rank waited, by cause: for work elsewhere to be done, or for its result to arrive."""
+
+    dependency_ns: NonNegative
+    transfer_ns: NonNegative
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A simulated step: the compute events of each rank, in order, and why it idled in between.
+
+    `makespan_ns` is the end of the last event; `span_ns` the largest per-rank first-start to last-end.
+    """
+
+    events: tuple[tuple[Event, ...], ...]
+    idle: tuple[Idle, ...]
+
+    @property
+    def makespan_ns(self) -> int:
+        return max((row[-1].end_ns for row in self.events if row), default=0)
+
+    @property
+    def span_ns(self) -> int:
+        return max((row[-1].end_ns - row[0].start_ns for row in self.events if row), default=0)
+
+    @property
+    def busy_ns(self) -> tuple[int, ...]:
+        """Per rank, the time spent in actions."""
+        return tuple(sum(event.end_ns - event.start_ns for event in row) for row in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """1 − mean busy time / makespan."""
+        if not self.makespan_ns:
+            return 0.0
+        return 1 - sum(self.busy_ns) / (len(self.events) * self.makespan_ns)

@@ -1,0 +1,1 @@
+"""Cost graph in, stages out: which stage runs what."""

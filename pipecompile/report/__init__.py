@@ -1,0 +1,1 @@
+"""Plan in, text and files for people out."""

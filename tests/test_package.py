@@ -1,0 +1,112 @@
+"""What a user gets by installing: the packages, the public names, and a cheap import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pipecompile
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+
+PUBLIC = """
+    CaptureError
+    FormatError
+    InfeasibleError
+    InputError
+    PipecompileError
+    Pipeline
+    ScheduleError
+    StalePlanError
+    __version__
+    pipecompile
+"""
+
+
+def run(code: str, cwd: Path, path: Path = ROOT) -> str:
+    """What a fresh interpreter prints that starts in `cwd` and finds the package in `path`."""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def folders(start: Path, name: str) -> set[str]:
+    """The packages from `start` down, where `start` is imported as `name`."""
+    places = (file.parent.relative_to(start).parts for file in start.rglob("__init__.py"))
+    return {".".join((name, *parts)) for parts in places}
+
+
+def test_the_package_list_is_complete() -> None:
+    found = folders(ROOT / "pipecompile", "pipecompile")
+    for top in ("passes", "cost_models"):
+        found |= folders(ROOT / top, f"pipecompile.{top}")
+    assert sorted(SETUPTOOLS["packages"]) == sorted(found)
+
+
+def test_no_folder_of_code_is_missing_its_init() -> None:
+    for top in ("pipecompile", "passes", "cost_models"):
+        for file in (ROOT / top).rglob("*.py"):
+            assert (file.parent / "__init__.py").is_file(), file.relative_to(ROOT)
+
+
+def test_every_mapped_folder_exists() -> None:
+    for package, folder in SETUPTOOLS["package-dir"].items():
+        assert (ROOT / folder / "__init__.py").is_file(), package
+
+
+def test_public_names() -> None:
+    assert pipecompile.__all__ == PUBLIC.split()
+    assert set(PUBLIC.split()) <= set(dir(pipecompile))
+
+
+def test_public_names_resolve() -> None:
+    from pipecompile import Pipeline
+    from pipecompile import pipecompile as function
+
+    assert Pipeline.__module__.split(".")[0] == "pipecompile"
+    assert callable(function)
+    assert not isinstance(function, type(sys))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'pipelines'"):
+        _ = pipecompile.pipelines
+
+
+def test_version() -> None:
+    assert pipecompile.__version__ == PROJECT["project"]["version"]
+
+
+@pytest.mark.parametrize("heavy", ["torch", "ortools", "numpy", "networkx"])
+def test_importing_the_package_is_cheap(heavy: str, tmp_path: Path) -> None:
+    assert run(f"import sys, pipecompile; print({heavy!r} in sys.modules)", tmp_path) == "False"
+
+
+@pytest.mark.parametrize("name", ["passes", "cost_models"])
+def test_a_users_own_folder_of_the_same_name_changes_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("mine = True\n")
+    code = f"import pipecompile.{name} as ours, {name} as theirs; print(ours.__name__, theirs.mine)"
+    assert run(code, tmp_path) == f"pipecompile.{name} True"
+
+
+def test_the_installed_layout_needs_no_checkout(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    for package in SETUPTOOLS["packages"]:
+        folder = SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
+        target = site / package.replace(".", "/")
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (ROOT / folder).glob("*.py"):
+            (target / file.name).write_bytes(file.read_bytes())
+    (site / "passes").mkdir()
+    (site / "passes" / "__init__.py").write_text("mine = True\n")
+    code = "import pipecompile, pipecompile.passes as p; print(len(pipecompile.__path__), p.__file__)"
+    assert run(code, tmp_path, site) == f"1 {site / 'pipecompile' / 'passes' / '__init__.py'}"

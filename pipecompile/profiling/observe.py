@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -48,7 +49,8 @@ class Observation:
 def observe(workload: Workload) -> Observation:
     """Runs `workload`, which is fake, once; no real memory is touched."""
     observer = _Observer(workload)
-    observer.interpret()
+    with torch.enable_grad():
+        observer.interpret()
     return Observation(observer.facts, observer.storages.sizes)
 
 

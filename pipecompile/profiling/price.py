@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipecompile.cost_models.protocol import FREE, Call, Cost, CostModel
 from pipecompile.profiling.caller import Caller
@@ -22,11 +20,10 @@ __all__ = ["price"]
 def price(workload: Workload, observation: Observation, cost_model: CostModel) -> dict[str, Cost]:
     """The cost of every node but `get_attr`, by name.
 
-    Placeholders are free, and so is the output node where there is no loss. Inputs, buffers and the state of the
-    random generators are afterwards what they were.
+    Placeholders are free, and so is the output node where there is no loss. Buffers change as in any forward.
     """
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
-    with _untouched(workload.module), progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
+    with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         pricer = _Pricer(own, observation, cost_model, advance)
         with torch.no_grad():
             pricer.interpret()
@@ -55,15 +52,3 @@ class _Pricer(Caller):
         facts = self.observation.nodes[call.node.name]
         with torch.enable_grad():
             return self.model.cost(replace(call, differentiable=facts.differentiable, mutates=facts.mutates))
-
-
-@contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)

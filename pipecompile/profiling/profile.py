@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -29,21 +31,36 @@ def profile(
 
     `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
     node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss. Sizes
-    come from one run on fake tensors, so only a cost model that wants real tensors computes anything.
+    come from one run on fake tensors, so only a cost model that wants real tensors computes anything. The model, its
+    inputs and the random generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = workload.faked()
-        observation = observe(fake)
-        costs = {} if cost_model.real else price(fake, observation, cost_model)
-    if cost_model.real:
-        costs = price(workload, observation, cost_model)
+    with _untouched(graph_module):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = workload.faked()
+            observation = observe(fake)
+            costs = {} if cost_model.real else price(fake, observation, cost_model)
+        if cost_model.real:
+            costs = price(workload, observation, cost_model)
     return ir.CostGraph(
         nodes=tuple(_nodes(workload, observation, costs)),
         tensors=tuple(_tensors(workload.graph, observation)),
         storages=observation.storages,
         parameters=tuple(_parameters(graph_module)),
     )
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
+    with torch.random.fork_rng(devices):  # fake random operators draw too
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost]) -> Iterator[ir.Node]:

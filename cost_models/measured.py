@@ -15,8 +15,8 @@ from pipecompile.cost_models.protocol import Call, Cost, Trial
 
 __all__ = ["REPEATS", "Measured"]
 
-WARM_UPS = 2
-REPEATS = 7
+WARM_UPS = 1
+REPEATS = 5
 T = TypeVar("T")
 
 

@@ -60,7 +60,8 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
-                    buffer.copy_(before)
+                    if not torch.equal(buffer, before):  # an expanded buffer never changes and refuses any write
+                        buffer.copy_(before)
 
 
 def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost]) -> Iterator[ir.Node]:

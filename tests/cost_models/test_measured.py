@@ -32,11 +32,12 @@ class Everything(nn.Module):
         self.dropout = nn.Dropout(0.5)
         self.head = nn.Linear(8, 10)
         self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("expanded", torch.zeros(1, 8).expand(4, 8))
 
     def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
         self.steps.add_(1)
         image.mul_(2)
-        hidden = self.embedding(tokens) + image
+        hidden = self.embedding(tokens) + image + self.expanded
         hidden = nn.functional.relu(self.norm(hidden), inplace=True)
         return self.head(self.dropout(hidden) + torch.rand_like(hidden))
 

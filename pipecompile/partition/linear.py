@@ -152,18 +152,15 @@ def _smallest_maximum(
     k: int, weight: Callable[[int], Integers], allowed: Callable[[int], Mask]
 ) -> tuple[int, tuple[int, ...]] | None:
     """The least possible maximum of a weight over the stages, and a cut that has it."""
-    best: Integers | None = None
-    choices = []
     never = 1 + max(int(weight(stage).max()) for stage in range(k))
+    best = _start(never, len(weight(0)) - 1, weight(0).dtype.type)
+    choices = []
     for stage in range(k):
-        table = weight(stage)
-        if best is None:
-            best = _start(never, len(table) - 1, table.dtype.type)
-        peak = np.maximum(best[:, None], table)
+        peak = np.maximum(best[:, None], weight(stage))
         peak[~allowed(stage)] = never
         choices.append(peak.argmin(axis=0))
         best = peak.min(axis=0)
-    return (int(best[-1]), _walk_back(choices)) if best is not None and best[-1] < never else None
+    return (int(best[-1]), _walk_back(choices)) if best[-1] < never else None
 
 
 def _start(never: int, count: int, kind: type) -> Integers:

@@ -1,0 +1,164 @@
+"""A plan for people: plain text of at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.schedule import BACKWARDS, Event, Kind, Timeline
+
+__all__ = ["size_text", "summary", "time_text", "timeline_text"]
+
+_MODULES_WIDTH = 26  # what 100 columns leave in the table of stages
+_BAR = " ▏▎▍▌▋▊▉█"
+
+
+def time_text(nanoseconds: float) -> str:
+    """A time in the unit in which it reads best."""
+    for unit, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+        if abs(nanoseconds) >= scale:
+            return f"{nanoseconds / scale:.1f} {unit}"
+    return f"{nanoseconds:.0f} ns"
+
+
+def size_text(size: int) -> str:
+    """A number of bytes in the unit in which it reads best."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} B"
+
+
+def summary(plan: Plan) -> str:
+    """What `plan` and `show` print: quality, stages, ranks, relayed tensors and tied parameters."""
+    parts = [_header(plan), _stages(plan), _ranks(plan), _routes(plan), _tied(plan)]
+    return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    loads, prediction = plan.prediction.loads_ns, plan.prediction
+    mean = sum(loads) / len(loads)
+    cap = plan.options.memory_bytes
+    again = ", each stage recomputed" if plan.options.recompute == "stage" else ""
+    yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}"
+    yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
+    yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
+    yield f"  objective  {_objective(plan)}"
+    yield f"  memory     {'no cap' if cap is None else f'cap {size_text(cap)} a rank'}, costs {plan.options.costs}"
+    yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
+
+
+def _objective(plan: Plan) -> str:
+    search = plan.search
+    value, bound = (_objective_text(search.objective, number) for number in (search.value, search.bound))
+    proof = "proven" if search.proven else "not proven"
+    label = "variance, Σ load²" if search.objective == "variance" else search.objective
+    return f"{label} {value}, bound {bound}, gap {search.gap:.2%}, {proof} ({search.method})"
+
+
+def _objective_text(objective: str, value: int) -> str:
+    if objective != "variance":
+        return time_text(value)
+    unit, scale = ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
+    return f"{value / scale:,.1f} {unit}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    loads = [plan.prediction.loads_ns[rank] for rank in plan.schedule.placement]
+    total, largest = max(sum(loads), 1), max(*loads, 1)
+    rows = [["stage", "modules", "nodes", "forward", "backward", "load", "", "share", "params", "sends"]]
+    sizes = {parameter.name: parameter.bytes for parameter in plan.parameters}
+    for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
+        held = size_text(sum(sizes.get(name, 0) for name in stage.parameters))
+        times = [time_text(time) for time in (stage.forward_ns, stage.backward_ns, load)]
+        bar, share = _bar(load / largest, 5), f"{load / total:.1%}"
+        rows.append([str(index), _modules(stage), str(len(stage.nodes)), *times, bar, share, held, _sends(stage)])
+    return _table(rows, left={1, 6})
+
+
+def _modules(stage: Stage) -> str:
+    """The modules of a stage, or from the first to the last of them where not all fit."""
+    names = stage.modules or (stage.nodes[0], stage.nodes[-1])
+    text = ", ".join(names)
+    if len(text) > _MODULES_WIDTH:
+        first, last = names[0].split("."), names[-1].split(".")
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+        text = f"{names[0]} … {'.'.join(last[shared:])}" if len(names) > 1 and last[shared:] else names[0]
+    return text if len(text) <= _MODULES_WIDTH else f"…{text[1 - _MODULES_WIDTH :]}"
+
+
+def _sends(stage: Stage) -> str:
+    return size_text(sum(tensor.bytes for tensor in stage.outputs)) if stage.outputs else ""
+
+
+def _bar(part: float, width: int) -> str:
+    eighths = round(part * width * 8)
+    return ("█" * (eighths // 8) + _BAR[eighths % 8]).rstrip().ljust(width)
+
+
+def _ranks(plan: Plan) -> Iterator[str]:
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
+    rows = [["rank", "idle", *kinds, "expected", "bound"]]
+    for rank, (memory, idle) in enumerate(zip(plan.prediction.memory, plan.prediction.idle, strict=True)):
+        share = (idle.dependency_ns + idle.transfer_ns) / max(plan.prediction.step_ns, 1)
+        held = [size_text(getattr(memory, kind).expected) for kind in kinds]
+        rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
+    return _table(rows, left=set())
+
+
+def _routes(plan: Plan) -> list[str]:
+    sizes = {tensor.name: tensor.bytes for stage in plan.stages for tensor in stage.outputs}
+    lines = (
+        f"  {_fitted(route.name, 50)}  {' → '.join(map(str, route.stages))}  {size_text(sizes.get(route.name, 0))}"
+        for route in plan.routes
+    )
+    return ["relayed through the stages between", *lines] if plan.routes else []
+
+
+def _tied(plan: Plan) -> list[str]:
+    lines = [
+        _fitted(f"  {parameter.name} = {', '.join(parameter.aliases)}", 60)
+        + f"  {size_text(parameter.bytes)}, stages {', '.join(map(str, parameter.stages))}, owner {parameter.owner}"
+        for parameter in plan.parameters
+        if parameter.aliases or len(parameter.stages) > 1
+    ]
+    return ["tied parameters", *lines] if lines else []
+
+
+def _fitted(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _table(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (
+            cell.ljust(w) if column in left else cell.rjust(w)
+            for column, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield " ".join(cells).rstrip()
+
+
+def timeline_text(timeline: Timeline, width: int = 90) -> str:
+    """One line a rank, time from left to right: 0 1 2 forwards, a b c backwards, r recompute, · idle."""
+    scale = width / max(timeline.makespan_ns, 1)
+    lines = [f"rank {rank:>2} {_line(row, scale, width)}" for rank, row in enumerate(timeline.events)]
+    return "\n".join([*lines, "        0 1 2 … forward   a b c … backward   r recompute   · idle"]) + "\n"
+
+
+def _line(row: Sequence[Event], scale: float, width: int) -> str:
+    cells = ["·"] * width
+    for event in row:
+        begin, end = int(event.start_ns * scale), int(event.end_ns * scale)
+        cells[begin:end] = _letter(event) * (end - begin)
+    return "".join(cells)
+
+
+def _letter(event: Event) -> str:
+    number = (event.action.microbatch or 0) % 10
+    if event.action.kind is Kind.FORWARD:
+        return str(number)
+    if event.action.kind is Kind.BACKWARD_WEIGHT:
+        return "w"
+    return "abcdefghij"[number] if event.action.kind in BACKWARDS else "r"

@@ -1,0 +1,132 @@
+"""A simulated step as a picture: ranks from top to bottom, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Event, Kind, Timeline
+from pipecompile.report.text import time_text
+
+__all__ = ["timeline_svg"]
+
+_WIDTH, _LEFT, _RIGHT = 1000, 78, 92
+_TOP, _ROW, _BAR, _BOTTOM = 74, 40, 32, 62
+_FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_COLOURS = {
+    Kind.FORWARD: ("forward", "#4f83cc", "#ffffff"),
+    Kind.BACKWARD: ("backward", "#d2741f", "#ffffff"),
+    Kind.BACKWARD_INPUT: ("backward, inputs", "#d2741f", "#ffffff"),
+    Kind.BACKWARD_WEIGHT: ("backward, weights", "#6aa56b", "#ffffff"),
+    Kind.RECOMPUTE: ("recompute", "#a9c4e8", "#26415f"),
+}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From nanoseconds and ranks to places in the picture."""
+
+    makespan_ns: int
+    ranks: int
+
+    @property
+    def inner(self) -> int:
+        return _WIDTH - _LEFT - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return _TOP + _ROW * self.ranks
+
+    def x(self, time_ns: int | float) -> float:
+        return _LEFT + self.inner * time_ns / max(self.makespan_ns, 1)
+
+    def y(self, rank: int) -> float:
+        return _TOP + _ROW * rank + (_ROW - _BAR) / 2
+
+
+def timeline_svg(plan: Plan, timeline: Timeline) -> str:
+    """A self-contained SVG of the step, with its own background and no scripts or fonts."""
+    scale = _Scale(timeline.makespan_ns, len(timeline.events))
+    height = scale.bottom + _BOTTOM
+    body = [*_title(plan, timeline), *_axis(scale), *_ranks(timeline, scale), *_legend(timeline, scale)]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+            f'height="{height}" font-family="{_FONT}" font-size="12" role="img">',
+            f"<title>{escape(_headline(plan))}</title>",
+            f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="#fbfbfa" stroke="#d9d9d6"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _headline(plan: Plan) -> str:
+    return f"{plan.schedule.name}: {plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
+
+
+def _title(plan: Plan, timeline: Timeline) -> Iterator[str]:
+    figures = f"step {time_text(timeline.makespan_ns)}, bubble {timeline.bubble:.1%}"
+    yield _text(20, 32, _headline(plan), size=16, weight=600, colour="#1f2328")
+    yield _text(20, 52, figures, colour="#59636e")
+    yield _text(_WIDTH - 20, _TOP - 8, "idle", anchor="end", colour="#59636e")
+
+
+def _axis(scale: _Scale) -> Iterator[str]:
+    """Vertical lines at round times, labelled in milliseconds."""
+    step = _round_step(scale.makespan_ns / 8)
+    digits = max(0, 7 - len(str(int(step))))
+    for index in range(int(scale.makespan_ns // step) + 1):
+        x = scale.x(index * step)
+        yield f'<line x1="{x:.2f}" y1="{_TOP}" x2="{x:.2f}" y2="{scale.bottom}" stroke="#e4e4e1"/>'
+        yield _text(x, scale.bottom + 18, f"{index * step / 1e6:,.{digits}f}", anchor="middle", colour="#59636e")
+    yield _text(_WIDTH - _RIGHT + 10, scale.bottom + 18, "ms", colour="#59636e")
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is at least `least`."""
+    power = 10.0 ** (len(str(int(max(least, 1)))) - 1)
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+
+
+def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    for rank, (row, busy) in enumerate(zip(timeline.events, timeline.busy_ns, strict=True)):
+        y, idle = scale.y(rank), 1 - busy / max(timeline.makespan_ns, 1)
+        yield f'<rect x="{_LEFT}" y="{y}" width="{scale.inner}" height="{_BAR}" fill="#1f2328" fill-opacity="0.05"/>'
+        yield _text(20, y + _BAR / 2 + 4, f"rank {rank}", colour="#1f2328")
+        yield from (shape for event in row for shape in _event(event, scale, y))
+        yield _text(_WIDTH - 20, y + _BAR / 2 + 4, f"{idle:.1%}", anchor="end", colour="#1f2328")
+
+
+def _event(event: Event, scale: _Scale, y: float) -> Iterator[str]:
+    _, fill, ink = _COLOURS[event.action.kind]
+    left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
+    gap, corner = min(0.5, width / 8), min(3, width / 6)
+    hint = f"{event.action}: {event.start_ns / 1e6:.3f} to {event.end_ns / 1e6:.3f} ms"
+    yield (
+        f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{_BAR}" rx="{corner:.2f}" '
+        f'fill="{fill}"><title>{hint}</title></rect>'
+    )
+    label = str(event.action.microbatch)
+    size = next((size for size in (12, 9) if width >= 0.62 * size * len(label) + 2), None)
+    if size is not None:
+        yield _text(left + width / 2, y + (_BAR + 0.7 * size) / 2, label, anchor="middle", colour=ink, size=size)
+
+
+def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
+    used = {event.action.kind for row in timeline.events for event in row}
+    x, y = _LEFT, scale.bottom + 38
+    for name, fill, _ in (entry for kind, entry in _COLOURS.items() if kind in used):
+        yield f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{fill}"/>'
+        yield _text(x + 18, y + 10, name, colour="#59636e")
+        x += 40 + 7 * len(name)
+    yield _text(x, y + 10, "numbers: microbatches", colour="#59636e")
+
+
+def _text(
+    x: float, y: float, text: str, *, colour: str, size: int = 12, weight: int = 400, anchor: str = "start"
+) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size}" font-weight="{weight}" fill="{colour}">{escape(text)}</text>'

@@ -35,9 +35,12 @@ def check(schedule: Schedule, gradient: Sequence[bool] | None = None) -> list[st
     no gradient is sent or received at all counts as having none.
     """
     subject = _Subject(schedule, tuple(gradient) if gradient is not None else _seen_gradients(schedule))
-    found = [*_counts(subject), *_orders(subject), *_last_stage(schedule)]
-    # The proofs below pair each send with its receive; they speak only where every action is there once.
-    return found or [*_links(subject), *_deadlocks(subject)]
+    # Each step speaks only where the one before found nothing: it relies on it.
+    return (
+        list(_counts(subject))
+        or [*_orders(subject), *_last_stage(schedule)]
+        or [*_links(subject), *_deadlocks(subject)]
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecompile.ir.schedule import Action, Schedule
+from pipecompile.schedule.check import check
+from pipecompile.schedule.lower import lower
+from pipecompile.schedule.named import generate
+from pipecompile.schedule.simulate import simulate
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "forward-only"]),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.booleans(),
+    st.randoms(),
+)
+def test_what_is_lowered_is_sound(
+    name: str, stages: int, microbatches: int, recompute: bool, rng: random.Random
+) -> None:
+    """Whatever the times, zero included, and wherever gradients flow."""
+    gradient = [rng.random() < 0.8 for _ in range(stages - 1)]
+    schedule = generate(name, range(stages), microbatches, recompute)
+    durations = {action: rng.choice([0, 1, 7]) for _, action in schedule}
+    timeline = simulate(schedule, durations.__getitem__, lambda *_: rng.randrange(5), gradient)
+    lowered = lower(schedule, timeline, gradient)
+    assert check(lowered, gradient) == []
+    assert check(lowered) == []
+    assert lowered.compute == schedule.compute
+
+
+def test_messages_stand_where_they_are_made(lowered: Callable[..., Schedule]) -> None:
+    assert lowered("gpipe", 2, 2).actions == (
+        ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0RECV_B1", "0B0", "0B1", "0REDUCE_GRAD"),
+        ("1RECV_F0", "1RECV_F1", "1F0", "1F1", "1B0", "1SEND_B0", "1B1", "1SEND_B1", "1REDUCE_GRAD"),
+    )
+
+
+def test_an_evaluation_reduces_nothing(lowered: Callable[..., Schedule]) -> None:
+    assert lowered("forward-only", 2, 1).actions == (("0F0", "0SEND_F0"), ("1RECV_F0", "1F0"))
+
+
+def test_no_gradient_is_sent_where_none_flows() -> None:
+    schedule = generate("gpipe", range(2), 1, False)
+    lowered = lower(schedule, simulate(schedule, lambda _: 1, lambda *_: 0, [False]), [False])
+    assert "0RECV_B0" not in lowered.actions[0]
+    assert "1SEND_B0" not in lowered.actions[1]
+
+
+def test_stages_on_one_rank_exchange_no_messages() -> None:
+    schedule = Schedule.of("one rank", 1, [0, 0], [list(map(Action.parse, ["0F0", "1F0", "1B0", "0B0"]))])
+    lowered = lower(schedule, simulate(schedule, lambda _: 1, lambda *_: 0, [True]), [True])
+    assert lowered.actions == (("0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"),)
+    assert check(lowered) == []

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
+from pipecompile.ir.memory import Amount, Footprint, Layout, activation_curve, rank_memory
+from pipecompile.ir.schedule import Action
+from pipecompile.schedule.named import in_flight, one_f_one_b
+
+SIZES = st.integers(0, 3000)
+
+
+@st.composite
+def _layouts(draw: st.DrawFn) -> Layout:
+    """Any graph in its own order: shared storages and parameters, skips, tensors nobody takes, nodes without names."""
+    size, storages = draw(st.integers(1, 7)), draw(st.lists(SIZES, max_size=5))
+    names, some = (
+        [f"n{i}" for i in range(size)],
+        st.sets(st.sampled_from(range(len(storages)))) if storages else st.just(set()),
+    )
+    parameters = [
+        Parameter(name=f"p{i}", bytes=draw(SIZES), trainable=draw(st.booleans()))
+        for i in range(draw(st.integers(0, 3)))
+    ]
+    read = st.sets(st.sampled_from([p.name for p in parameters])) if parameters else st.just(set())
+    nodes = [
+        Node(
+            name=name,
+            forward_ns=1,
+            backward_ns=1,
+            parameter_bytes=draw(SIZES),
+            saved_bytes=0,
+            group=None,
+            workspace_bytes=draw(SIZES),
+            saved=tuple(sorted(draw(some))),
+            parameters=tuple(sorted(draw(read))),
+        )
+        for name in names
+    ]
+    tensors = [
+        Tensor(
+            producer=names[i],
+            consumers=tuple(names[j] for j in sorted(draw(st.sets(st.integers(i + 1, size - 1), max_size=3)))),
+            bytes=draw(SIZES),
+            gradient_bytes=draw(SIZES),
+            storage=draw(st.sampled_from([None, *range(len(storages))])),
+        )
+        for i in range(size - 1)
+        if draw(st.booleans())
+    ]
+    graph = CostGraph(
+        nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages), parameters=tuple(parameters)
+    )
+    return Layout(graph, tuple((name,) for name in names))
+
+
+@given(_layouts(), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data())
+def test_the_table_of_bounds_is_what_a_rank_would_hold(
+    layout: Layout, stages: int, microbatches: int, recompute: bool, data: st.DataObject
+) -> None:
+    stage = data.draw(st.integers(0, stages - 1))
+    again = recompute and stage < stages - 1
+    row = [Action(0, a.kind, a.microbatch) for a in one_f_one_b(stages, microbatches, recompute)[stage]]
+    flight = in_flight("1f1b", stages, microbatches, stage)
+    table = layout.bound_table(in_flight=flight, microbatches=microbatches, recompute=again)
+    for start in range(len(layout.units)):
+        for stop in range(start + 1, len(layout.units) + 1):
+            memory = rank_memory({0: layout.footprint(start, stop)}, row, microbatches=microbatches)
+            assert table[start, stop] == memory.total.bound, (start, stop)
+
+
+@given(_layouts(), st.booleans())
+def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_end(
+    layout: Layout, recompute: bool
+) -> None:
+    footprint = layout.footprint(0, len(layout.units))
+    (row, _) = one_f_one_b(2, 3, recompute)
+    curve = [amount for _, amount in activation_curve({0: footprint}, row)]
+    assert all(0 <= amount.expected <= amount.bound for amount in curve)
+    assert (curve[-1].expected, curve[-1].bound) == (0, 0)
+
+
+def test_sizes_are_rounded_up_to_the_blocks_of_the_allocator() -> None:
+    assert Amount.of([1, 512, 513]) == Amount(expected=1026, bound=512 + 512 + 1024)
+
+
+def _amount(size: int) -> Amount:
+    return Amount(expected=size, bound=size)
+
+
+FOOTPRINT = Footprint(
+    parameters=_amount(100),
+    gradients=_amount(90),
+    kept=_amount(10),
+    outputs=_amount(3),
+    received=_amount(4),
+    received_gradients=_amount(2),
+    workspace=_amount(7),
+)
+
+
+def _row(text: str) -> list[Action]:
+    return [Action.parse(word) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("row", "held"),
+    [
+        ("0F0 0F1 0B0 0B1", [10, 20, 10, 0]),
+        ("0F0 0F1 0R0 0B0 0R1 0B1", [3, 6, 13, 3, 10, 0]),
+        ("0F0 0I0 0W0", [10, 10, 0]),
+        ("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", [10, 10, 10, 0, 0]),
+    ],
+)
+def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: list[int]) -> None:
+    assert [amount.expected for _, amount in activation_curve({0: FOOTPRINT}, _row(row))] == held
+
+
+def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
+    memory = rank_memory({0: FOOTPRINT, 1: FOOTPRINT}, _row("0F0 1F0 1B0 0B0"), microbatches=3, optimizer_factor=2)
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "total")
+    assert [getattr(memory, kind).expected for kind in kinds] == [200, 180, 360, 20, 36, 7, 803]
+
+
+def test_a_storage_saved_by_many_nodes_and_a_parameter_read_twice_are_held_once() -> None:
+    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 9, "saved_bytes": 5, "group": None}
+    nodes = tuple(Node(name=name, saved=(0,), parameters=("w",), **node) for name in "ab")  # type: ignore[arg-type]
+    tied = Parameter(name="w", bytes=9, trainable=True)
+    footprint = Layout(
+        CostGraph(nodes=nodes, tensors=(), storages=(5,), parameters=(tied,)), (("a",), ("b",))
+    ).footprint(0, 2)
+    assert (footprint.kept.expected, footprint.parameters.expected, footprint.gradients.expected) == (5, 9, 9)
+
+
+def test_a_relayed_tensor_is_received_by_every_stage_on_its_way() -> None:
+    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
+    nodes = tuple(Node(name=name, **node) for name in "abc")  # type: ignore[arg-type]
+    skip = Tensor(producer="a", consumers=("c",), bytes=6, gradient_bytes=4, storage=0)
+    layout = Layout(CostGraph(nodes=nodes, tensors=(skip,), storages=(6,)), (("a",), ("b",), ("c",)))
+    first, middle, last = (layout.footprint(i, i + 1) for i in range(3))
+    assert [f.received.expected for f in (first, middle, last)] == [0, 6, 6]
+    assert [f.received_gradients.expected for f in (first, middle, last)] == [4, 4, 0]
+    assert [f.outputs.expected for f in (first, middle, last)] == [6, 0, 0]

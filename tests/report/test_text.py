@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from pytest_regressions.file_regression import FileRegressionFixture
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Action, Event, Idle, Timeline
+from pipecompile.report.text import size_text, summary, time_text, timeline_text
+from pipecompile.schedule.simulate import simulate_plan
+
+MakePlan = Callable[..., Plan]
+
+
+def test_the_summary_of_a_plan(make_plan: MakePlan, file_regression: FileRegressionFixture) -> None:
+    plan = make_plan()
+    file_regression.check(summary(plan) + "\n" + timeline_text(simulate_plan(plan)), encoding="utf-8")
+
+
+def test_the_summary_of_a_recomputing_plan(make_plan: MakePlan, file_regression: FileRegressionFixture) -> None:
+    plan = make_plan(microbatches=8, schedule="gpipe", recompute=True)
+    file_regression.check(summary(plan) + "\n" + timeline_text(simulate_plan(plan)), encoding="utf-8")
+
+
+@pytest.mark.parametrize("k", [1, 3, 12])
+def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int) -> None:
+    plan = make_plan(k=k, microbatches=16)
+    long = tuple(f"{module}.{'a_long_name.' * 9}" for module in plan.stages[0].modules)
+    stages = (msgspec.structs.replace(plan.stages[0], modules=long), *plan.stages[1:])
+    text = summary(msgspec.structs.replace(plan, stages=stages)) + timeline_text(simulate_plan(plan))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_is_not_proven_is_not_claimed(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    search = msgspec.structs.replace(
+        plan.search, objective="max-load", value=2_000_000, bound=1_000_000, gap=0.5, proven=False
+    )
+    text = summary(msgspec.structs.replace(plan, search=search, verified=False, routes=()))
+    assert "max-load 2.0 ms, bound 1.0 ms, gap 50.00%, not proven (linear-dp)" in text
+    assert "unverified capture" in text
+    assert "relayed" not in text
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [(0, "0 ns"), (999, "999 ns"), (1500, "1.5 µs"), (12_340_000, "12.3 ms"), (3_000_000_000, "3.0 s")],
+)
+def test_times_adapt_their_unit(nanoseconds: int, text: str) -> None:
+    assert time_text(nanoseconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (16 << 30, "16.0 GiB")]
+)
+def test_sizes_adapt_their_unit(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_a_timeline_in_letters() -> None:
+    words = [["0F0", "0F11", "0R0", "0B0"], ["1F0", "1I0", "1W0"]]
+    rows = tuple(tuple(Event(Action.parse(word), 2 * i, 2 * i + 2) for i, word in enumerate(row)) for row in words)
+    idle = Idle(dependency_ns=0, transfer_ns=0)
+    assert timeline_text(Timeline(rows, (idle, idle)), width=8).splitlines()[:2] == [
+        "rank  0 0011rraa",
+        "rank  1 00aaww··",
+    ]

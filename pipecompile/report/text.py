@@ -40,7 +40,7 @@ def _header(plan: Plan) -> Iterator[str]:
     loads, prediction = plan.prediction.loads_ns, plan.prediction
     mean = sum(loads) / len(loads)
     cap = plan.options.memory_bytes
-    again = ", each stage recomputed" if plan.options.recompute == "stage" else ""
+    again = ", recomputing" if plan.options.recompute == "stage" else ""
     yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}"
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"

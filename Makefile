@@ -10,8 +10,9 @@ COPY := build/check
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# By file, so that fixtures that start worker processes start them once.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -5,6 +5,7 @@ Importing the package is cheap: `pipecompile` and `Pipeline` bring torch in when
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from pipecompile.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipecompile.api import Pipeline, pipecompile
+    from pipecompile.api.compile import pipecompile
+    from pipecompile.api.pipeline import Pipeline
 
 __all__ = [
     "CaptureError",
@@ -36,6 +38,9 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
+# What needs torch is loaded when it is first asked for.
+_HOMES = {"Pipeline": "pipecompile.api.pipeline", "pipecompile": "pipecompile.api.compile"}
+
 # Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside it, at the root.
 _package = Path(__file__).resolve().parent
 if not (_package / "passes").is_dir() and (_package.parent / "passes" / "__init__.py").is_file():
@@ -43,11 +48,9 @@ if not (_package / "passes").is_dir() and (_package.parent / "passes" / "__init_
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Pipeline", "pipecompile"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pipecompile import api
-
-    return getattr(api, name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -89,6 +89,10 @@ def test_importing_the_package_is_cheap(heavy: str, tmp_path: Path) -> None:
     assert run(f"import sys, pipecompile; print({heavy!r} in sys.modules)", tmp_path) == "False"
 
 
+def test_planning_needs_no_torch(tmp_path: Path) -> None:
+    assert run("import sys, pipecompile.api.planning; print('torch' in sys.modules)", tmp_path) == "False"
+
+
 @pytest.mark.parametrize("name", ["passes", "cost_models"])
 def test_a_users_own_folder_of_the_same_name_changes_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()

@@ -1,0 +1,1 @@
+"""Where the phases are composed, and nowhere else. `planning` needs no torch; the rest does."""

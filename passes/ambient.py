@@ -1,0 +1,102 @@
+"""Regions: nodes that ran under `no_grad` or `autocast` inside the model run under the same again, wherever they lie.
+
+The frontend notes on each node the state it ran under (`meta["ambient"]`, None outside any region), and drops the
+calls that entered and left the regions. That makes a region cuttable: `EnterRegions` puts the calls back around each
+run of nodes of one ambient, in whatever graph the nodes ended up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+__all__ = ["Ambient", "EnterRegions", "Region", "entered", "observed"]
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The state a node runs under: `grad` mode, and per device type whether autocast is on and to which type."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def observed() -> Ambient:
+    """The state that this thread is in."""
+    casts = ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES)
+    return Ambient(torch.is_grad_enabled(), tuple(casts))
+
+
+class Region:
+    """A state that is entered and left by calls, since generated code has no `with`."""
+
+    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+        self._stack = ExitStack()
+        # A region never turns gradients on: under `evaluate` they stay off.
+        self._stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
+        for device, enabled, dtype in autocast:
+            if torch.amp.is_autocast_available(device):
+                self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+
+    def leave(self) -> None:
+        """Back to the state before the region."""
+        self._stack.close()
+
+
+@contextmanager
+def entered(ambient: Ambient | None) -> Iterator[None]:
+    """Runs the block under `ambient`; None changes nothing."""
+    region = None if ambient is None else Region(ambient.grad, ambient.autocast)
+    try:
+        yield
+    finally:
+        if region is not None:
+            region.leave()
+
+
+def leave(region: Region) -> None:
+    """Leaves `region`; a function, so that a graph can call it."""
+    region.leave()
+
+
+@dataclass(frozen=True)
+class EnterRegions:
+    """Requires `meta["ambient"]` on nodes. Ensures that each runs under it: calls enter and leave around each run."""
+
+    def requires(self, graph: fx.Graph) -> None:
+        """Ambients are noted, and the calls are not there yet."""
+        assert all("ambient" in node.meta for node in graph.nodes)
+        assert all(node.target is not Region for node in graph.nodes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Inserts the calls."""
+        current: Ambient | None = None
+        region: fx.Node | None = None
+        for node in list(graph.nodes):
+            ambient = node.meta["ambient"]
+            if node.op not in ("placeholder", "get_attr") and ambient != current:
+                region = _switch(graph, node, region, ambient)
+                current = ambient
+
+    def ensures(self, graph: fx.Graph) -> None:
+        """Every region that is entered is left."""
+        for node in graph.nodes:
+            assert node.target is not Region or [user.target for user in node.users] == [leave], f"{node} is not left"
+
+
+def _switch(graph: fx.Graph, node: fx.Node, region: fx.Node | None, ambient: Ambient | None) -> fx.Node | None:
+    """Leaves `region` and enters `ambient` before `node`."""
+    calls: list[fx.Node] = []
+    with graph.inserting_before(node):
+        if region is not None:
+            calls.append(graph.call_function(leave, (region,)))
+        entering = None if ambient is None else graph.call_function(Region, (ambient.grad, ambient.autocast))
+    for call in (*calls, *([entering] if entering else [])):
+        call.meta.update(node.meta, random=False, mutates=(), ambient=None, val=None)
+    return entering

@@ -1,0 +1,96 @@
+"""Which nodes may never be cut apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Group"]
+
+INPUTS, OUTPUTS = "inputs", "outputs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Names groups of nodes that share a stage.
+
+    Requires `meta["val"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name for: the inputs
+    and the first operation, the output and the last one; a collection and the nodes that take it apart; all nodes
+    that touch a storage which one of them writes to; and each of `together`, sets of node or module names.
+    """
+
+    together: tuple[tuple[str, ...], ...] = ()
+
+    def requires(self, graph: fx.Graph) -> None:
+        """Values and mutations are known."""
+        assert all("val" in node.meta and "mutates" in node.meta for node in graph.nodes), "propagate first"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Sets `meta["group"]`, None for a node on its own."""
+        nodes = [node for node in graph.nodes if node.op != "get_attr"]
+        order = {node: index for index, node in enumerate(nodes)}
+        links = nx.Graph()
+        links.add_nodes_from(nodes)
+        for members in (*_ends(nodes), *_collections(nodes), *_mutations(nodes), *self._chosen(nodes)):
+            nx.add_path(links, members)
+        for component in nx.connected_components(links):
+            first = min(component, key=order.__getitem__)
+            name = _name(component, first) if len(component) > 1 else None
+            for node in component:
+                node.meta["group"] = name
+
+    def ensures(self, graph: fx.Graph) -> None:
+        """Every node that can be placed has been considered."""
+        assert all("group" in node.meta for node in graph.nodes if node.op != "get_attr")
+
+    def _chosen(self, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+        for names in self.together:
+            yield [node for node in nodes if any(_belongs(node, name) for name in names)]
+
+
+def _belongs(node: fx.Node, name: str) -> bool:
+    """Whether `name` is the node, or a module that the node is or lies in."""
+    path = str(node.target) if node.op == "call_module" else node.meta.get("module", "")
+    return node.name == name or path == name or path.startswith(f"{name}.")
+
+
+def _name(component: Iterable[fx.Node], first: fx.Node) -> str:
+    if any(node.op == "placeholder" for node in component):
+        return INPUTS
+    return OUTPUTS if any(node.op == "output" for node in component) else first.name
+
+
+def _ends(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """A stage without work would be a rank without work: inputs and output stay with an operation."""
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    operations = [node for node in nodes if node.op not in ("placeholder", "output")]
+    yield inputs + operations[:1]
+    yield operations[-1:] + [node for node in nodes if node.op == "output"]
+
+
+def _collections(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Only tensors travel: who takes a tuple apart stays with who made it."""
+    for node in nodes:
+        if node.op not in ("placeholder", "output") and not isinstance(node.meta["val"], Tensor):
+            yield [node, *(user for user in node.users if user.op != "output")]
+
+
+def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """A copy sent to another rank would not see a write: all who touch a written storage stay together."""
+    written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
+    touching: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        sources = [node, *node.all_input_nodes] if node.op != "output" else node.all_input_nodes
+        values = [leaf for source in sources for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, Tensor)]
+        for key in {storage_key(tensor) for tensor in (*values, *node.meta["mutates"])} & written:
+            touching.setdefault(key, []).append(node)
+    yield from touching.values()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that are views of one storage."""
+    return tensor.untyped_storage()._cdata

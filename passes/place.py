@@ -1,0 +1,53 @@
+"""Puts every node on its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from pipecompile.passes.contract import stage_of
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Sets `meta["stage"]` from `assignment` (node name → stage).
+
+    Requires a stage for every node but the reads of parameters. Ensures that every parameter is read in the stage
+    of its reader (a read with readers in several stages becomes one read in each), and that no value flows back.
+    """
+
+    assignment: Mapping[str, int]
+
+    def requires(self, graph: fx.Graph) -> None:
+        """The assignment covers the graph."""
+        missing = {node.name for node in graph.nodes if node.op != "get_attr"} - self.assignment.keys()
+        assert not missing, f"no stage for {sorted(missing)}"
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Places the nodes; splits reads."""
+        for node in list(graph.nodes):
+            if node.op != "get_attr":
+                node.meta["stage"] = self.assignment[node.name]
+        for node in [node for node in graph.nodes if node.op == "get_attr"]:
+            _split(graph, node)
+
+    def ensures(self, graph: fx.Graph) -> None:
+        """Values flow forward only; parameters are read where they are used."""
+        for node in graph.nodes:
+            for source in node.all_input_nodes:
+                assert stage_of(source) <= stage_of(node), f"{source} → {node} flows back"
+                assert source.op != "get_attr" or stage_of(source) == stage_of(node), f"{source} is read elsewhere"
+
+
+def _split(graph: fx.Graph, read: fx.Node) -> None:
+    """One read per stage that uses it."""
+    for stage in sorted({stage_of(user) for user in read.users}):
+        with graph.inserting_before(read):
+            local = graph.node_copy(read)
+        local.meta["stage"] = stage
+        read.replace_all_uses_with(local, delete_user_cb=lambda user, stage=stage: stage_of(user) == stage)
+    graph.erase_node(read)

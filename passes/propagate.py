@@ -1,0 +1,88 @@
+"""Fake runs: what every node of a graph yields, without touching a single real parameter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from pipecompile.passes.ambient import entered
+
+__all__ = ["faked_state", "named_state", "propagate", "swapped"]
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer, tied names included, parameters first."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@contextlib.contextmanager
+def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[str]]:
+    """Puts `replacement[id(tensor)]` in the place of each parameter and buffer, and the real ones back afterwards.
+
+    Per unique module, since shared modules hold one dictionary under several names. Yields a list that holds, after
+    the block, the names of the tensors that the block replaced by others (an update that would be lost).
+    """
+    slots = [
+        (path, table, key, tensor)
+        for path, owner in module.named_modules()
+        for table in (owner._parameters, owner._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
+    lost: list[str] = []
+    try:
+        for _, table, key, tensor in slots:
+            table[key] = replacement[id(tensor)]  # type: ignore[assignment]
+        yield lost
+    finally:
+        for path, table, key, tensor in slots:
+            if table.get(key) is not replacement[id(tensor)]:
+                lost.append(f"{path}.{key}".lstrip("."))
+            table[key] = tensor  # type: ignore[assignment]
+
+
+def faked_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
+    """A fake of static shape for every parameter and buffer, by the identity of the real one."""
+    unique = {id(tensor): tensor for _, tensor in named_state(module)}
+    return {key: mode.from_tensor(tensor, static_shapes=True) for key, tensor in unique.items()}
+
+
+class _Propagator(fx.Interpreter):
+    """Notes on each node its value, and the tensors (arguments, or state of its module) that it wrote to."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        versions = [(tensor, tensor._version) for tensor in self._touched(n)]
+        with entered(n.meta.get("ambient")):
+            n.meta["val"] = super().run_node(n)
+        n.meta["mutates"] = tuple(tensor for tensor, version in versions if tensor._version != version)
+        return n.meta["val"]
+
+    def _touched(self, n: fx.Node) -> Iterator[Tensor]:
+        for source in n.all_input_nodes:
+            yield from (leaf for leaf in tree_leaves(self.env[source]) if isinstance(leaf, Tensor))
+        if n.op == "call_module":
+            leaf_module = self.fetch_attr(str(n.target))
+            yield from (*leaf_module.parameters(), *leaf_module.buffers())
+
+
+def propagate(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode | None = None) -> None:
+    """Runs the graph on fakes of `inputs` (one tensor a placeholder) and notes on every node what it yields.
+
+    Sets `meta["val"]`, its fake value, and `meta["mutates"]`, the fake tensors that it wrote to in place.
+    """
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    state = faked_state(module, mode)
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    rng = torch.get_rng_state()
+    try:
+        with mode, swapped(module, state):
+            _Propagator(module, garbage_collect_values=False).run(*fakes)
+    finally:
+        torch.set_rng_state(rng)

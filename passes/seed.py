@@ -1,0 +1,70 @@
+"""Random numbers that do not depend on the cut: every random node draws from a stream of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipecompile.passes.relay import origin_of
+
+__all__ = ["Moment", "Seed", "at", "reseed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What, with the node's name, decides its random numbers: not the stage, rank, or time at which it runs."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+_now: ContextVar[Moment | None] = ContextVar("pipecompile_moment", default=None)
+
+
+@contextmanager
+def at(moment: Moment, devices: tuple[int, ...] = ()) -> Iterator[None]:
+    """Random nodes in the block draw as of `moment`; the generators are as before afterwards.
+
+    `devices` are the indices of the CUDA devices on which they draw.
+    """
+    token = _now.set(moment)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        _now.reset(token)
+
+
+def reseed(node: str) -> None:
+    """Seeds the generators for the node of this name at the current moment."""
+    moment = _now.get()
+    assert moment is not None, "a seeded graph runs inside `at(moment)`"
+    text = f"{moment.seed}:{moment.step}:{moment.microbatch}:{node}"
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big"))
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Requires `meta["random"]`. Ensures that a `reseed` stands right before each random node."""
+
+    def requires(self, graph: fx.Graph) -> None:
+        """Random nodes are marked."""
+        assert all("random" in node.meta for node in graph.nodes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Inserts the calls."""
+        for node in [node for node in graph.nodes if node.meta["random"]]:
+            with graph.inserting_before(node):
+                call = graph.call_function(reseed, (origin_of(node),))
+            call.meta.update(node.meta, random=False, mutates=(), val=None)
+
+    def ensures(self, graph: fx.Graph) -> None:
+        """Each random node follows its reseed."""
+        assert all(node.prev.target is reseed for node in graph.nodes if node.meta["random"])

@@ -1,0 +1,247 @@
+"""From a module to a running pipeline: capture, prove, cost, plan, cut. Reads top to bottom as the pipeline itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from pipecompile.api.pipeline import Pipeline, Program, check_world
+from pipecompile.api.planning import draft
+from pipecompile.api.target import LossFunction, Target
+from pipecompile.cost_models.flops import Flops
+from pipecompile.cost_models.measured import Measured
+from pipecompile.cost_models.protocol import CostModel
+from pipecompile.errors import InputError, PipecompileError, StalePlanError
+from pipecompile.frontend.capture import Capture, batch_size, capture
+from pipecompile.frontend.digest import digest
+from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.serde import decode, encode, read
+from pipecompile.ir.size import parse_bytes
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+from pipecompile.profiling.profile import profile
+from pipecompile.runtime.microbatch import split
+
+__all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile"]
+
+T = TypeVar("T")
+COST_MODELS: dict[str, Callable[[], CostModel]] = {"flops": Flops, "measured": Measured}
+
+
+def pipecompile(
+    model: nn.Module,
+    sample_input: Any,
+    k: int = 4,
+    *,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    objective: str = "variance",
+    memory: int | str | None = None,
+    costs: str = "measured",
+    loss_fn: LossFunction | None = None,
+    recompute: str = "none",
+    pin: Mapping[str, int] | None = None,
+    groups: Iterable[Iterable[str]] = (),
+    sample_target: Any = None,
+    plan: Plan | str | Path | None = None,
+    seed: int = 0,
+) -> Pipeline:
+    """Turns `model` into a pipeline of `k` stages.
+
+    `sample_input` is one minibatch: a tensor, a tuple of positional arguments or a mapping of keyword arguments, whose
+    tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
+    the scalar to train; without it the model's own `loss` output is used. `memory` caps each rank ("16GiB", or
+    bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
+    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together. `sample_target` lets the costs include
+    the loss. `plan` runs a committed plan instead of making one; all other options are then the plan's.
+
+    Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
+    """
+    _join_process_group()
+    target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target)
+    if plan is not None:
+        committed = plan if isinstance(plan, Plan) else read(plan, Plan)
+        options = committed.options
+    else:
+        options = options_for(
+            target,
+            k=k,
+            microbatches=microbatches,
+            schedule=schedule,
+            objective=objective,
+            memory=memory,
+            costs=costs,
+            recompute=recompute,
+            pin=pin,
+            groups=groups,
+        )
+    captured = _on_first_rank(lambda: capture_target(target, options, verify=True), share=False)
+    if captured is None:
+        captured = capture_target(target, options, verify=False)
+    if plan is not None:
+        check_current(committed, captured)
+    else:
+        committed = decode(_shared(lambda: encode(make_plan(target, options, captured))), Plan, origin="rank 0")
+        check_current(committed, captured)
+    check_world(committed)
+    program = Program(captured.capture, captured.module, committed.assignment)
+    return Pipeline(committed, program, target, captured.sample, seed)
+
+
+def options_for(
+    target: Target,
+    *,
+    k: int,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    objective: str = "variance",
+    memory: int | str | None = None,
+    costs: str = "measured",
+    recompute: str = "none",
+    pin: Mapping[str, int] | None = None,
+    groups: Iterable[Iterable[str]] = (),
+) -> Options:
+    """The options of a plan, checked: InputError names what was given and what there is."""
+    if k < 1:
+        raise InputError(f"k={k}, but a pipeline has at least one stage")
+    _one_of("costs", costs, COST_MODELS)
+    _one_of("recompute", recompute, ("none", "stage"))
+    return Options(
+        k=k,
+        microbatches=_microbatches(target, k if microbatches is None else microbatches),
+        schedule=schedule,
+        objective=objective,
+        recompute="stage" if recompute == "stage" else "none",
+        memory_bytes=None if memory is None else parse_bytes(memory),
+        costs=costs,
+        pin=dict(pin or {}),
+        groups=tuple(tuple(names) for names in groups),
+    )
+
+
+def _one_of(what: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise InputError(f"{what}={given!r} is not known; choose one of {', '.join(known)}")
+
+
+def _microbatches(target: Target, microbatches: int) -> int:
+    batch = batch_size([leaf for leaf in torch.utils._pytree.tree_leaves(target.call) if isinstance(leaf, Tensor)])
+    if microbatches < 1 or batch % microbatches:
+        fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
+        raise InputError(
+            f"a batch of {batch} cannot be cut into {microbatches} microbatches of one size; "
+            f"choose microbatches from {', '.join(fitting)}, or another batch"
+        )
+    return microbatches
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model captured at the size of one microbatch: what it is, the graph for that size, and the microbatch."""
+
+    capture: Capture
+    module: fx.GraphModule
+    sample: Arguments
+    digest: str
+    verified: bool
+
+
+def capture_target(target: Target, options: Options, *, verify: bool) -> Captured:
+    """Captures the model at the size of the first microbatch; `verify` proves it by a training step."""
+    args, kwargs = split((target.call.args, target.call.kwargs), options.microbatches)[0]
+    sample = Arguments(args, kwargs)
+    captured = capture(target.model, sample)
+    module = captured.instantiate(sample)
+    if verify:
+        check_capture(captured, module, sample)
+    apply(module.graph, [Group(options.groups)])
+    return Captured(captured, module, sample, digest(module), verify)
+
+
+def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
+    """Costs the graph and plans it."""
+    tensors = captured.capture.inputs.flatten(captured.sample)
+    return draft(
+        cost_graph(target, options, captured),
+        options,
+        graph_digest=captured.digest,
+        verified=captured.verified,
+        microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
+    )
+
+
+def cost_graph(target: Target, options: Options, captured: Captured) -> CostGraph:
+    """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
+    device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
+    inputs = [tensor.to(device) for tensor in captured.capture.inputs.flatten(captured.sample)]
+    loss, targets = None, []
+    leaves, spec = torch.utils._pytree.tree_flatten(split(target.targets, options.microbatches)[0])
+    if target.loss_fn is not None and target.targets is not None:
+        targets = [leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)]
+
+        def loss(outputs: Sequence[Any], given: Sequence[Tensor]) -> Tensor:
+            rest = iter(given)
+            tree = torch.utils._pytree.tree_unflatten(
+                [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            )
+            return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
+
+    return profile(captured.module, inputs, COST_MODELS[options.costs](), loss=loss, targets=targets)
+
+
+def check_current(plan: Plan, captured: Captured) -> None:
+    """StalePlanError unless `plan` was made for this graph: its nodes, shapes and parameters."""
+    if plan.fingerprint.graph != captured.digest:
+        raise StalePlanError(
+            f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model has with these "
+            f"inputs ({captured.digest[:12]}…); plan again, or bring back the model, its mode and its shapes"
+        )
+
+
+# -- several processes
+
+
+def _join_process_group() -> None:
+    """Under torchrun, joins the other ranks: NCCL where there are GPUs, gloo elsewhere."""
+    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
+        gpu = torch.cuda.is_available()
+        if gpu:
+            torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
+        dist.init_process_group("nccl" if gpu else "gloo")
+
+
+def _on_first_rank(function: Callable[[], T], *, share: bool) -> T | None:
+    """Calls `function` on rank 0 only; if it fails there, every rank fails with the same message.
+
+    With `share` all ranks return rank 0's result, without it the others return None.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return function()
+    result: T | None = None
+    error: PipecompileError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = function()
+        except PipecompileError as caught:
+            error = caught
+    message: list[Any] = [type(error) if error else None, str(error or ""), result if share else None]
+    dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise error or message[0](f"rank 0: {message[1]}")
+    return message[2] if share else result
+
+
+def _shared(function: Callable[[], bytes]) -> bytes:
+    """What rank 0 computes, on every rank."""
+    result = _on_first_rank(function, share=True)
+    assert result is not None
+    return result

@@ -1,0 +1,335 @@
+"""A compiled pipeline: the plan, its stages on this process, and the step that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from pipecompile.api.planning import schedule_for
+from pipecompile.api.target import LossFunction, Target
+from pipecompile.codegen.stages import Edge, StageModule, emit
+from pipecompile.codegen.transfer import transfer
+from pipecompile.errors import InputError, StalePlanError
+from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.signature import Arguments, Outputs, arguments_of
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import COMPUTE, Action, Schedule, Timeline
+from pipecompile.passes.ties import Tie, ties_of
+from pipecompile.runtime import local
+from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
+from pipecompile.runtime.gradients import fresh_gradients, scale
+from pipecompile.runtime.microbatch import count_microbatches, merge, split
+from pipecompile.runtime.stage import EagerStage
+from pipecompile.schedule.simulate import simulate_plan, simulate_stages
+
+__all__ = ["Pipeline", "Program"]
+
+
+class Program:
+    """A graph of the model cut as the plan says, in one mode (training or evaluation)."""
+
+    def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
+        self.captured = captured
+        self.flags = {path: part.training for path, part in captured.model.named_modules()}
+        self.stages: tuple[StageModule, ...] = emit(module, assignment)
+        canonical = {alias: name for name, aliases in captured.aliases.items() for alias in (name, *aliases)}
+        self.ties: dict[str, Tie] = ties_of(module, module.graph, canonical)
+        self.inputs = [
+            Shape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        self.results = [Shape((tuple(v.shape), v.dtype, False)) for v in output.meta["val"]]
+
+    @property
+    def outputs(self) -> Outputs:
+        """How the model's output tensors make its output."""
+        return self.captured.outputs
+
+    def boundary_shapes(self) -> list[list[Shape]]:
+        """The tensors that enter each stage."""
+        return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Modules are in the mode of this program in the block, whatever `.train()` or `.eval()` said since."""
+        model = self.captured.model
+        before = {part: part.training for part in model.modules()}
+        for path, part in model.named_modules():
+            part.training = self.flags[path]
+        for stage in self.stages:
+            stage.module.training = model.training
+        try:
+            yield
+        finally:
+            for part, flag in before.items():
+                part.training = flag
+
+
+def _shape(edge: Edge) -> Shape:
+    return Shape((edge.shape, edge.dtype, edge.gradient))
+
+
+class Pipeline:
+    """A model cut into stages, ready to train.
+
+    In one process all stages run on the model's device. Under torchrun (or in any initialised process group) each
+    rank runs the stages that the plan gives it, and only those move to its device.
+    """
+
+    def __init__(self, plan: Plan, program: Program, target: Target, sample: Arguments, seed: int) -> None:
+        self.plan = plan
+        self.seed = seed
+        self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
+        self._program = program
+        self._target = target
+        self._sample = sample
+        self._device = _local_device(target.model) if self._distributed else _device_of(target.model)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        if self._distributed:
+            self._move_stages()
+
+    # -- what it is
+
+    @property
+    def stages(self) -> tuple[fx.GraphModule, ...]:
+        """The stage modules of this process, under the original parameter names."""
+        return tuple(self._program.stages[index].module for index in self._local)
+
+    def simulate(self) -> Timeline:
+        """The step as the plan predicts it."""
+        return simulate_plan(self.plan)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters by their first name in the model; a tied one on every rank that holds it."""
+        for name, parameter in self._target.model.named_parameters():
+            if self._holds(name):
+                yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's part of the model's state under the original names, aliases included."""
+        state = self._target.model.state_dict()
+        return {name: value for name, value in state.items() if self._holds(name)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads a checkpoint of the original model; InputError names what is missing, unknown or of another shape."""
+        model = self._target.model
+        own, known = self.state_dict(), model.state_dict().keys()
+        _refuse("are missing from", own.keys() - state.keys())
+        _refuse("are not in the model, but in", state.keys() - known)
+        _refuse("have another shape in", {n for n, value in own.items() if value.shape != state[n].shape})
+        model.load_state_dict({name: state[name] for name in own}, strict=False)
+
+    # -- what it does
+
+    def step(self, batch: Any, target: Any = None) -> Tensor | None:
+        """One training step on a minibatch: gradients are left on the parameters, to be used by an optimizer.
+
+        `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss of the
+        microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
+        Gradients are those of the mean loss; they are added to what the parameters hold.
+        """
+        rows = self._rows(batch)
+        targets = split(target, len(rows))
+        schedule = self._schedule(self.plan.schedule.name, len(rows))
+        moved = [parameter for _, parameter in self.named_parameters()]
+        with self._program.mode(), fresh_gradients(moved):
+            losses = self._step(schedule, rows, targets)
+        self.steps += 1
+        return None if losses is None else torch.stack(list(losses)).mean()
+
+    def evaluate(self, batch: Any) -> Any:
+        """The model's output in eval mode, without gradients; None on ranks without the last stage."""
+        rows = self._rows(batch)
+        program = self._evaluation
+        with program.mode():
+            if self._distributed:
+                schedule = self._schedule("forward-only", len(rows))
+                found = self._evaluator.run(schedule, rows, [None] * len(rows), seed=self.seed, step=0)
+            else:
+                stages = [_eager(stage, loss=None) for stage in program.stages]
+                found = local.evaluate(stages, rows, seed=self.seed)
+        return None if found is None else merge([program.outputs.unflatten(list(values)) for values in found])
+
+    # -- how
+
+    @property
+    def _distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    @property
+    def _local(self) -> list[int]:
+        if not self._distributed:
+            return list(range(self.plan.k))
+        return [index for index, rank in enumerate(self.plan.schedule.placement) if rank == dist.get_rank()]
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """Every name of every parameter and buffer, with the stages that hold it."""
+        return {
+            name: parameter.stages
+            for parameter in self.plan.parameters
+            for name in (parameter.name, *parameter.aliases)
+        }
+
+    def _holds(self, name: str) -> bool:
+        # What no stage reads (a parameter that the forward does not use) stays with the first stage.
+        return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(self._local)
+
+    def _move_stages(self) -> None:
+        for stage in self.stages:
+            stage.to(self._device)
+
+    def _rows(self, batch: Any) -> list[list[Tensor]]:
+        """The minibatch as the input tensors of each microbatch, on the device."""
+        captured = self._program.captured
+        tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
+        names = captured.inputs.tensor_names
+        count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
+        for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
+            if tensor.dtype != planned[1]:
+                raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")
+        return split([tensor.to(self._device) for tensor in tensors], count)
+
+    def _schedule(self, name: str, microbatches: int) -> Schedule:
+        """The planned schedule, or its like for a minibatch of another number of microbatches."""
+        if name == self.plan.schedule.name and microbatches == self.plan.microbatches:
+            return self.plan.schedule
+        if (name, microbatches) not in self._schedules:
+            recompute = self.plan.options.recompute == "stage"
+            stages = self.plan.stages
+            self._schedules[name, microbatches] = schedule_for(name, stages, self.plan.link, microbatches, recompute)
+        return self._schedules[name, microbatches]
+
+    def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
+        targets = [_to(target, self._device) for target in targets]
+        if self._distributed:
+            found = self._trainer.run(schedule, rows, targets, seed=self.seed, step=self.steps)
+            return None if found is None else [values[0] for values in found]
+        order = self._order(schedule)
+        losses = local.step(self._eager_stages, order, rows, targets, seed=self.seed, step=self.steps)
+        scale(self._target.model.parameters(), len(rows))
+        return losses
+
+    def _order(self, schedule: Schedule) -> list[Action]:
+        """The compute actions of all ranks in the order in which they begin."""
+        timeline = simulate_stages(schedule, self.plan.stages, self.plan.link)
+        events = [(event.start_ns, event.end_ns, rank, event.action) for rank, row in enumerate(timeline.events) for event in row]
+        order = [action for *_, action in sorted(events, key=lambda event: event[:3])]
+        assert all(action.kind in COMPUTE for action in order)
+        return order
+
+    def _loss(self, outputs: Sequence[Tensor], target: Any) -> Tensor:
+        loss_fn: LossFunction = self._target.trained_by
+        return loss_fn(self._program.outputs.unflatten(outputs), target)
+
+    @cached_property
+    def _eager_stages(self) -> list[EagerStage]:
+        """All stages, for one process: tied parameters are one tensor, summed stage by stage."""
+        stages = self._program.stages
+        by_name = dict(self._target.model.named_parameters())
+        tied: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
+        for name, tie in self._program.ties.items():
+            if name in by_name and len(tie.stages) > 1:
+                for index in tie.stages[1:]:
+                    tied[index].append(by_name[name])
+        last = len(stages) - 1
+        return [_eager(s, loss=self._loss if s.index == last else None, tied=tied[s.index]) for s in stages]
+
+    @cached_property
+    def _trainer(self) -> DistributedPipeline:
+        by_name = dict(self._target.model.named_parameters())
+        shared = {n: t.stages for n, t in self._program.ties.items() if n in by_name and len(t.stages) > 1}
+        groups = tie_groups(shared, self.plan.schedule.placement)
+        last = self.plan.k - 1
+        local_stages = {
+            index: _eager(self._program.stages[index], loss=self._loss if index == last else None)
+            for index in self._local
+        }
+        ties = {
+            index: [(by_name[name], groups[name]) for name in sorted(groups) if index in shared[name]]
+            for index in self._local
+        }
+        scalar = [Shape(((), torch.float32, True))]
+        return DistributedPipeline(local_stages, self._device, self._program.boundary_shapes(), scalar, ties)
+
+    @cached_property
+    def _evaluation(self) -> Program:
+        """The model in eval mode, cut like the training graph."""
+        model = self._target.model
+        flags = {part: part.training for part in model.modules()}
+        model.eval()
+        try:
+            captured = capture(model, self._sample)
+            module = captured.instantiate(self._sample)
+            if not self._distributed:
+                check_capture(captured, module, self._sample)
+            stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
+            return Program(captured, module, stages)
+        finally:
+            for part, flag in flags.items():
+                part.training = flag
+
+    def _planned_graph(self) -> fx.Graph:
+        """The training graph as it was before it was cut: the nodes that the plan names, in order."""
+        return self._program.captured.graph
+
+    @cached_property
+    def _evaluator(self) -> DistributedPipeline:
+        stages = {index: _eager(self._evaluation.stages[index], loss=None) for index in self._local}
+        return DistributedPipeline(
+            stages, self._device, self._evaluation.boundary_shapes(), self._evaluation.results, {}
+        )
+
+
+def _eager(stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = ()) -> EagerStage:
+    return EagerStage(
+        stage.module,
+        gradient_inputs=stage.gradient_inputs,
+        loss=loss,
+        buffers=stage.buffers,
+        random=stage.random,
+        tied=tied,
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def _local_device(model: nn.Module) -> torch.device:
+    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    return _device_of(model)
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, lambda value: value.to(device), tree)
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise InputError(f"{listed} {what} the state dict; it must be one of the original model")
+
+
+def check_world(plan: Plan) -> None:
+    """StalePlanError unless this process group has the ranks that the plan places its stages on."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world not in (1, plan.ranks):
+        raise StalePlanError(
+            f"the plan is for {plan.ranks} ranks, but {world} processes run; "
+            f"launch torchrun --nproc-per-node {plan.ranks}, or plan with k={world}"
+        )

@@ -1,0 +1,232 @@
+"""From a cost graph and options to a plan. Needs no PyTorch, and gives the same bytes for the same input."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipecompile.errors import InfeasibleError, PipecompileError
+from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.memory import Layout, rank_memory
+from pipecompile.ir.plan import (
+    Boundary,
+    Fingerprint,
+    Link,
+    Options,
+    OwnedParameter,
+    Plan,
+    Prediction,
+    Route,
+    Stage,
+)
+from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.serde import encode
+from pipecompile.schedule.check import check as check_schedule
+from pipecompile.schedule.lower import lower
+from pipecompile.schedule.named import generate, in_flight
+from pipecompile.schedule.simulate import gradient_flows, simulate_plan, simulate_stages
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pipecompile.partition.result import Partition
+
+__all__ = ["costs_digest", "draft", "schedule_for", "violations"]
+
+
+def draft(
+    graph: CostGraph,
+    options: Options,
+    *,
+    graph_digest: str,
+    verified: bool,
+    microbatch_shapes: Sequence[tuple[int, ...]],
+    link: Link | None = None,
+) -> Plan:
+    """The plan for `graph` under `options`; InfeasibleError says which constraint cannot be met.
+
+    `microbatch_shapes` are those of the model's input tensors. Links default to free ones: a transfer between local
+    stages costs nothing that is known before it is measured.
+    """
+    link = link or Link()
+    partition = _partition(graph, options, link)
+    stages = _stages(graph, partition.assignment, options)
+    schedule = schedule_for(options.schedule, stages, link, options.microbatches, options.recompute == "stage")
+    return Plan(
+        fingerprint=Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
+        options=options,
+        verified=verified,
+        k=options.k,
+        ranks=schedule.ranks,
+        stages_per_rank=1,
+        replicas=1,
+        microbatches=options.microbatches,
+        microbatch_shapes=tuple(microbatch_shapes),
+        link=link,
+        stages=stages,
+        routes=tuple(_routes(graph, partition.assignment)),
+        parameters=tuple(_owners(graph, stages)),
+        schedule=schedule,
+        prediction=_prediction(stages, schedule, link),
+        search=partition.search,
+    )
+
+
+def _partition(graph: CostGraph, options: Options, link: Link) -> Partition:
+    # Imported here: it needs numpy and networkx, which reading a plan does not.
+    from pipecompile.partition.linear import solve
+    from pipecompile.partition.problem import Problem
+
+    recompute = options.recompute == "stage"
+
+    def stage_bytes(layout: Layout, stage: int) -> NDArray[np.int64]:
+        return layout.bound_table(
+            in_flight=in_flight(options.schedule, options.k, options.microbatches, stage),
+            microbatches=options.microbatches,
+            recompute=recompute and stage < options.k - 1,
+        )
+
+    problem = Problem(
+        graph,
+        options.k,
+        objective=options.objective,
+        link=link,
+        recompute=recompute,
+        memory_bytes=options.memory_bytes,
+        stage_bytes=stage_bytes if options.memory_bytes is not None else None,
+        pin=options.pin,
+    )
+    return solve(problem)
+
+
+def _stages(graph: CostGraph, assignment: dict[str, int], options: Options) -> tuple[Stage, ...]:
+    names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(options.k)]
+    layout = Layout(graph, tuple(names))
+    boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, options.k)]
+    return tuple(_stage(graph, layout, index, boundaries, options) for index in range(options.k))
+
+
+def _stage(
+    graph: CostGraph, layout: Layout, index: int, boundaries: Sequence[tuple[Boundary, ...]], options: Options
+) -> Stage:
+    nodes = [graph.by_name[name] for name in layout.units[index]]
+    forward_ns = sum(node.forward_ns for node in nodes)
+    recompute = options.recompute if index < options.k - 1 else "none"
+    return Stage(
+        nodes=layout.units[index],
+        modules=tuple(module_ranges(node.module for node in nodes)),
+        groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
+        parameters=tuple(sorted({name for node in nodes for name in node.parameters})),
+        forward_ns=forward_ns,
+        backward_ns=sum(node.backward_ns for node in nodes),
+        backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
+        backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
+        recompute_ns=forward_ns if recompute == "stage" else 0,
+        inputs=boundaries[index],
+        outputs=boundaries[index + 1],
+        recompute=recompute,
+        footprint=layout.footprint(index, index + 1),
+    )
+
+
+def _sum_if_known(values: Iterable[int | None]) -> int | None:
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def _crossing(graph: CostGraph, assignment: dict[str, int], stage: int) -> Iterable[Boundary]:
+    """The tensors that go from `stage` to the next one, relayed ones included, in the order of the graph."""
+    for tensor in graph.tensors:
+        last = max((assignment[name] for name in tensor.consumers), default=-1)
+        if assignment[tensor.producer] <= stage < last:
+            yield Boundary(name=tensor.producer, bytes=tensor.bytes, gradient_bytes=tensor.gradient_bytes)
+
+
+def _routes(graph: CostGraph, assignment: dict[str, int]) -> Iterable[Route]:
+    for tensor in graph.tensors:
+        first = assignment[tensor.producer]
+        last = max((assignment[name] for name in tensor.consumers), default=first)
+        if last - first > 1:
+            yield Route(name=tensor.producer, stages=tuple(range(first, last + 1)))
+
+
+def _owners(graph: CostGraph, stages: Sequence[Stage]) -> Iterable[OwnedParameter]:
+    """Every parameter with the stages that hold it; one that no node reads stays with the first stage."""
+    for parameter in graph.parameters:
+        holders = [index for index, stage in enumerate(stages) if parameter.name in stage.parameters] or [0]
+        yield OwnedParameter(
+            name=parameter.name,
+            aliases=parameter.aliases,
+            bytes=parameter.bytes,
+            trainable=parameter.trainable,
+            owner=holders[0],
+            stages=tuple(holders),
+        )
+
+
+def schedule_for(name: str, stages: Sequence[Stage], link: Link, microbatches: int, recompute: bool) -> Schedule:
+    """The named schedule for these stages, with its transfers; AssertionError if it were not sound."""
+    compute = generate(name, tuple(range(len(stages))), microbatches, recompute)
+    lowered = lower(compute, simulate_stages(compute, stages, link), gradient_flows(stages))
+    found = check_schedule(lowered, gradient_flows(stages))
+    assert not found, f"the generated schedule is not sound: {found}"
+    return lowered
+
+
+def _prediction(stages: Sequence[Stage], schedule: Schedule, link: Link) -> Prediction:
+    timeline = simulate_stages(schedule, stages, link)
+    held = [{i: s.footprint for i, s in enumerate(stages) if schedule.placement[i] == r} for r in range(schedule.ranks)]
+    memory = [
+        rank_memory(held[rank], row, microbatches=schedule.microbatches) for rank, row in enumerate(schedule.rows)
+    ]
+    return Prediction(
+        step_ns=timeline.makespan_ns,
+        span_ns=timeline.span_ns,
+        bubble=timeline.bubble,
+        loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
+        idle=timeline.idle,
+        memory=tuple(memory),
+    )
+
+
+def violations(plan: Plan) -> list[str]:
+    """What is wrong with a plan by itself: its schedule, its prediction, its memory caps. Empty if it is sound."""
+    try:
+        found = check_schedule(plan.schedule, gradient_flows(plan.stages))
+        timeline = None if found else simulate_plan(plan)
+    except PipecompileError as error:
+        return [str(error)]
+    if timeline is not None and _prediction(plan.stages, plan.schedule, plan.link) != plan.prediction:
+        found.append("the prediction is not what the plan's stages and schedule give: the file was edited; plan again")
+    cap = plan.options.memory_bytes
+    for rank, memory in enumerate(plan.prediction.memory):
+        if cap is not None and memory.total.bound > cap:
+            found.append(f"rank {rank} may need {memory.total.bound} bytes, {memory.total.bound - cap} over its cap")
+    return found
+
+
+def costs_digest(graph: CostGraph) -> str:
+    """SHA-256 of the costs; source lines are left out, since they change without the model changing."""
+    plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
+    return hashlib.sha256(encode(msgspec.structs.replace(graph, nodes=plain))).hexdigest()
+
+
+def module_ranges(paths: Iterable[str]) -> Iterable[str]:
+    """Module paths as ranges: `transformer.h.0-2` for blocks 0 to 2, each with all that lies in it."""
+    blocks = [block for block, _ in groupby(_block(path) for path in paths) if block]
+    for parent, run in groupby(dict.fromkeys(blocks), key=lambda block: re.sub(r"\.\d+$", "", block)):
+        members = list(run)
+        numbers = [block[len(parent) + 1 :] for block in members]
+        yield f"{parent}.{numbers[0]}-{numbers[-1]}" if len(members) > 1 else members[0]
+
+
+def _block(path: str) -> str:
+    """The path up to its first number: the block that a module lies in."""
+    match = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
+    return match[1] if match else path

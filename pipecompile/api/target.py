@@ -1,0 +1,119 @@
+"""What a user hands over: a model with one minibatch, a loss and targets; from Python or from a TARGET."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError
+from pipecompile.frontend.signature import Arguments, arguments_of
+
+__all__ = ["LossFunction", "Target", "load_target", "model_loss", "sum_of_squares"]
+
+LossFunction = Callable[[Any, Any], Tensor]
+FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optimizer")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`."""
+
+    model: nn.Module
+    call: Arguments
+    loss_fn: LossFunction | None = None
+    targets: Any = None
+
+    @property
+    def trained_by(self) -> LossFunction:
+        """The loss of the step."""
+        return self.loss_fn or model_loss
+
+    @staticmethod
+    def of(value: Any, origin: str) -> Target:
+        """Reads what a factory returned: (model, sample_input) or a mapping."""
+        if isinstance(value, tuple) and len(value) == 2:
+            value = {"model": value[0], "sample_input": value[1]}
+        if not isinstance(value, Mapping) or not {"model", "sample_input"} <= value.keys() <= set(FIELDS):
+            raise InputError(
+                f"{origin} must return (model, sample_input) or a mapping with model, sample_input and optionally "
+                f"{', '.join(FIELDS[2:])}; it returned {_described(value)}"
+            )
+        if not isinstance(value["model"], nn.Module):
+            raise InputError(f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module")
+        call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
+        return Target(value["model"], call, value.get("loss_fn"), value.get("targets"))
+
+
+def _described(value: Any) -> str:
+    return f"a mapping with {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def load_target(text: str) -> Target:
+    """Runs the factory that `package.module:factory` or `path/file.py:factory` names."""
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise InputError(f"{text!r} is not a target; write package.module:factory or path/file.py:factory")
+    module = _from_file(Path(place), text) if place.endswith(".py") else _by_name(place, text)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(f"{text}: there is no factory {name!r}; {place} defines {', '.join(known) or 'nothing'}")
+    try:
+        value = factory()
+    except Exception as error:
+        raise InputError(f"{text}: the factory failed: {type(error).__name__}: {error}") from error
+    return Target.of(value, text)
+
+
+def _by_name(place: str, text: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise InputError(f"{text}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+
+
+def _from_file(path: Path, text: str) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"{text}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its functions are found again by name, as torch and pickling expect.
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{text}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def model_loss(output: Any, target: Any) -> Tensor:
+    """The loss that the model computed itself, as its `loss` output."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise InputError(
+            "the model has no `loss` output that is a scalar tensor; give loss_fn=…, or pass the labels to the model"
+        )
+    return loss
+
+
+def sum_of_squares(output: Any, target: Any) -> Tensor:
+    """A loss for any model, to compare gradients by: the mean over samples of the squares of all its outputs."""
+    values: Sequence[Tensor] = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    squares = [value.float().square().sum() for value in values if value.requires_grad]
+    if not squares:
+        raise InputError("no output of the model carries a gradient, so there is nothing to train")
+    return torch.stack(squares).sum()

@@ -1,0 +1,161 @@
+"""Cuts a placed graph into stage modules that keep the original parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.contract import apply, stage_of
+from pipecompile.passes.group import storage_key
+from pipecompile.passes.place import Place
+from pipecompile.passes.relay import Relay, origin_of
+from pipecompile.passes.seed import Seed
+
+__all__ = ["Edge", "StageModule", "emit"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor between two stages, as it travels: contiguous, of this shape and type.
+
+    `order` is how its dimensions were permuted to make it so; the receiver undoes it, so that the layout in memory,
+    and with it every bit of what is computed from it, stays that of the unsplit model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(node: fx.Node) -> Edge:
+        """How the value of `node` travels."""
+        value: Tensor = node.meta["val"]
+        order = _dense_order(value)
+        shape = tuple(int(value.shape[dimension]) for dimension in order)
+        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order)
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the dimensions travel in another order."""
+        return self.order != tuple(range(len(self.order)))
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """One stage: `module` maps the tensors of `inputs` to those of `outputs`.
+
+    The first stage takes the model's input tensors, the last gives the model's output tensors: there `inputs` or
+    `outputs` are empty. `gradient_inputs` tells which of the module's arguments carry a gradient back, `buffers` are
+    those that its forward writes to, `random` whether it draws random numbers.
+    """
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[Edge, ...]
+    outputs: tuple[Edge, ...]
+    gradient_inputs: tuple[bool, ...]
+    buffers: tuple[Tensor, ...]
+    random: bool
+
+
+def emit(module: fx.GraphModule, assignment: Mapping[str, int]) -> tuple[StageModule, ...]:
+    """The stages of `module` (an instantiated capture) under `assignment`, node name → stage.
+
+    `module` is rewritten on the way: its nodes get their stages, and relays for tensors that skip stages.
+    """
+    apply(module.graph, [Place(assignment), Relay()])
+    count = 1 + max(map(stage_of, module.graph.nodes))
+    return tuple(_stage(module, index, count) for index in range(count))
+
+
+def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
+    mine = [node for node in module.graph.nodes if stage_of(node) == index]
+    received = _crossing(module.graph, index - 1) if index else []
+    sent = _crossing(module.graph, index) if index < count - 1 else []
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in received:
+        copies[node] = _receive(graph, node)
+    for node in mine:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if index < count - 1:
+        _finish(graph, tuple(_send(graph, node, copies[node]) for node in sent))
+    else:
+        (output,) = (node for node in mine if node.op == "output")
+        _finish(graph, tuple(copies[node] for node in output.args[0]))  # type: ignore[union-attr, misc, index]
+    random = any(node.meta["random"] for node in mine)
+    apply(graph, [Seed(), EnterRegions()])
+    return StageModule(
+        index=index,
+        module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
+        inputs=tuple(map(Edge.of, received)),
+        outputs=tuple(map(Edge.of, sent)),
+        gradient_inputs=tuple(n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"),
+        buffers=_written_buffers(module, mine),
+        random=random,
+    )
+
+
+def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
+    """The nodes of `stage` that the next stage reads, in the order of the values they carry."""
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    nodes = [node for node in graph.nodes if stage_of(node) == stage]
+    crossing = [node for node in nodes if any(stage_of(user) == stage + 1 for user in node.users)]
+    return sorted(crossing, key=lambda node: order[origin_of(node)])
+
+
+def _receive(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    edge = Edge.of(node)
+    value = graph.placeholder(edge.name)
+    value.meta.update(_plain(node))
+    if edge.permuted:
+        inverse = sorted(range(len(edge.order)), key=edge.order.__getitem__)
+        value = graph.call_method("permute", (value, inverse))
+        value.meta.update(_plain(node))
+    return value
+
+
+def _send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+    edge = Edge.of(node)
+    if edge.permuted:
+        value = graph.call_method("permute", (value, edge.order))
+        value.meta.update(_plain(node))
+    if not node.meta["val"].permute(edge.order).is_contiguous():
+        value = graph.call_method("contiguous", (value,))
+        value.meta.update(_plain(node))
+    return value
+
+
+def _finish(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
+    graph.output(values).meta.update(random=False, mutates=(), ambient=None, val=None)
+
+
+def _plain(node: fx.Node) -> dict[str, object]:
+    """The notes of a node that only hands on the value of `node`."""
+    return {**node.meta, "random": False, "mutates": (), "ambient": None}
+
+
+def _dense_order(value: Tensor) -> tuple[int, ...]:
+    """The order of dimensions in which `value` is contiguous; its own order if there is none (it has gaps)."""
+    own = tuple(range(value.dim()))
+    order = tuple(sorted(own, key=lambda dimension: -int(value.stride(dimension))))
+    return order if value.permute(order).is_contiguous() and not value.is_contiguous() else own
+
+
+def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
+    """The buffers that a forward of `nodes` writes to, as the real tensors."""
+    written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
+    found: dict[int, Tensor] = {}
+    for node in nodes:
+        if node.op == "call_module" and node.meta["mutates"]:
+            found.update((id(buffer), buffer) for buffer in module.get_submodule(str(node.target)).buffers())
+        elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
+            buffer = module.get_buffer(str(node.target))
+            found[id(buffer)] = buffer
+    return tuple(found.values())

@@ -1,0 +1,91 @@
+"""Proof of a capture: one seeded training step of the graph against the original, compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.signature import Arguments
+
+__all__ = ["check_capture"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Everything that a training step can be seen by."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+    """Raises CaptureError, naming what differs, unless `module` does exactly what the original does.
+
+    The step's loss is the sum of squares of all outputs that carry gradients. Parameters, buffers, gradients and the
+    random state are as before afterwards.
+    """
+    model = capture.model
+    original = _step(model, model, lambda: model(*call.args, **call.kwargs))
+    captured = _step(model, module, lambda: module(*capture.inputs.flatten(call)))
+    for kind in ("outputs", "gradients", "buffers"):
+        _compare(kind, getattr(original, kind), getattr(captured, kind))
+
+
+def _compare(kind: str, original: dict[str, Tensor], captured: dict[str, Tensor]) -> None:
+    for name in original.keys() | captured.keys():
+        if name not in original or name not in captured or not _same(original[name], captured[name]):
+            raise CaptureError(
+                f"the captured graph is not the model: {kind} differ in {name!r} for the same seed; "
+                "the model may keep state outside its buffers, or branch on something that was not recorded"
+            )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _step(model: nn.Module, module: nn.Module, run: Callable[[], Any]) -> _Step:
+    """One step of `module`, which shares the state of `model`."""
+    with _untouched(model):
+        torch.manual_seed(0)
+        outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        gradients = _gradients(outputs, [p for _, p in named])
+        return _Step(
+            outputs={f"output {index}": value.detach() for index, value in enumerate(outputs)},
+            gradients={name: g for (name, _), g in zip(named, gradients, strict=True) if g is not None},
+            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        )
+
+
+def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    differentiable = [value for value in outputs if value.requires_grad]
+    if not differentiable or not parameters:
+        return [None] * len(parameters)
+    loss = torch.stack([value.abs().square().sum().float() for value in differentiable]).sum()
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are afterwards what they were before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -1,0 +1,219 @@
+"""The schedule on torch.distributed.pipelining: the one place that knows its private names.
+
+torch moves the tensors and walks the list of actions; the stages are ours, and so is the list: it is the one that was
+simulated and checked. Metadata is static, since torch's inference runs a real step on uninitialised memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.passes.seed import Moment
+from pipecompile.runtime.gradients import scale
+from pipecompile.runtime.stage import EagerStage, Live, Saved
+
+__all__ = ["DistributedPipeline", "Shape", "tie_groups"]
+
+# torch has no recompute action. UNSHARD stands for it: it does nothing to stages that are not sharded, and is one of
+# the kinds whose meaning may be registered.
+KINDS = {
+    Kind.FORWARD: _ComputationType.FORWARD,
+    Kind.BACKWARD: _ComputationType.FULL_BACKWARD,
+    Kind.BACKWARD_INPUT: _ComputationType.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT: _ComputationType.BACKWARD_WEIGHT,
+    Kind.RECOMPUTE: _ComputationType.UNSHARD,
+    Kind.SEND_FORWARD: _ComputationType.SEND_F,
+    Kind.RECEIVE_FORWARD: _ComputationType.RECV_F,
+    Kind.SEND_BACKWARD: _ComputationType.SEND_B,
+    Kind.RECEIVE_BACKWARD: _ComputationType.RECV_B,
+    Kind.REDUCE: _ComputationType.REDUCE_GRAD,
+}
+
+
+class Shape(tuple[tuple[int, ...], torch.dtype, bool]):
+    """Shape, type, and whether it carries a gradient, of one tensor that crosses a boundary."""
+
+    __slots__ = ()
+
+    def example(self) -> Tensor:
+        """A tensor of this shape without memory."""
+        shape, dtype, gradient = self
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=gradient)
+
+
+Ties = Sequence[tuple[Tensor, dist.ProcessGroup]]
+
+
+def tie_groups(stages_of: Mapping[str, Sequence[int]], placement: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+    """A process group for each tied parameter, over the ranks that hold it. Every rank must call it alike."""
+    ranks_of = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in stages_of.items()}
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
+    return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
+
+
+class _Stage(PipelineStage):  # type: ignore[misc]
+    """Lets torch's runtime talk to one of our stages."""
+
+    def __init__(
+        self,
+        core: EagerStage,
+        index: int,
+        count: int,
+        device: torch.device,
+        inputs: Sequence[Shape],
+        outputs: Sequence[Shape],
+        ties: Ties,
+    ) -> None:
+        super().__init__(
+            core.module,
+            index,
+            count,
+            device,
+            input_args=tuple(shape.example() for shape in inputs),
+            output_args=tuple(shape.example() for shape in outputs),
+        )
+        self._core = core
+        self._ties = ties
+        self._saved: dict[int, Saved] = {}
+        self._live: dict[int, Live] = {}
+        self.moments: Sequence[Moment] = ()
+        self.targets: Sequence[Any] = ()
+        self.recomputed: frozenset[int] = frozenset()
+        self.results: dict[int, tuple[Tensor, ...]] = {}
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        for table in (self._saved, self._live, self.results):
+            table.clear()
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        received = args if self.is_first else tuple(info.buffer for info in self.args_recv_info[fwd_chunk_id])
+        moment = self.moments[fwd_chunk_id]
+        if self.has_backward:
+            outputs, self._saved[fwd_chunk_id] = self._core.forward(
+                received, moment, self.targets[fwd_chunk_id], recompute=fwd_chunk_id in self.recomputed
+            )
+        else:
+            outputs = self._core.evaluate(received, moment)
+        self.fwd_cache[fwd_chunk_id] = (outputs, [])
+        if self.is_last:
+            self.results[fwd_chunk_id] = outputs
+        return outputs[0] if self.is_last and self.has_backward else outputs
+
+    def recompute_one_chunk(self, microbatch: int) -> None:
+        """The forward once more, before the backward."""
+        self._core.recompute(self._saved[microbatch])
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self.fwd_cache.pop(bwd_chunk_id)
+        received = () if self.is_last else tuple(info.buffer for info in self.grad_recv_info[bwd_chunk_id])
+        saved = self._saved.pop(bwd_chunk_id)
+        if full_backward:
+            gradients = self._core.backward(saved, received, {})
+        else:
+            gradients, self._live[bwd_chunk_id] = self._core.backward_input(saved, received)
+        # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
+        sent = () if self.is_first else gradients
+        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in sent)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._core.backward_weight(self._live.pop(bwd_chunk_id))
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Sums the gradients of tied parameters over their ranks, and divides all by the number of microbatches."""
+        for parameter, group in self._ties:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+        scale(self.submod.parameters(), len(self.moments))
+
+
+class DistributedPipeline:
+    """The stages of this rank, ready to perform schedules with the other ranks of the default process group.
+
+    `shapes[s]` are the tensors that enter stage s (for stage 0 the model's inputs); `results` those the last stage
+    gives. `ties` are, per local stage, tied parameters with the group over which their gradients are summed.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, EagerStage],
+        device: torch.device,
+        shapes: Sequence[Sequence[Shape]],
+        results: Sequence[Shape],
+        ties: Mapping[int, Ties],
+    ) -> None:
+        self._count = len(shapes)
+        self._ends = [*shapes, results]
+        self._build = lambda index: _Stage(
+            stages[index], index, self._count, device, self._ends[index], self._ends[index + 1], ties.get(index, ())
+        )
+        self._local = sorted(stages)
+        self._prepared: dict[Schedule, tuple[_PipelineScheduleRuntime, list[_Stage]]] = {}
+
+    def run(
+        self, schedule: Schedule, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Any], *, seed: int, step: int
+    ) -> list[tuple[Tensor, ...]] | None:
+        """Performs this rank's row; on the last stage's rank returns what it gave for each microbatch."""
+        backward = any(action.kind not in (Kind.FORWARD, *_TRANSFERS) for _, action in schedule)
+        runtime, stages = self._prepare(schedule, backward)
+        count = schedule.microbatches
+        for stage in stages:
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+            stage.moments = [Moment(seed, step, microbatch) for microbatch in range(count)]
+            stage.targets = targets
+            stage.recomputed = frozenset(
+                a.microbatch
+                for _, a in schedule
+                if a.kind is Kind.RECOMPUTE and a.stage == stage.stage_index and a.microbatch is not None
+            )
+        with torch.set_grad_enabled(backward):
+            runtime._step_microbatches([tuple(row) for row in inputs], None, [None] * count, None, False)
+        results = [[stage.results[j] for j in range(count)] for stage in stages if stage.is_last]
+        return results[0] if results else None
+
+    def _prepare(self, schedule: Schedule, backward: bool) -> tuple[_PipelineScheduleRuntime, list[_Stage]]:
+        if schedule not in self._prepared:
+            stages = [self._build(index) for index in self._local]
+            runtime = _PipelineScheduleRuntime(
+                stages,
+                schedule.microbatches,
+                loss_fn=_given_loss if backward else None,
+                scale_grads=False,
+            )
+            runtime.register_custom_function(_ComputationType.UNSHARD, _recompute)
+            rows = {rank: [_translate(action) for action in row] for rank, row in enumerate(schedule.rows)}
+            runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+            self._prepared[schedule] = runtime, stages
+        return self._prepared[schedule]
+
+
+_TRANSFERS = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)
+
+
+def _translate(action: Action) -> _Action:
+    return _Action(action.stage, KINDS[action.kind], action.microbatch)
+
+
+def _given_loss(output: Tensor, target: None) -> Tensor:
+    """The last stage's output is the loss already."""
+    return output
+
+
+def _recompute(action: _Action, context: Any) -> None:
+    """What UNSHARD stands for here."""
+    (stage,) = (s for s in context.schedule_ref._stages if s.stage_index == action.stage_index)
+    stage.recompute_one_chunk(action.microbatch_index)

@@ -1,0 +1,70 @@
+"""A minibatch as microbatches of the planned shape, and their results as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pipecompile.errors import InputError
+
+__all__ = ["count_microbatches", "merge", "split"]
+
+
+def count_microbatches(tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many microbatches of `shapes` the minibatch `tensors` holds; InputError if it is not a whole number.
+
+    Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
+    """
+    counts = set()
+    for tensor, name, planned in zip(tensors, names, shapes, strict=True):
+        got = tuple(tensor.shape)
+        if got[1:] != planned[1:] or len(got) != len(planned):
+            raise InputError(
+                f"{name} has shape {got}, but the plan was made for microbatches of {planned}: "
+                "only dimension 0 may differ; pad the batch, or plan again for this shape"
+            )
+        if planned:
+            if got[0] == 0 or got[0] % planned[0]:
+                raise InputError(
+                    f"{name} has {got[0]} samples, which are not whole microbatches of {planned[0]}; "
+                    "drop or pad the last batch, or choose another number of microbatches"
+                )
+            counts.add(got[0] // planned[0])
+    if len(counts) != 1:
+        raise InputError(f"the inputs hold different numbers of microbatches: {sorted(counts)}")
+    return counts.pop()
+
+
+def split(tree: Any, microbatches: int) -> list[Any]:
+    """`tree` once per microbatch: its tensors cut along dimension 0, everything else repeated."""
+    leaves, spec = pytree.tree_flatten(tree)
+    rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
+    return [pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)]
+
+
+def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return [leaf] * microbatches
+    if leaf.shape[0] % microbatches:
+        raise InputError(
+            f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {microbatches} microbatches; "
+            "dimension 0 must be a multiple of them"
+        )
+    return leaf.chunk(microbatches)
+
+
+def merge(trees: Sequence[Any]) -> Any:
+    """The results of the microbatches as one: tensors joined along dimension 0, scalars averaged."""
+    flat = [pytree.tree_flatten(tree) for tree in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
+
+
+def _merge_leaf(column: Sequence[Any]) -> Any:
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column)).mean(dim=0)

@@ -1,0 +1,197 @@
+"""How the runtime talks to a stage: four calls, and recompute. The form here is eager autograd.
+
+    forward(inputs)             → outputs, saved
+    backward(saved, gradients)  → input gradients           (parameter gradients go to `.grad`)
+    backward_input(saved, …)    → input gradients, live
+    backward_weight(live)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from pipecompile.passes.seed import Moment, at
+
+__all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
+
+Loss = Callable[[Sequence[Tensor], Any], Tensor]
+Carried = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class Saved:
+    """What a stage keeps of one microbatch from its forward to its backward.
+
+    `outputs` is None between a forward that will be recomputed and its recompute.
+    """
+
+    moment: Moment
+    inputs: tuple[Tensor, ...]
+    target: Any
+    outputs: tuple[Tensor, ...] | None
+    buffers: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Live:
+    """What is left of a microbatch between the two halves of its backward."""
+
+    saved: Saved
+    gradients: Sequence[Tensor | None]
+    groups: list[dict[str, Any]] | None
+
+
+class EagerStage:
+    """A stage run by autograd.
+
+    `gradient_inputs` tells which inputs carry gradients back. The last stage has a `loss` of (output tensors, target),
+    and its only output is that loss. `tied` are parameters that earlier stages of this process hold too: their
+    gradients are handed on, microbatch by microbatch, so that they are summed as the unsplit model sums them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gradient_inputs: Sequence[bool],
+        loss: Loss | None = None,
+        buffers: Sequence[Tensor] = (),
+        random: bool = False,
+        tied: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.module = module
+        self.loss = loss
+        self._gradient_inputs = tuple(gradient_inputs)
+        self._buffers = tuple(buffers)
+        self._random = random
+        self._tied = tuple(tied)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether there are input gradients to compute before the weight gradients."""
+        return any(self._gradient_inputs)
+
+    def forward(
+        self, inputs: Sequence[Tensor], moment: Moment, target: Any = None, *, recompute: bool = False
+    ) -> tuple[tuple[Tensor, ...], Saved]:
+        """One microbatch. With `recompute`, only the inputs are kept, and `recompute` must come before the backward."""
+        leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
+        before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
+        saved = Saved(moment, leaves, target, None, before)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not recompute):
+            outputs = self._run(saved)
+        saved.outputs = None if recompute else outputs
+        return tuple(value.detach() for value in outputs), saved
+
+    def recompute(self, saved: Saved) -> None:
+        """The forward once more, with gradients; random numbers and buffers are those of the first time."""
+        with _rewound(self._buffers, saved.buffers):
+            saved.outputs = self._run(saved)
+
+    def evaluate(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
+        """The output tensors, without gradients and without the loss."""
+        with torch.no_grad():
+            return self._outputs(inputs, moment)
+
+    def backward(self, saved: Saved, gradients: Sequence[Tensor | None], carried: Carried) -> list[Tensor | None]:
+        """Adds to the parameters' `.grad` and returns the gradients of the inputs (None where there are none).
+
+        `gradients` are those of the outputs; ignored by the last stage, whose output is the loss. `carried` holds
+        what later stages add to tied parameters for this microbatch; it leaves with what this stage adds.
+        """
+        roots, seeds = self._roots(saved, gradients)
+        for parameter in [p for p in carried if any(p is own for own in self.module.parameters())]:
+            roots.append(parameter)
+            seeds.append(carried.pop(parameter))
+        with _set_aside(self._tied, carried):
+            torch.autograd.backward(roots, seeds)
+        return [value.grad for value in saved.inputs]
+
+    def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
+        """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
+        if not self.splits_backward:
+            return [None] * len(saved.inputs), Live(saved, gradients, None)
+        roots, seeds = self._roots(saved, gradients)
+        wanted = [value for value in saved.inputs if value.requires_grad]
+        found, groups = stage_backward_input(roots, seeds, wanted, self.module.parameters())
+        by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
+        return [by_input.get(id(value)) for value in saved.inputs], Live(saved, gradients, groups)
+
+    def backward_weight(self, live: Live) -> None:
+        """The second half: the gradients of the parameters."""
+        if live.groups is None:
+            self.backward(live.saved, live.gradients, {})
+        else:
+            stage_backward_weight(self.module.parameters(), live.groups)
+
+    def _leaf(self, index: int, value: Tensor) -> Tensor:
+        return value.detach().requires_grad_(self._gradient_inputs[index] and torch.is_grad_enabled())
+
+    def _run(self, saved: Saved) -> tuple[Tensor, ...]:
+        outputs = self._outputs(saved.inputs, saved.moment)
+        return outputs if self.loss is None else (self.loss(outputs, saved.target),)
+
+    def _outputs(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
+        with ExitStack() as stack:
+            # A failure inside a region of the model must not leave gradients off.
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+            if self._random:
+                stack.enter_context(at(moment, _cuda_devices(inputs)))
+            outputs: tuple[Tensor, ...] = self.module(*inputs)
+        return outputs
+
+    def _roots(
+        self, saved: Saved, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        assert saved.outputs is not None, "a recompute must come before the backward"
+        if self.loss is not None:
+            return list(saved.outputs), [None]
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(saved.outputs, gradients, strict=True)
+            if value.requires_grad and gradient is not None
+        ]
+        return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+
+
+@contextmanager
+def _set_aside(tied: Sequence[nn.Parameter], carried: Carried) -> Iterator[None]:
+    """What the block adds to `tied` parameters goes to `carried` instead of their `.grad`."""
+    before = [parameter.grad for parameter in tied]
+    for parameter in tied:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(tied, before, strict=True):
+            if parameter.grad is not None:
+                carried[parameter] = parameter.grad
+            parameter.grad = gradient
+
+
+@contextmanager
+def _rewound(buffers: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
+    """Buffers have the values of `before` in the block, and their own again afterwards."""
+    now = [buffer.clone() for buffer in buffers]
+    _copy(buffers, before)
+    try:
+        yield
+    finally:
+        _copy(buffers, now)
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(sorted({value.device.index for value in tensors if value.device.type == "cuda"}))

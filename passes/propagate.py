@@ -24,7 +24,7 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextlib.contextmanager
 def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[str]]:
-    """Puts `replacement[id(tensor)]` in the place of each parameter and buffer, and the real ones back afterwards.
+    """Puts `replacement[id(tensor)]` in the place of parameters and buffers, and the real ones back afterwards.
 
     Per unique module, since shared modules hold one dictionary under several names. Yields a list that holds, after
     the block, the names of the tensors that the block replaced by others (an update that would be lost).
@@ -34,7 +34,7 @@ def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[
         for path, owner in module.named_modules()
         for table in (owner._parameters, owner._buffers)
         for key, tensor in table.items()
-        if tensor is not None
+        if id(tensor) in replacement
     ]
     lost: list[str] = []
     try:

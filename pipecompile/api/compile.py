@@ -134,7 +134,8 @@ def _one_of(what: str, given: str, known: Iterable[str]) -> None:
 
 
 def _microbatches(target: Target, microbatches: int) -> int:
-    batch = batch_size([leaf for leaf in torch.utils._pytree.tree_leaves(target.call) if isinstance(leaf, Tensor)])
+    leaves = torch.utils._pytree.tree_leaves((target.call.args, target.call.kwargs))
+    batch = batch_size([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     if microbatches < 1 or batch % microbatches:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise InputError(

@@ -118,6 +118,10 @@ class Pipeline:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This process's buffers by their first name in the model."""
+        return ((name, buffer) for name, buffer in self._target.model.named_buffers() if self._holds(name))
+
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of the model's state under the original names, aliases included."""
         state = self._target.model.state_dict()

@@ -53,6 +53,7 @@ def _key(node: fx.Node) -> Key:
 
 def _allowed(module: fx.GraphModule, node: fx.Node, holders: Mapping[str, tuple[int, ...]]) -> set[int] | None:
     """The stages that hold everything that `node` reads; None if it reads nothing."""
-    names = [name for part in (node, *node.all_input_nodes) for name in reads_of(module, part)]
+    parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
+    names = [name for part in parts for name in reads_of(module, part)]
     sets = [set(holders[name]) for name in names if name in holders]
     return set.intersection(*sets) if sets else None

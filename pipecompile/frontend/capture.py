@@ -139,6 +139,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake of `tensor` whose dimension 0 is the batch symbol."""
     if not tensor.dim():
         return mode.from_tensor(tensor, static_shapes=True)
+    if tensor._is_view():  # the fake of a view is a view of a fake, which would bring its own symbols
+        tensor = tensor.clone()
     sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (tensor.dim() - 1)
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

@@ -52,7 +52,8 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 # Frames of these files are never the line that a user wrote.
 HIDDEN = tuple(
     str(Path(module.__file__ or "").parent) for module in (torch, propagate, sys.modules["pipecompile.errors"])
-) + (contextlib.__file__,)
+)
+STANDARD_LIBRARY = Path(contextlib.__file__).parent
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -102,8 +103,12 @@ class _RandomWatch(TorchDispatchMode):
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # Attention kernels carry the tag whatever their dropout is.
+            names = [argument.name for argument in func._schema.arguments]
+            self.seen = self.seen or {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p") != 0.0
+        return func(*args, **kwargs)
 
 
 class Recorder(TorchFunctionMode):
@@ -353,7 +358,7 @@ def _source() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(("<", *HIDDEN)):
+        if not file.startswith(("<", *HIDDEN)) and Path(file).parent != STANDARD_LIBRARY:
             return f"{_relative(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import Moment, at
 
 __all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
@@ -92,7 +93,9 @@ class EagerStage:
 
     def recompute(self, saved: Saved) -> None:
         """The forward once more, with gradients; random numbers and buffers are those of the first time."""
-        with _rewound(self._buffers, saved.buffers):
+        # On copies: the second run must not update the buffers again, nor touch what the backward will read.
+        twins = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
+        with swapped(self.module, twins):
             saved.outputs = self._run(saved)
 
     def evaluate(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
@@ -111,7 +114,8 @@ class EagerStage:
             roots.append(parameter)
             seeds.append(carried.pop(parameter))
         with _set_aside(self._tied, carried):
-            torch.autograd.backward(roots, seeds)
+            if roots:  # nothing flows back into a stage whose outputs carry no gradient
+                torch.autograd.backward(roots, seeds)
         return [value.grad for value in saved.inputs]
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
@@ -174,23 +178,6 @@ def _set_aside(tied: Sequence[nn.Parameter], carried: Carried) -> Iterator[None]
             if parameter.grad is not None:
                 carried[parameter] = parameter.grad
             parameter.grad = gradient
-
-
-@contextmanager
-def _rewound(buffers: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
-    """Buffers have the values of `before` in the block, and their own again afterwards."""
-    now = [buffer.clone() for buffer in buffers]
-    _copy(buffers, before)
-    try:
-        yield
-    finally:
-        _copy(buffers, now)
-
-
-@torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -70,8 +70,11 @@ def simulate_stages(schedule: Schedule, stages: Sequence[Stage], link: Link) -> 
 
 
 def gradient_flows(stages: Sequence[Stage]) -> tuple[bool, ...]:
-    """Per boundary between stages s and s + 1, whether a gradient flows back over it."""
-    return tuple(any(tensor.gradient_bytes for tensor in stage.outputs) for stage in stages[:-1])
+    """Per boundary between stages s and s + 1, whether a backward waits for a message: torch's runtime always does.
+
+    Where no tensor carries a gradient the message is empty.
+    """
+    return (True,) * (len(stages) - 1)
 
 
 def _duration_ns(stages: Sequence[Stage], action: Action) -> int:

@@ -1,0 +1,178 @@
+"""Does the pipeline train the model? Steps of both, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipecompile.api.compile import capture_target, pipecompile
+from pipecompile.api.pipeline import Pipeline
+from pipecompile.api.target import LossFunction, Target, sum_of_squares
+from pipecompile.errors import InputError
+from pipecompile.ir.plan import Plan
+from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.contract import apply
+from pipecompile.passes.seed import Moment, Seed, at
+from pipecompile.runtime.gradients import scale
+from pipecompile.runtime.microbatch import split
+
+__all__ = ["Comparison", "Difference", "Reference", "compare", "reference_for", "verify"]
+
+TOLERANCE = 1e-6  # what the order of a sum over ranks may change, relative to the largest element
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor of both runs: `relative` is the largest difference over the largest element."""
+
+    kind: str
+    name: str
+    relative: float
+
+    @property
+    def equal(self) -> bool:
+        """Bit for bit."""
+        return self.relative == 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A pipelined step beside the unsplit one. `reference` says what the unsplit one was."""
+
+    reference: str
+    losses: tuple[float, float]
+    differences: tuple[Difference, ...]
+    tied: frozenset[str]  # summed over ranks, in another order than the unsplit sum
+
+    @property
+    def worst(self) -> Difference:
+        """The largest difference."""
+        return max(self.differences, key=lambda difference: difference.relative)
+
+    @property
+    def passed(self) -> bool:
+        """All equal bit for bit, but for what is summed over ranks."""
+        equal = all(d.relative <= (TOLERANCE if d.name in self.tied else 0.0) for d in self.differences)
+        return equal and self.losses[0] == self.losses[1]
+
+
+class Reference:
+    """The unsplit model's training step, by the semantics of a step: microbatch by microbatch, summed, divided."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, run: Any, description: str) -> None:
+        self.model = model
+        self.description = description
+        self._loss_fn = loss_fn
+        self._run = run
+
+    def step(self, target: Target, microbatches: int, *, seed: int = 0, step: int = 0) -> Tensor:
+        """Leaves gradients on `model`, which starts without any; returns the mean loss."""
+        self.model.zero_grad(set_to_none=True)
+        rows = split((target.call.args, target.call.kwargs), microbatches)
+        losses = []
+        for index, ((args, kwargs), wanted) in enumerate(zip(rows, split(target.targets, microbatches), strict=True)):
+            loss = self._loss_fn(self._run(Moment(seed, step, index), args, kwargs), wanted)
+            loss.backward()
+            losses.append(loss.detach())
+        scale(self.model.parameters(), microbatches)
+        return torch.stack(losses).mean()
+
+
+def reference_for(target: Target, plan: Plan) -> Reference:
+    """The unsplit model to compare with, on a copy of it.
+
+    It is the original module, unless it draws random numbers: then it is its whole graph under the same seeds.
+    """
+    model = copy.deepcopy(target.model)
+    twin = Target(model, target.call, target.loss_fn, target.targets)
+    captured = capture_target(twin, plan.options, verify=False)
+    if not any(node.meta["random"] for node in captured.module.graph.nodes):
+        return Reference(model, twin.trained_by, lambda _, a, k: model(*a, **k), "the original module")
+    graph = captured.module
+    apply(graph.graph, [Seed(), EnterRegions()])
+    graph.recompile()
+
+    def run(moment: Moment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with at(moment):
+            call = type(captured.sample)(args, kwargs)
+            return captured.capture.outputs.unflatten(graph(*captured.capture.inputs.flatten(call)))
+
+    return Reference(model, twin.trained_by, run, "the unsplit graph under the same seeds")
+
+
+def compare(pipeline: Pipeline, reference: Reference, losses: tuple[float, float]) -> Comparison:
+    """Gradients and buffers of this process's part of the model after a step of both."""
+    expected = dict(reference.model.named_parameters())
+    buffers = dict(reference.model.named_buffers())
+    found = [
+        *(_difference("gradient", n, p.grad, expected[n].grad) for n, p in pipeline.named_parameters()),
+        *(_difference("buffer", n, b, buffers[n]) for n, b in pipeline.named_buffers()),
+    ]
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    tied = {p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1}
+    return Comparison(reference.description, losses, tuple(found), frozenset(tied))
+
+
+def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None) -> Difference:
+    if got is None or wanted is None:
+        return Difference(kind, name, 0.0 if got is wanted else float("inf"))
+    if torch.equal(got, wanted):
+        return Difference(kind, name, 0.0)
+    gap, size = (got.double() - wanted.double()).abs().max().item(), wanted.double().abs().max().item()
+    return Difference(kind, name, gap / size if size else float("inf"))
+
+
+def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
+    """A seeded step of the pipeline beside the unsplit model's: as the model is, and, if that is random, in eval mode.
+
+    Without a loss and without a `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares
+    its own part, and every rank returns all of them.
+    """
+    target = Target(target.model, target.call, _loss_for(target), target.targets)
+    plan, first = _verify_once(target, options)
+    comparisons = [first]
+    if first.reference != "the original module":
+        target.model.eval()
+        comparisons.append(_verify_once(target, options)[1])
+    return plan, comparisons
+
+
+def _loss_for(target: Target) -> LossFunction | None:
+    if target.loss_fn is not None:
+        return target.loss_fn
+    probe = copy.deepcopy(target.model)
+    with torch.no_grad(), torch.random.fork_rng():
+        output = probe(*target.call.args, **target.call.kwargs)
+    try:
+        target.trained_by(output, None)
+    except InputError:
+        return sum_of_squares
+    return None
+
+
+def _verify_once(target: Target, options: dict[str, Any]) -> tuple[Plan, Comparison]:
+    pipeline = pipecompile(
+        target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
+    )
+    reference = reference_for(target, pipeline.plan)
+    wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)
+    for parameter in target.model.parameters():
+        parameter.grad = None
+    loss = pipeline.step(target.call, target.targets)
+    losses = (wanted.item(), wanted.item() if loss is None else loss.item())
+    return pipeline.plan, _gathered(compare(pipeline, reference, losses))
+
+
+def _gathered(own: Comparison) -> Comparison:
+    """The comparisons of all ranks as one."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return own
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
+    return Comparison(own.reference, losses, tuple(d for part in parts for d in part.differences), own.tied)

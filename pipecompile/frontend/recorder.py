@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,20 @@ class _RandomWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # Attention kernels carry the tag whatever their dropout is.
-            names = [argument.name for argument in func._schema.arguments]
-            self.seen = self.seen or {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p") != 0.0
+            self.seen = self.seen or _dropout(func._schema.arguments, args, kwargs) != 0.0
         return func(*args, **kwargs)
+
+
+def _dropout(schema: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """The dropout of an attention kernel, which carries the tag of random operators even if it is 0; else None."""
+    for argument, value in zip_longest(schema, args, fillvalue=_DEFAULT):
+        if argument.name == "dropout_p":
+            found: float = kwargs.get("dropout_p", argument.default_value if value is _DEFAULT else value)
+            return found
+    return None
+
+
+_DEFAULT = object()
 
 
 class Recorder(TorchFunctionMode):

@@ -86,8 +86,8 @@ class EagerStage:
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
         before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
         saved = Saved(moment, leaves, target, None, before)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not recompute):
-            outputs = self._run(saved)
+        # With gradients even if it will be recomputed: without them, kernels may be chosen that round differently.
+        outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
         return tuple(value.detach() for value in outputs), saved
 

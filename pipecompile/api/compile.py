@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from pipecompile.api.pipeline import Pipeline, Program, check_world
-from pipecompile.api.planning import draft
+from pipecompile.api.planning import costs_digest, draft
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import Measured
@@ -31,7 +31,7 @@ from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile"]
+__all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
 
 T = TypeVar("T")
 COST_MODELS: dict[str, Callable[[], CostModel]] = {"flops": Flops, "measured": Measured}
@@ -206,6 +206,23 @@ def check_current(plan: Plan, captured: Captured) -> None:
             f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model has with these "
             f"inputs ({captured.digest[:12]}…); plan again, or bring back the model, its mode and its shapes"
         )
+
+
+def staleness(plan: Plan, target: Target) -> list[str]:
+    """Why `plan` is no longer what these options give for this model; empty if it is.
+
+    Costs are compared where they are the same on every machine; measured ones differ from run to run.
+    """
+    captured = capture_target(target, plan.options, verify=True)
+    try:
+        check_current(plan, captured)
+    except StalePlanError as error:
+        return [str(error)]
+    if plan.options.costs == "flops":
+        now = costs_digest(cost_graph(target, plan.options, captured))
+        if now != plan.fingerprint.costs:
+            return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now[:12]}…); plan again"]
+    return []
 
 
 # -- several processes

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipecompile.errors import InfeasibleError, PipecompileError
-from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.errors import PipecompileError
+from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.memory import Layout, rank_memory
 from pipecompile.ir.plan import (
     Boundary,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from pipecompile.partition.result import Partition
 
-__all__ = ["costs_digest", "draft", "schedule_for", "violations"]
+__all__ = ["costs_digest", "draft", "over_limits", "schedule_for", "violations"]
 
 
 def draft(
@@ -208,6 +208,23 @@ def violations(plan: Plan) -> list[str]:
     for rank, memory in enumerate(plan.prediction.memory):
         if cap is not None and memory.total.bound > cap:
             found.append(f"rank {rank} may need {memory.total.bound} bytes, {memory.total.bound - cap} over its cap")
+    return found
+
+
+def over_limits(
+    plan: Plan, *, max_imbalance: float | None, max_memory_bytes: int | None, max_bubble: float | None
+) -> list[str]:
+    """Which of the given limits the plan's prediction exceeds."""
+    loads, found = plan.prediction.loads_ns, []
+    imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+    if max_imbalance is not None and imbalance > max_imbalance:
+        found.append(f"imbalance {imbalance:.3f} (largest load / mean load) is over {max_imbalance}")
+    if max_bubble is not None and plan.prediction.bubble > max_bubble:
+        found.append(f"bubble {plan.prediction.bubble:.3f} is over {max_bubble}; more microbatches make it smaller")
+    for rank, memory in enumerate(plan.prediction.memory):
+        if max_memory_bytes is not None and memory.total.bound > max_memory_bytes:
+            excess = memory.total.bound - max_memory_bytes
+            found.append(f"rank {rank} may need {memory.total.bound} bytes, {excess} over {max_memory_bytes}")
     return found
 
 

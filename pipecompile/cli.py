@@ -1,0 +1,294 @@
+"""The command line. Exit codes as diff(1): 0 fine, 1 the answer is no, 2 an error, one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serde import encode, read, write
+from pipecompile.ir.size import parse_bytes
+
+if TYPE_CHECKING:
+    from pipecompile.api.target import Target
+    from pipecompile.api.verify import Comparison
+
+__all__ = ["main"]
+
+FINE, NO, ERROR = 0, 1, 2
+
+
+def main() -> None:
+    """Entry point."""
+    # A harmless warning of torch's, about an optional library, must not bury the answer.
+    warnings.filterwarnings("ignore", message=".*pynvml.*")
+    commands(prog_name="pipecompile")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pipecompile")
+def commands() -> None:
+    """Cuts a PyTorch model into pipeline stages, predicts the step, and proves that it trains the same model."""
+
+
+def answers(command: Callable[..., int]) -> Callable[..., None]:
+    """Exits with what `command` returns; an error of ours becomes one line on standard error."""
+
+    @wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            code = command(**options)
+        except (InfeasibleError, StalePlanError) as error:
+            code = _complain(error, NO)
+        except PipecompileError as error:
+            code = _complain(error, ERROR)
+        sys.stdout.flush()
+        raise SystemExit(code)
+
+    return run
+
+
+def _complain(error: PipecompileError, code: int) -> int:
+    if _is_first_rank():
+        click.echo(f"pipecompile: {' '.join(str(error).split())}", err=True)
+    return code
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _say(text: str) -> None:
+    """Prints once, however many ranks run."""
+    if _is_first_rank():
+        click.echo(text)
+
+
+format_option = click.option(
+    "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
+)
+
+
+def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that decide a plan."""
+    for option in reversed(
+        [
+            click.option("-k", "k", type=int, default=4, show_default=True, help="Number of stages."),
+            click.option("--microbatches", type=int, help="Microbatches per step; default k."),
+            click.option("--schedule", default="1f1b", show_default=True, help="gpipe or 1f1b."),
+            click.option("--objective", default="variance", show_default=True, help="variance or max-load."),
+            click.option("--memory", help="Cap of each rank, such as 16GiB."),
+            click.option("--recompute", default="none", show_default=True, help="none or stage."),
+            click.option("--costs", default="measured", show_default=True, help="measured or flops."),
+            click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
+            click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Command line options as `options_for` takes them."""
+    pins = dict(_pin(text) for text in options.pop("pin"))
+    groups = [tuple(text.split(",")) for text in options.pop("no_split")]
+    return {**options, "pin": pins, "groups": groups}
+
+
+def _pin(text: str) -> tuple[str, int]:
+    node, _, stage = text.rpartition("=")
+    try:
+        return node, int(stage)
+    except ValueError:
+        raise InputError(f"--pin {text}: write NODE=STAGE, for example lm_head=-1") from None
+
+
+@commands.command()
+@click.argument("target")
+@planning_options
+@click.option("-o", "--output", help="Where to write the plan.")
+@format_option
+@answers
+def plan(target: str, output: str | None, form: str, **options: Any) -> int:
+    """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
+    from pipecompile.api.compile import capture_target, make_plan, options_for
+    from pipecompile.api.target import load_target
+
+    subject = load_target(target)
+    chosen = options_for(subject, **_options(options))
+    made = make_plan(subject, chosen, capture_target(subject, chosen, verify=True))
+    if output is not None:
+        write(output, encode(made))
+    _print_plan(made, form)
+    _made_with(subject)
+    return FINE
+
+
+def _made_with(subject: Target) -> None:
+    """Not part of the plan's bytes: told beside it."""
+    import torch
+
+    from pipecompile import __version__
+
+    device = next((str(parameter.device) for parameter in subject.model.parameters()), "cpu")
+    click.echo(f"made with pipecompile {__version__}, torch {torch.__version__}, on {device}", err=True)
+
+
+@commands.command()
+@click.argument("path", metavar="PLAN")
+@format_option
+@answers
+def show(path: str, form: str) -> int:
+    """The plan for people: stages, loads, memory, timeline."""
+    _print_plan(read(path, Plan), form)
+    return FINE
+
+
+def _print_plan(made: Plan, form: str) -> None:
+    from pipecompile.report.text import summary, timeline_text
+    from pipecompile.schedule.simulate import simulate_plan
+
+    if form == "json":
+        click.echo(encode(made), nl=False)
+        return
+    text = f"{summary(made)}\n{timeline_text(simulate_plan(made))}"
+    click.echo(f"```\n{text}\n```" if form == "github" else text)
+
+
+@commands.command()
+@click.argument("path", metavar="PLAN")
+@click.argument("target", required=False)
+@click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
+@click.option("--max-memory", help="Largest bound of a rank, such as 16GiB.")
+@click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
+@format_option
+@answers
+def check(path: str, target: str | None, form: str, **limits: Any) -> int:
+    """Is PLAN sound (deadlock-free, complete, within its limits) and, given TARGET, still current?"""
+    from pipecompile.api.planning import over_limits, violations
+
+    made = read(path, Plan)
+    size = limits["max_memory"]
+    found = violations(made) + over_limits(
+        made,
+        max_imbalance=limits["max_imbalance"],
+        max_memory_bytes=None if size is None else parse_bytes(size),
+        max_bubble=limits["max_bubble"],
+    )
+    if target is not None:
+        found += _staleness(made, target)
+    _print_findings(path, found, form)
+    return NO if found else FINE
+
+
+def _staleness(made: Plan, target: str) -> list[str]:
+    from pipecompile.api.compile import staleness
+    from pipecompile.api.target import load_target
+
+    return staleness(made, load_target(target))
+
+
+def _print_findings(path: str, found: Sequence[str], form: str) -> None:
+    if form == "json":
+        click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
+    elif form == "github":
+        click.echo("\n".join(f"::error file={path}::{line}" for line in found) or f"::notice file={path}::sound")
+    else:
+        click.echo("\n".join(found) or "sound")
+
+
+@commands.command()
+@click.argument("path", metavar="PLAN")
+@click.option("--trace", "trace_path", help="Write a trace for Perfetto (Chrome JSON).")
+@click.option("--svg", "svg_path", help="Write the timeline as a picture.")
+@format_option
+@answers
+def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
+    """Simulate one step of PLAN: when each rank does what, and why it waits."""
+    from pipecompile.report.svg import timeline_svg
+    from pipecompile.report.text import time_text, timeline_text
+    from pipecompile.report.trace import trace
+    from pipecompile.schedule.simulate import simulate_plan
+
+    made = read(path, Plan)
+    timeline = simulate_plan(made)
+    if trace_path is not None:
+        write(trace_path, trace(made, timeline))
+    if svg_path is not None:
+        write(svg_path, timeline_svg(made, timeline).encode())
+    if form == "json":
+        result = {
+            "makespan_ns": timeline.makespan_ns,
+            "span_ns": timeline.span_ns,
+            "bubble": timeline.bubble,
+            "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
+        }
+        click.echo(encode(result), nl=False)
+        return FINE
+    head = f"step {time_text(timeline.makespan_ns)}, largest span {time_text(timeline.span_ns)}, bubble {timeline.bubble:.1%}"
+    text = f"{head}\n{timeline_text(timeline)}"
+    click.echo(f"```\n{text}\n```" if form == "github" else text)
+    return FINE
+
+
+@commands.command()
+@click.argument("target")
+@planning_options
+@format_option
+@answers
+def verify(target: str, form: str, **options: Any) -> int:
+    """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and buffer.
+
+    Under torchrun the stages run on its ranks.
+    """
+    from pipecompile.api.target import load_target
+    from pipecompile.api.verify import verify as compare
+
+    made, comparisons = compare(load_target(target), **_options(options))
+    passed = all(comparison.passed for comparison in comparisons)
+    if form == "json":
+        _say(encode({"passed": passed, "comparisons": list(map(_comparison, comparisons))}).decode().rstrip())
+    else:
+        lines = [
+            f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
+            f"{len(made.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in made.parameters)} tied over stages",
+            *(line for comparison in comparisons for line in _lines(comparison)),
+            "equal" if passed else "DIFFERENT",
+        ]
+        _say("\n".join(["```", *lines, "```"] if form == "github" else lines))
+    return FINE if passed else NO
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "reference": comparison.reference,
+        "loss": comparison.losses[1],
+        "loss_unsplit": comparison.losses[0],
+        "tensors": len(comparison.differences),
+        "bit_equal": sum(difference.equal for difference in comparison.differences),
+        "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
+        "passed": comparison.passed,
+    }
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    """The figures of one comparison, and each tensor that is not bit-equal."""
+    lines = [f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"]
+    for kind in ("gradient", "buffer"):
+        rows = [difference for difference in comparison.differences if difference.kind == kind]
+        equal = sum(difference.equal for difference in rows)
+        if rows:
+            lines.append(f"  {kind}s: {equal} of {len(rows)} equal bit for bit")
+    for difference in comparison.differences:
+        if not difference.equal:
+            cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
+            lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
+    return lines

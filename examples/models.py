@@ -114,7 +114,7 @@ class ConvBlock(nn.Module):
 class UNet(nn.Module):
     """A U-Net: each level's features skip to the level of the same size on the way up."""
 
-    def __init__(self, width: int = 8, depth: int = 3) -> None:
+    def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         self.stem = ConvBlock(3, width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from pipecompile.runtime.microbatch import split
 
 __all__ = ["Comparison", "Difference", "Reference", "compare", "reference_for", "verify"]
 
+ORIGINAL = "the original module"
 TOLERANCE = 1e-6  # what the order of a sum over ranks may change, relative to the largest element
 
 
@@ -92,7 +93,7 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     twin = Target(model, target.call, target.loss_fn, target.targets)
     captured = capture_target(twin, plan.options, verify=False)
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
-        return Reference(model, twin.trained_by, lambda _, a, k: model(*a, **k), "the original module")
+        return Reference(model, twin.trained_by, lambda _, a, k: model(*a, **k), ORIGINAL)
     graph = captured.module
     apply(graph.graph, [Seed(), EnterRegions()])
     graph.recompile()
@@ -133,13 +134,13 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     Without a loss and without a `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares
     its own part, and every rank returns all of them.
     """
-    target = Target(target.model, target.call, _loss_for(target), target.targets)
+    target = replace(target, loss_fn=_loss_for(target))
+    # A copy from before the first step: that updates buffers, on each rank only its own.
+    untouched = replace(target, model=copy.deepcopy(target.model).eval())
     plan, first = _verify_once(target, options)
-    comparisons = [first]
-    if first.reference != "the original module":
-        target.model.eval()
-        comparisons.append(_verify_once(target, options)[1])
-    return plan, comparisons
+    if first.reference == ORIGINAL:
+        return plan, [first]
+    return plan, [first, _verify_once(untouched, options)[1]]
 
 
 def _loss_for(target: Target) -> LossFunction | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from pipecompile.api.pipeline import Pipeline, Program, check_world
@@ -196,7 +198,20 @@ def cost_graph(target: Target, options: Options, captured: Captured) -> CostGrap
             )
             return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
 
-    return profile(captured.module, inputs, COST_MODELS[options.costs](), loss=loss, targets=targets)
+    costs = profile(captured.module, inputs, COST_MODELS[options.costs](), loss=loss, targets=targets)
+    return _canonical(costs, captured.capture.aliases)
+
+
+def _canonical(costs: CostGraph, aliases: Mapping[str, tuple[str, ...]]) -> CostGraph:
+    """The same with every parameter under its first name in the original model, tied or not."""
+    first = {alias: name for name, others in aliases.items() for alias in (name, *others)}
+    parameters = [
+        replace(parameter, name=name, aliases=aliases.get(name, ()))
+        for parameter in costs.parameters
+        for name in [first.get(parameter.name, parameter.name)]
+    ]
+    nodes = [replace(n, parameters=tuple(sorted({first.get(name, name) for name in n.parameters}))) for n in costs.nodes]
+    return replace(costs, nodes=tuple(nodes), parameters=tuple(sorted(parameters, key=lambda p: p.name)))
 
 
 def check_current(plan: Plan, captured: Captured) -> None:
@@ -235,6 +250,13 @@ def _join_process_group() -> None:
         if gpu:
             torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
         dist.init_process_group("nccl" if gpu else "gloo")
+        # Left to the interpreter's end, a group can abort the ranks that are not done yet.
+        atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _on_first_rank(function: Callable[[], T], *, share: bool) -> T | None:

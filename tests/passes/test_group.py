@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+
+
+def grouped(model: nn.Module, sample: object, together: tuple[tuple[str, ...], ...] = ()) -> fx.GraphModule:
+    call = arguments_of(model, sample)
+    module = capture(model, call).instantiate(call)
+    apply(module.graph, [Group(together)])
+    return module
+
+
+def groups(module: fx.GraphModule) -> dict[str, list[str]]:
+    """Group name → its nodes."""
+    found: dict[str, list[str]] = {}
+    for node in module.graph.nodes:
+        if node.op != "get_attr" and node.meta["group"] is not None:
+            found.setdefault(node.meta["group"], []).append(node.name)
+    return found
+
+
+class Body(nn.Module):
+    """A first and a last operation around `body`, so that the ends do not blur what is tested."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.sin()).cos()
+
+    def body(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+X = torch.randn(4, 6)
+ENDS = {"inputs": ["x", "sin"], "outputs": ["cos", "output"]}
+
+
+def test_inputs_stay_with_the_first_operation_and_outputs_with_the_last() -> None:
+    class Plain(Body):
+        def body(self, x: Tensor) -> Tensor:
+            return x.tanh().exp()
+
+    assert groups(grouped(Plain(), X)) == ENDS
+
+
+def test_all_inputs_are_together() -> None:
+    class Two(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return (left.sin() + right).exp().cos()
+
+    assert groups(grouped(Two(), (X, X)))["inputs"] == ["left", "right", "sin"]
+
+
+def test_a_tuple_stays_with_those_who_take_it_apart() -> None:
+    class Chunks(Body):
+        def body(self, x: Tensor) -> Tensor:
+            left, right = x.chunk(2, dim=1)
+            return left.exp() + right
+
+    assert groups(grouped(Chunks(), X)) == {**ENDS, "chunk": ["chunk", "getitem", "getitem_1"]}
+
+
+def test_a_lstm_stays_with_those_who_take_its_result_apart() -> None:
+    class Recurrent(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+        def body(self, x: Tensor) -> Tensor:
+            out, (hidden, _) = self.lstm(x[:, None])
+            return out[:, 0].exp() + hidden[0]
+
+    found = groups(grouped(Recurrent(), X))["lstm"]
+    assert found[0] == "lstm"
+    assert len(found) >= 4
+
+
+def test_who_writes_in_place_stays_with_all_who_touch_the_storage() -> None:
+    class InPlace(Body):
+        def body(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            other = hidden.tanh()
+            hidden.add_(1)
+            return (hidden + other).sigmoid()
+
+    found = groups(grouped(InPlace(), X))
+    assert found["exp"] == ["exp", "tanh", "add_", "add"]
+    assert found == {**ENDS, "exp": found["exp"]}
+
+
+def test_a_view_of_a_written_storage_stays_too() -> None:
+    class View(Body):
+        def body(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            view = hidden.view(4, 3, 2).transpose(1, 2)
+            hidden.mul_(2)
+            return view.reshape(4, 6).sigmoid().tanh()
+
+    (name,) = set(groups(grouped(View(), X))) - {"inputs", "outputs"}
+    assert name == "exp"
+    assert groups(grouped(View(), X))["exp"] == ["exp", "view", "transpose", "mul_", "reshape"]
+
+
+def test_a_slice_that_is_assigned_to_stays_with_its_readers() -> None:
+    class SetItem(Body):
+        def body(self, x: Tensor) -> Tensor:
+            hidden = x.exp()
+            hidden[:, 0] = 0
+            return hidden.tanh().sigmoid()
+
+    assert groups(grouped(SetItem(), X))["exp"] == ["exp", "setitem", "tanh"]
+
+
+def test_a_buffer_that_is_written_stays_with_its_readers() -> None:
+    class Counting(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(6))
+
+        def body(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return (x.exp().tanh() + self.count).sigmoid()
+
+    assert groups(grouped(Counting(), X))["add_"] == ["add_", "add"]
+
+
+def test_what_is_not_touched_by_anyone_else_is_free() -> None:
+    class Free(Body):
+        def body(self, x: Tensor) -> Tensor:
+            return x.view(4, 3, 2).transpose(1, 2).reshape(4, 6).exp()
+
+    assert groups(grouped(Free(), X)) == ENDS
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(11))
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.sigmoid())
+
+
+def test_chosen_modules_are_together_with_all_that_lies_in_them() -> None:
+    found = groups(grouped(Blocks(), X, (("blocks.1",),)))
+    assert found["blocks_1_0"] == ["blocks_1_0", "blocks_1_1"], "and not those of blocks.10"
+
+
+def test_chosen_modules_and_nodes_mix() -> None:
+    found = groups(grouped(Blocks(), X, (("blocks.2", "sigmoid"), ("blocks.4.0", "blocks.2.1"))))
+    assert found["blocks_2_0"] == ["blocks_2_0", "blocks_2_1", "blocks_4_0", "sigmoid"]
+
+
+def test_groups_that_touch_the_ends_keep_the_name_of_the_end() -> None:
+    found = groups(grouped(Blocks(), X, (("stem", "blocks.0"),)))
+    assert found["inputs"] == ["x", "stem", "blocks_0_0", "blocks_0_1"]

@@ -8,7 +8,7 @@ COPY := build/check
 .DEFAULT_GOAL := test
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.demo
 
 # By file, so that fixtures that start worker processes start them once.
 test: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,17 +107,26 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     return Reference(model, twin.trained_by, run, "the unsplit graph under the same seeds")
 
 
-def compare(pipeline: Pipeline, reference: Reference, losses: tuple[float, float]) -> Comparison:
-    """Gradients and buffers of this process's part of the model after a step of both."""
-    expected = dict(reference.model.named_parameters())
-    buffers = dict(reference.model.named_buffers())
+def compare(
+    pipeline: Pipeline,
+    losses: tuple[float, Tensor | None],
+    gradients: Mapping[str, Tensor | None],
+    buffers: Mapping[str, Tensor],
+    description: str,
+) -> Comparison:
+    """A step that `pipeline` just took beside the unsplit one's loss, gradients and buffers, by name.
+
+    `losses` are the unsplit one and this process's, None where the last stage is elsewhere. In several processes
+    each compares its part, and all get the whole.
+    """
     found = [
-        *(_difference("gradient", n, p.grad, expected[n].grad) for n, p in pipeline.named_parameters()),
-        *(_difference("buffer", n, b, buffers[n]) for n, b in pipeline.named_buffers()),
+        *(_difference("gradient", n, p.grad, gradients[n]) for n, p in pipeline.named_parameters()),
+        *(_difference("buffer", n, b, buffers[n]) for n, b in pipeline.named_buffers() if n in buffers),
     ]
     several = dist.is_initialized() and dist.get_world_size() > 1
     tied = {p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1}
-    return Comparison(reference.description, losses, tuple(found), frozenset(tied))
+    unsplit, own = losses
+    return _gathered(Comparison(description, (unsplit, unsplit if own is None else own.item()), tuple(found), frozenset(tied)))
 
 
 def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None) -> Difference:
@@ -165,8 +175,10 @@ def _verify_once(target: Target, options: dict[str, Any]) -> tuple[Plan, Compari
     for parameter in target.model.parameters():
         parameter.grad = None
     loss = pipeline.step(target.call, target.targets)
-    losses = (wanted.item(), wanted.item() if loss is None else loss.item())
-    return pipeline.plan, _gathered(compare(pipeline, reference, losses))
+    gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    buffers = dict(reference.model.named_buffers())
+    comparison = compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description)
+    return pipeline.plan, comparison
 
 
 def _gathered(own: Comparison) -> Comparison:

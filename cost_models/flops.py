@@ -20,13 +20,13 @@ BYTES_PER_NS = 1_000  # 1 TB/s
 
 
 def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query, key, value))
 
 
 def _attention_backward(
     gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
 ) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
 # PyTorch counts the fused attention of GPUs; fake tensors are on the CPU, which has a kernel of its own.

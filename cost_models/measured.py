@@ -104,4 +104,4 @@ def _gpu_times_ns(device: torch.device, prepare: Callable[[], T], action: Callab
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)

@@ -93,4 +93,5 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that are views of one storage."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -49,5 +49,9 @@ def _split(graph: fx.Graph, read: fx.Node) -> None:
         with graph.inserting_before(read):
             local = graph.node_copy(read)
         local.meta["stage"] = stage
-        read.replace_all_uses_with(local, delete_user_cb=lambda user, stage=stage: stage_of(user) == stage)
+        read.replace_all_uses_with(local, delete_user_cb=_lies_in(stage))
     graph.erase_node(read)
+
+
+def _lies_in(stage: int) -> Callable[[fx.Node], bool]:
+    return lambda node: stage_of(node) == stage

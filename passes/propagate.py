@@ -39,13 +39,13 @@ def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[
     lost: list[str] = []
     try:
         for _, table, key, tensor in slots:
-            table[key] = replacement[id(tensor)]  # type: ignore[assignment]
+            table[key] = replacement[id(tensor)]
         yield lost
     finally:
         for path, table, key, tensor in slots:
             if table.get(key) is not replacement[id(tensor)]:
                 lost.append(f"{path}.{key}".lstrip("."))
-            table[key] = tensor  # type: ignore[assignment]
+            table[key] = tensor
 
 
 def faked_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:

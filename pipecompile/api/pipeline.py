@@ -161,7 +161,9 @@ class Pipeline:
         with program.mode():
             if self._distributed:
                 schedule = self._schedule("forward-only", len(rows))
-                found = self._evaluator.run(schedule, rows, [None] * len(rows), seed=self.seed, step=0)
+                found: Sequence[Sequence[Tensor]] | None = self._evaluator.run(
+                    schedule, rows, [None] * len(rows), seed=self.seed, step=0
+                )
             else:
                 stages = [_eager(stage, loss=None) for stage in program.stages]
                 found = local.evaluate(stages, rows, seed=self.seed)
@@ -230,7 +232,11 @@ class Pipeline:
     def _order(self, schedule: Schedule) -> list[Action]:
         """The compute actions of all ranks in the order in which they begin."""
         timeline = simulate_stages(schedule, self.plan.stages, self.plan.link)
-        events = [(event.start_ns, event.end_ns, rank, event.action) for rank, row in enumerate(timeline.events) for event in row]
+        events = [
+            (event.start_ns, event.end_ns, rank, event.action)
+            for rank, row in enumerate(timeline.events)
+            for event in row
+        ]
         order = [action for *_, action in sorted(events, key=lambda event: event[:3])]
         assert all(action.kind in COMPUTE for action in order)
         return order

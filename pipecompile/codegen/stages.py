@@ -88,7 +88,7 @@ def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
         _finish(graph, tuple(_send(graph, node, copies[node]) for node in sent))
     else:
         (output,) = (node for node in mine if node.op == "output")
-        _finish(graph, tuple(copies[node] for node in output.args[0]))  # type: ignore[union-attr, misc, index]
+        _finish(graph, tuple(copies[node] for node in output.args[0]))
     random = any(node.meta["random"] for node in mine)
     apply(graph, [Seed(), EnterRegions()])
     return StageModule(
@@ -144,7 +144,7 @@ def _plain(node: fx.Node) -> dict[str, object]:
 def _dense_order(value: Tensor) -> tuple[int, ...]:
     """The order of dimensions in which `value` is contiguous; its own order if there is none (it has gaps)."""
     own = tuple(range(value.dim()))
-    order = tuple(sorted(own, key=lambda dimension: -int(value.stride(dimension))))
+    order = tuple(sorted(own, key=lambda dimension: -value.stride()[dimension]))
     return order if value.permute(order).is_contiguous() and not value.is_contiguous() else own
 
 

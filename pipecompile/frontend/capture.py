@@ -200,6 +200,6 @@ def _substituted(graph: fx.Graph, symbol: sympy.Symbol | None, batch: int) -> fx
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = copies[node] = copy.node_copy(node, copies.__getitem__)
-        new.args = map_aggregate(new.args, concrete)  # type: ignore[assignment]
-        new.kwargs = map_aggregate(new.kwargs, concrete)  # type: ignore[assignment]
+        new.args = map_aggregate(new.args, concrete)
+        new.kwargs = map_aggregate(new.kwargs, concrete)
     return copy

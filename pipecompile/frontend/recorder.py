@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class _RandomWatch(TorchDispatchMode):
     """Notices operators that draw random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +119,7 @@ def _dropout(schema: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any])
     return None
 
 
-_DEFAULT = object()
+_DEFAULT: Any = object()
 
 
 class Recorder(TorchFunctionMode):
@@ -317,12 +317,18 @@ class Recorder(TorchFunctionMode):
             lambda function, *a, **k: self.call_autograd_function(apply.__func__, function, a, k)
         )
         try:
-            with _exporting(), self.mode, swapped(self.root, self._state) as lost, enable_python_dispatcher():
-                with self.random_watch, self:
-                    yield
+            with (
+                _exporting(),
+                self.mode,
+                swapped(self.root, self._state) as lost,
+                enable_python_dispatcher(),
+                self.random_watch,
+                self,
+            ):
+                yield
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             torch.set_rng_state(rng)
         if lost:
             raise CaptureError(
@@ -375,7 +381,7 @@ def _source() -> str:
     return ""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _relative(file: str) -> str:
     """`file` as importable from sys.path, so that it reads the same on every machine."""
     roots = [str(Path(entry or ".").resolve()) for entry in sys.path]

@@ -6,7 +6,7 @@ simulated and checked. Metadata is static, since torch's inference runs a real s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def tie_groups(stages_of: Mapping[str, Sequence[int]], placement: Sequence[int])
     return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
 
 
-class _Stage(PipelineStage):  # type: ignore[misc]
+class _Stage(PipelineStage):
     """Lets torch's runtime talk to one of our stages."""
 
     def __init__(
@@ -97,7 +97,7 @@ class _Stage(PipelineStage):  # type: ignore[misc]
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        received = args if self.is_first else tuple(info.buffer for info in self.args_recv_info[fwd_chunk_id])
+        received = args if self.is_first else _received(self.args_recv_info[fwd_chunk_id])
         moment = self.moments[fwd_chunk_id]
         if self.has_backward:
             outputs, self._saved[fwd_chunk_id] = self._core.forward(
@@ -118,7 +118,7 @@ class _Stage(PipelineStage):  # type: ignore[misc]
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self.fwd_cache.pop(bwd_chunk_id)
-        received = () if self.is_last else tuple(info.buffer for info in self.grad_recv_info[bwd_chunk_id])
+        received = () if self.is_last else _received(self.grad_recv_info[bwd_chunk_id])
         saved = self._saved.pop(bwd_chunk_id)
         if full_backward:
             gradients = self._core.backward(saved, received, {})
@@ -140,6 +140,11 @@ class _Stage(PipelineStage):  # type: ignore[misc]
         scale(self.submod.parameters(), len(self.moments))
 
 
+def _received(notes: Iterable[Any]) -> tuple[Any, ...]:
+    """The tensors that torch received, out of its notes on them; None for a gradient that nobody sends."""
+    return tuple(note.buffer for note in notes)
+
+
 class DistributedPipeline:
     """The stages of this rank, ready to perform schedules with the other ranks of the default process group.
 
@@ -157,7 +162,7 @@ class DistributedPipeline:
     ) -> None:
         self._count = len(shapes)
         self._ends = [*shapes, results]
-        self._build = lambda index: _Stage(
+        self._build: Callable[[int], _Stage] = lambda index: _Stage(
             stages[index], index, self._count, device, self._ends[index], self._ends[index + 1], ties.get(index, ())
         )
         self._local = sorted(stages)
@@ -195,8 +200,13 @@ class DistributedPipeline:
                 scale_grads=False,
             )
             runtime.register_custom_function(_ComputationType.UNSHARD, _recompute)
-            rows = {rank: [_translate(action) for action in row] for rank, row in enumerate(schedule.rows)}
-            runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+            rows: dict[int, list[_Action | None]] = {
+                rank: [_translate(action) for action in row] for rank, row in enumerate(schedule.rows)
+            }
+            if backward:
+                runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+            else:  # torch's validation, all that the call adds, knows only schedules with backwards
+                runtime.pipeline_order_with_comms = rows
             self._prepared[schedule] = runtime, stages
         return self._prepared[schedule]
 
@@ -213,7 +223,7 @@ def _given_loss(output: Tensor, target: None) -> Tensor:
     return output
 
 
-def _recompute(action: _Action, context: Any) -> None:
+def _recompute(action: _Action, ctx: Any) -> None:
     """What UNSHARD stands for here."""
-    (stage,) = (s for s in context.schedule_ref._stages if s.stage_index == action.stage_index)
+    (stage,) = (s for s in ctx.schedule_ref._stages if s.stage_index == action.stage_index)
     stage.recompute_one_chunk(action.microbatch_index)

@@ -1,9 +1,11 @@
-"""How the runtime talks to a stage: four calls, and recompute. The form here is eager autograd.
+"""How the runtime talks to a stage: four calls, and recompute.
 
     forward(inputs)             → outputs, saved
     backward(saved, gradients)  → input gradients           (parameter gradients go to `.grad`)
     backward_input(saved, …)    → input gradients, live
     backward_weight(live)
+
+The form here is eager autograd.
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ class EagerStage:
             return [None] * len(saved.inputs), Live(saved, gradients, None)
         roots, seeds = self._roots(saved, gradients)
         wanted = [value for value in saved.inputs if value.requires_grad]
-        found, groups = stage_backward_input(roots, seeds, wanted, self.module.parameters())
+        # None, the seed of a loss, is what autograd takes, but not what torch's annotation says.
+        found, groups = stage_backward_input(roots, seeds, wanted, self.module.parameters())  # type: ignore[arg-type]
         by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
         return [by_input.get(id(value)) for value in saved.inputs], Live(saved, gradients, groups)
 
@@ -151,9 +154,7 @@ class EagerStage:
             outputs: tuple[Tensor, ...] = self.module(*inputs)
         return outputs
 
-    def _roots(
-        self, saved: Saved, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
             return list(saved.outputs), [None]

@@ -18,7 +18,6 @@ from pipecompile.ir.serde import encode, read, write
 from pipecompile.ir.size import parse_bytes
 
 if TYPE_CHECKING:
-    from pipecompile.api.target import Target
     from pipecompile.api.verify import Comparison
 
 __all__ = ["main"]
@@ -120,7 +119,7 @@ def _pin(text: str) -> tuple[str, int]:
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
     from pipecompile.api.compile import capture_target, make_plan, options_for
-    from pipecompile.api.target import load_target
+    from pipecompile.api.target import load_target, made_with
 
     subject = load_target(target)
     chosen = options_for(subject, **_options(options))
@@ -128,18 +127,9 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     if output is not None:
         write(output, encode(made))
     _print_plan(made, form)
-    _made_with(subject)
+    # Not part of the plan's bytes: told beside it.
+    click.echo(made_with(subject), err=True)
     return FINE
-
-
-def _made_with(subject: Target) -> None:
-    """Not part of the plan's bytes: told beside it."""
-    import torch
-
-    from pipecompile import __version__
-
-    device = next((str(parameter.device) for parameter in subject.model.parameters()), "cpu")
-    click.echo(f"made with pipecompile {__version__}, torch {torch.__version__}, on {device}", err=True)
 
 
 @commands.command()
@@ -233,8 +223,8 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
         }
         click.echo(encode(result), nl=False)
         return FINE
-    head = f"step {time_text(timeline.makespan_ns)}, largest span {time_text(timeline.span_ns)}, bubble {timeline.bubble:.1%}"
-    text = f"{head}\n{timeline_text(timeline)}"
+    step, span = time_text(timeline.makespan_ns), time_text(timeline.span_ns)
+    text = f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}\n{timeline_text(timeline)}"
     click.echo(f"```\n{text}\n```" if form == "github" else text)
     return FINE
 

@@ -15,10 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from pipecompile import __version__
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
 
-__all__ = ["LossFunction", "Target", "load_target", "model_loss", "sum_of_squares"]
+__all__ = ["LossFunction", "Target", "load_target", "made_with", "model_loss", "sum_of_squares"]
 
 LossFunction = Callable[[Any, Any], Tensor]
 FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optimizer")
@@ -98,6 +99,12 @@ def _from_file(path: Path, text: str) -> ModuleType:
     except Exception as error:
         raise InputError(f"{text}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
+
+
+def made_with(target: Target) -> str:
+    """The versions and the device that a plan of `target` comes from, in one line."""
+    device = next((str(parameter.device) for parameter in target.model.parameters()), "cpu")
+    return f"made with pipecompile {__version__}, torch {torch.__version__}, on {device}"
 
 
 def model_loss(output: Any, target: Any) -> Tensor:

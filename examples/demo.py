@@ -53,9 +53,7 @@ def main() -> int:
 
 def make_plan(target: Target) -> Plan:
     """Measures the model on this machine and plans it."""
-    pipeline = pipecompile(
-        target.model, target.call, k=STAGES, loss_fn=target.loss_fn, sample_target=target.targets
-    )
+    pipeline = pipecompile(target.model, target.call, k=STAGES, loss_fn=target.loss_fn, sample_target=target.targets)
     plan, timeline = pipeline.plan, pipeline.simulate()
     write(PLAN, encode(plan))
     write(FOLDER / "trace.json", trace(plan, timeline))

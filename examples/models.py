@@ -1,10 +1,13 @@
-"""Models to plan, each a factory as the command line wants it: no argument, (model, sample_input) or a mapping.
+"""Models to plan.
+
+Each is a factory as the command line wants it: no argument, (model, sample_input) or a mapping.
 
     pipecompile plan examples/models.py:gpt2 -k 4 -o plan.json
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,9 +48,7 @@ def gpt2_small() -> dict[str, Any]:
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     """A small GPT-2 with its loss inside the model."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=512, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False
-    )
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False)
     tokens = _tokens(512)
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
@@ -118,8 +119,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         self.stem = ConvBlock(3, width)
-        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(ConvBlock(a + b, a) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(ConvBlock(a + b, a) for a, b in pairwise(widths))
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -210,7 +210,9 @@ def _canonical(costs: CostGraph, aliases: Mapping[str, tuple[str, ...]]) -> Cost
         for parameter in costs.parameters
         for name in [first.get(parameter.name, parameter.name)]
     ]
-    nodes = [replace(n, parameters=tuple(sorted({first.get(name, name) for name in n.parameters}))) for n in costs.nodes]
+    nodes = [
+        replace(n, parameters=tuple(sorted({first.get(name, name) for name in n.parameters}))) for n in costs.nodes
+    ]
     return replace(costs, nodes=tuple(nodes), parameters=tuple(sorted(parameters, key=lambda p: p.name)))
 
 

@@ -126,7 +126,8 @@ def compare(
     several = dist.is_initialized() and dist.get_world_size() > 1
     tied = {p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1}
     unsplit, own = losses
-    return _gathered(Comparison(description, (unsplit, unsplit if own is None else own.item()), tuple(found), frozenset(tied)))
+    pair = (unsplit, unsplit if own is None else own.item())
+    return _gathered(Comparison(description, pair, tuple(found), frozenset(tied)))
 
 
 def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None) -> Difference:
@@ -167,9 +168,7 @@ def _loss_for(target: Target) -> LossFunction | None:
 
 
 def _verify_once(target: Target, options: dict[str, Any]) -> tuple[Plan, Comparison]:
-    pipeline = pipecompile(
-        target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
-    )
+    pipeline = pipecompile(target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options)
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)
     for parameter in target.model.parameters():

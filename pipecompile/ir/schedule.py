@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property, lru_cache
+from enum import StrEnum
+from functools import cache, cached_property
 from typing import Literal
 
 from pipecompile.ir.serde import NonNegative, Positive, Value
@@ -23,7 +23,7 @@ from pipecompile.ir.serde import NonNegative, Positive, Value
 __all__ = ["BACKWARDS", "COMPUTE", "Action", "Event", "Idle", "Kind", "Schedule", "Timeline"]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action does; the value is its spelling."""
 
     FORWARD = "F"
@@ -52,7 +52,7 @@ class Action:
     microbatch: int | None = None
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> Action:
         """Reads torch's notation; ValueError says what is wrong with `text`."""
         match = _PATTERN.fullmatch(text)
@@ -101,9 +101,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         return len(self.actions)
 
     @staticmethod
-    def of(
-        name: str, microbatches: int, placement: Sequence[int], rows: Sequence[Sequence[Action]]
-    ) -> Schedule:
+    def of(name: str, microbatches: int, placement: Sequence[int], rows: Sequence[Sequence[Action]]) -> Schedule:
         """A schedule from parsed actions."""
         actions = tuple(tuple(map(str, row)) for row in rows)
         return Schedule(name=name, microbatches=microbatches, placement=tuple(placement), actions=actions)
@@ -127,20 +125,19 @@ class Idle(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step: the compute events of each rank, in order, and why it idled in between.
-
-    `makespan_ns` is the end of the last event; `span_ns` the largest per-rank first-start to last-end.
-    """
+    """A simulated step: the compute events of each rank, in order, and why it idled in between."""
 
     events: tuple[tuple[Event, ...], ...]
     idle: tuple[Idle, ...]
 
     @property
     def makespan_ns(self) -> int:
+        """The end of the last event."""
         return max((row[-1].end_ns for row in self.events if row), default=0)
 
     @property
     def span_ns(self) -> int:
+        """The largest time that a rank takes from the start of its first event to the end of its last."""
         return max((row[-1].end_ns - row[0].start_ns for row in self.events if row), default=0)
 
     @property

@@ -8,7 +8,11 @@ from pipecompile.errors import InputError
 
 __all__ = ["parse_bytes"]
 
-UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)}, **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)}}
+UNITS = {
+    "B": 1,
+    **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
+    **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)},
+}
 
 
 def parse_bytes(size: int | str) -> int:

@@ -1,0 +1,97 @@
+"""What the workers do; each function runs on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples import models
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.target import Target
+from pipecompile.api.verify import reference_for, verify
+from pipecompile.errors import PipecompileError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found, small enough to send."""
+
+    passed: bool
+    references: tuple[str, ...]
+    unequal: tuple[tuple[str, float], ...]
+    tied: frozenset[str]
+
+
+def load(name: str) -> Target:
+    """An example model."""
+    return Target.of(getattr(models, name)(), name)
+
+
+def verify_model(name: str, options: dict[str, Any]) -> Verdict:
+    """One seeded step of the pipeline beside the unsplit model's."""
+    _, found = verify(load(name), costs="flops", microbatches=4, **options)
+    unequal = tuple((d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal)
+    return Verdict(all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied)
+
+
+def losses(name: str, k: int, steps: int) -> tuple[list[float], list[float]] | None:
+    """The losses of several optimizer steps, pipelined and unsplit; on the last stage's rank."""
+    target = load(name)
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    reference = reference_for(target, pipeline.plan)
+    twins = [torch.optim.SGD(p, lr=0.05, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())]
+    own, unsplit = [], []
+    for step in range(steps):
+        unsplit.append(reference.step(target, 4, step=step).item())
+        twins[0].zero_grad()
+        loss = pipeline.step(target.call, target.targets)
+        own.append(float("nan") if loss is None else loss.item())
+        for optimizer in twins:
+            optimizer.step()
+    return (own, unsplit) if dist.get_rank() == k - 1 else None
+
+
+def state_names(name: str, k: int) -> list[str]:
+    """The names of this rank's state, after a checkpoint of the original was loaded into it."""
+    target = load(name)
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    checkpoint = {key: torch.full_like(value, 2) for key, value in target.model.state_dict().items()}
+    pipeline.load_state_dict(checkpoint)
+    state = pipeline.state_dict()
+    assert all(torch.equal(value, checkpoint[key]) for key, value in state.items())
+    return sorted(state)
+
+
+def evaluation(name: str, k: int) -> bool | None:
+    """Whether `evaluate` gives what the model gives in eval mode; on the last stage's rank."""
+    target = load(name)
+    with torch.no_grad():
+        rows = [target.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args]) for i in range(0, 8, 2)]
+    target.model.train()
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    pipeline.step(target.call, target.targets)  # receive buffers of training must not disturb it
+    pipeline.load_state_dict(load(name).model.state_dict())
+    found = pipeline.evaluate(target.call)
+    return None if found is None else torch.equal(found, torch.cat(rows))
+
+
+def plans(name: str, k: int) -> tuple[str, int]:
+    """The costs that each rank's plan is made for, and a short minibatch's worth of steps under it."""
+    target = load(name)
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="measured", loss_fn=target.loss_fn)
+    (value,) = target.call.args
+    pipeline.step(value[:6], target.targets[:6])
+    return pipeline.plan.fingerprint.costs, pipeline.steps
+
+
+def refusal(name: str, options: dict[str, Any]) -> str:
+    """The message with which each rank refuses."""
+    target = load(name)
+    try:
+        pipecompile(target.model, target.call, costs="flops", loss_fn=target.loss_fn, **options)
+    except PipecompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

@@ -1,0 +1,70 @@
+"""The pipeline on torch.distributed.pipelining: gloo ranks against the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import jobs
+from tests.distributed.workers import Workers
+
+MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(4)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str, k: int, schedule: str) -> None:
+    verdicts = workers.run(k, jobs.verify_model, name, {"k": k, "schedule": schedule}, folder=str(tmp_path))
+    for verdict in verdicts:
+        assert verdict.passed, verdict
+        assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
+    # With random numbers on, the unsplit graph under the same seeds; with them off, always the module itself.
+    assert verdicts[0].references[-1] == "the original module"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["unet", "gpt2"])
+def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedule: str) -> None:
+    options = {"k": 4, "schedule": schedule, "recompute": "stage"}
+    verdicts = workers.run(4, jobs.verify_model, name, options, folder=str(tmp_path))
+    assert all(verdict.passed for verdict in verdicts), verdicts[0]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("sequential", 0.0), ("gpt2", 1e-6)])
+def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, name: str, tolerance: float) -> None:
+    found = workers.run(4, jobs.losses, name, 4, 5, folder=str(tmp_path))
+    own, unsplit = found[-1]
+    assert own == pytest.approx(unsplit, rel=tolerance, abs=0.0)
+    assert len(set(own)) == 5  # it trains
+
+
+def test_the_ranks_hold_the_original_state_together(workers: Workers, tmp_path: Path) -> None:
+    names = workers.run(4, jobs.state_names, "gpt2", 4, folder=str(tmp_path))
+    assert set().union(*names) == set(jobs.load("gpt2").model.state_dict())
+    assert "lm_head.weight" in names[0] and "lm_head.weight" in names[3], "both holders of a tie answer to both names"
+
+
+def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(4, jobs.evaluation, "unet", 4, folder=str(tmp_path)) == [None, None, None, True]
+
+
+def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
+    assert found[0] == found[1], "measured costs differ from rank to rank, so the plan must be rank 0's"
+
+
+def test_every_rank_refuses_alike(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, jobs.refusal, "sequential", {"k": 99, "microbatches": 4}, folder=str(tmp_path))
+    assert all("InfeasibleError" in text and "k=99" in text for text in found)
+    found = workers.run(4, jobs.refusal, "sequential", {"k": 2, "microbatches": 4}, folder=str(tmp_path))
+    assert all("2 ranks, but 4 processes" in text for text in found)

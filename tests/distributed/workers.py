@@ -1,0 +1,71 @@
+"""A persistent group of gloo workers that tests send jobs to: starting one per case would take longer than the cases."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+Job = Callable[..., Any]
+
+
+class Workers:
+    """`size` processes; a job runs on the first `ranks` of them as one process group."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(size)]
+        self._pipes = [own for own, _ in pairs]
+        self._processes = [context.Process(target=_work, args=(theirs,), daemon=True) for _, theirs in pairs]
+        for process in self._processes:
+            process.start()
+        self._jobs = 0
+
+    def run(self, ranks: int, job: Job, *args: Any, folder: str, **options: Any) -> list[Any]:
+        """What `job(*args, **options)` returned on each rank; its traceback if it failed."""
+        self._jobs += 1
+        store = os.path.join(folder, f"store-{self._jobs}")
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            pipe.send((rank, ranks, store, job, args, options))
+        results = [pipe.recv() for pipe in self._pipes[:ranks]]
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+
+
+def _work(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (message := pipe.recv()) is not None:
+        rank, ranks, store, job, args, options = message
+        try:
+            with _group(rank, ranks, store):
+                pipe.send((True, job(*args, **options)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def _group(rank: int, ranks: int, store: str) -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

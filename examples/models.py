@@ -94,7 +94,7 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
     """ResNet-50 on 64 × 64 images, 10 classes; its batch normalisation keeps running statistics."""
     torch.manual_seed(0)
-    config = transformers.ResNetConfig(num_labels=10)
+    config = transformers.ResNetConfig(num_labels=10)  # type: ignore[call-arg]
     labels = torch.arange(BATCH) % 10
     return transformers.ResNetForImageClassification(config), {"pixel_values": _images(64), "labels": labels}
 
@@ -109,7 +109,8 @@ class ConvBlock(nn.Module):
         self.dropout = nn.Dropout2d(0.1)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.dropout(torch.relu(self.norm(self.convolution(image))))
+        features: Tensor = self.dropout(torch.relu(self.norm(self.convolution(image))))
+        return features
 
 
 class UNet(nn.Module):
@@ -132,7 +133,8 @@ class UNet(nn.Module):
         for block, skip in zip(reversed(self.up), reversed(skips), strict=True):
             features = nn.functional.interpolate(features, scale_factor=2.0, mode="nearest")
             features = block(torch.cat([skip, features], dim=1))
-        return self.head(features)
+        mask: Tensor = self.head(features)
+        return mask
 
 
 def unet() -> dict[str, Any]:

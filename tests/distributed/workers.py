@@ -1,4 +1,4 @@
-"""A persistent group of gloo workers that tests send jobs to: starting one per case would take longer than the cases."""
+"""A persistent group of gloo workers that tests send jobs to: starting one per case takes longer than the cases."""
 
 from __future__ import annotations
 

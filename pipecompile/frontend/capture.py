@@ -63,7 +63,7 @@ class Capture:
         batch = batch_size(tensors)
         self.check_batch(batch)
         module = fx.GraphModule(self._attributes(), _substituted(self.graph, self.symbol, batch))
-        module.train(self.model.training)
+        module.training = self.model.training  # of this module alone: the rest are the model's own, each in its mode
         propagate(module, tensors)
         return module
 

@@ -29,7 +29,7 @@ def _called(module: fx.GraphModule, node: fx.Node) -> str:
     if node.op != "call_module":
         return node.target if isinstance(node.target, str) else _qualified(node.target)
     leaf = module.get_submodule(str(node.target))
-    state = [f"{name}:{tuple(value.shape)}:{value.dtype}" for name, value in named_state(leaf)]
+    state = [f"{name}:{tuple(value.shape)}:{value.dtype}:{value.requires_grad}" for name, value in named_state(leaf)]
     return f"{node.target}={_qualified(type(leaf))}({leaf.extra_repr()}) training={leaf.training} {state}"
 
 

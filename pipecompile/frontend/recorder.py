@@ -252,14 +252,22 @@ class Recorder(TorchFunctionMode):
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         call = _Call(self, args, kwargs)
         out = call.run(lambda: func(*args, **kwargs))
+        self._refuse_data_dependent(out, name)
+        if contains_tensor(out) or call.mutates:
+            self._record(*_target(func, name), call, out)
+        return out
+
+    def _refuse_data_dependent(self, out: Any, name: str) -> None:
         if isinstance(out, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(out):
             raise CaptureError(
                 f"{self._where()}: {name} reads a number out of a tensor, so the graph would depend on the data; "
                 "compute it outside the model, or keep it a tensor"
             )
-        if contains_tensor(out) or call.mutates:
-            self._record(*_target(func, name), call, out)
-        return out
+        if any(free_unbacked_symbols(tensor) for tensor in tensors_in(out)):
+            raise CaptureError(
+                f"{self._where()}: {name} gives a tensor whose shape depends on the values of another, so stages could "
+                "not know what they receive; use torch.where or a mask of fixed shape"
+            )
 
     def _attribute(self, func: Any, args: Any) -> Any:
         out = func(*args)
@@ -304,7 +312,7 @@ class Recorder(TorchFunctionMode):
         call = _Call(self, args, kwargs)
         with _pop_mode_temporarily():
             out = call.run(lambda: original(function, *args, **kwargs))
-        self._record("call_function", function.apply, call, out)
+        self._record("call_function", _applying(function), call, out)
         return out
 
     @contextlib.contextmanager
@@ -368,6 +376,16 @@ class _Call:
 def _target(func: Any, name: str) -> tuple[str, Any]:
     method = isinstance(func, METHOD_TYPES) or getattr(func, "__qualname__", "").startswith(METHOD_OWNERS)
     return ("call_method", name) if method else ("call_function", func)
+
+
+def _applying(function: Any) -> Callable[..., Any]:
+    """`function.apply` as a graph can call it: found when it runs, since while we record it is ours."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)
+
+    apply.__qualname__ = f"{function.__module__}.{function.__qualname__}.apply"
+    return apply
 
 
 def _source() -> str:

@@ -1,0 +1,421 @@
+"""Every example model is captured exactly, for every batch size, and is as before afterwards."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from zoo import EXAMPLES, called, captured, example, first, same
+
+from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.capture import batch_size, capture
+from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.signature import Arguments
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_training_step_of_the_graph_is_the_models(name: str) -> None:
+    target = example(name)
+    call = first(4, target.call)
+    found = capture(target.model, call)
+    check_capture(found, found.instantiate(call), call)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_one_capture_serves_every_batch_size(name: str) -> None:
+    target = example(name)
+    model = target.model.eval()
+    found = capture(model, first(4, target.call))
+    for batch in (2, 3, 4, 7):
+        call = first(batch, target.call)
+        with torch.no_grad():
+            tensors = found.instantiate(call)(*found.inputs.flatten(call))
+            assert same(found.outputs.unflatten(tensors), model(*call.args, **call.kwargs)), batch
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_graph_for_a_batch_size_holds_no_symbols(name: str) -> None:
+    target = example(name)
+    found = capture(target.model, first(4, target.call))
+    for node in found.instantiate(first(3, target.call)).graph.nodes:
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            assert type(value).__name__ not in ("Symbolic", "SymInt", "SymFloat", "SymBool"), node
+        for value in pytree.tree_leaves(node.meta["val"]):
+            assert not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape), node
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Everything of a model that a capture could spoil; tensors by identity, version and value."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [
+        [id(tensor) for tensor in tensors],
+        [tensor._version for tensor in tensors],
+        [tensor.detach().clone() for tensor in tensors],
+        [parameter.grad for parameter in model.parameters()],
+        [part.training for part in model.modules()],
+        [sorted(vars(part)) for part in model.modules()],
+        torch.get_rng_state(),
+    ]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_capturing_leaves_the_model_as_it_was(name: str) -> None:
+    target = example(name)
+    next(iter(target.model.children())).eval()
+    parameter = next(target.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    before, call = snapshot(target.model), nn.Module.__call__
+    found = capture(target.model, first(4, target.call))
+    found.instantiate(first(4, target.call))
+    assert same(snapshot(target.model), before)
+    assert nn.Module.__call__ is call
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_proving_a_capture_leaves_the_model_as_it_was(name: str) -> None:
+    target = example(name)
+    call = first(4, target.call)
+    found = capture(target.model, call)
+    module = found.instantiate(call)
+    values = copy.deepcopy(target.model.state_dict())
+    state = torch.get_rng_state()
+    check_capture(found, module, call)
+    assert same(dict(target.model.state_dict()), dict(values))
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
+    class Fails(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self[1].running_mean.add_(1)
+            if super().forward(x).sum() > 0:
+                return x
+            return -x
+
+    model, call = Fails(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Module.__call__
+    sample = Arguments((torch.randn(4, 4),), {})
+    before = snapshot(model)
+    with pytest.raises(CaptureError):
+        capture(model, sample)
+    assert same(snapshot(model), before)
+    assert nn.Module.__call__ is call
+
+
+def test_parameters_are_the_models_own_under_their_names() -> None:
+    target = example("gpt2")
+    _, module = captured(target.model, **first(4, target.call).kwargs)
+    own = dict(target.model.named_parameters(remove_duplicate=False))
+    found = dict(module.named_parameters(remove_duplicate=False))
+    assert found.keys() <= own.keys()
+    assert all(value is own[name] for name, value in found.items())
+
+
+def test_modules_of_torch_stay_whole_and_the_rest_is_taken_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.GELU()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.softmax(self.body(x).exp(), dim=-1) * 2
+
+    found, _ = captured(Model(), torch.randn(4, 4))
+    assert called(found.graph) == ["body.0", "body.1.0", "body.1.1", "exp", "softmax", "mul"]
+
+
+def test_a_model_that_is_one_torch_module_is_taken_as_it_is() -> None:
+    found, _ = captured(nn.Linear(4, 4), torch.randn(4, 4))
+    assert called(found.graph)
+
+
+def test_a_shared_module_is_one_module_called_twice() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu())
+
+    found, _ = captured(Shared(), torch.randn(4, 4))
+    assert called(found.graph) == ["first", "relu", "first"]
+    assert found.aliases == {"first.weight": ("second.weight",), "first.bias": ("second.bias",)}
+
+
+def test_tied_weights_are_one_parameter_with_aliases() -> None:
+    target = example("gpt2")
+    found = capture(target.model, first(4, target.call))
+    assert found.aliases["transformer.wte.weight"] == ("lm_head.weight",)
+    assert "lm_head.weight" not in found.aliases
+    target = example("t5")
+    assert set(capture(target.model, first(4, target.call)).aliases["shared.weight"]) == {
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "lm_head.weight",
+    }
+
+
+class Cube(torch.autograd.Function):
+    """Its backward is wrong on purpose, so that differentiating the forward instead would be seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x * 100
+
+
+def test_a_custom_function_is_one_node_with_its_own_backward() -> None:
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Cube.apply(self.linear(x)).sin()
+
+    model = Custom()
+    x = torch.randn(4, 4)
+    found, module = captured(model, x)
+    assert called(found.graph) == ["linear", "apply", "sin"]
+    (got,) = torch.autograd.grad(module(x)[0].sum(), model.linear.weight)
+    (wanted,) = torch.autograd.grad(model(x).sum(), model.linear.weight)
+    assert torch.equal(got, wanted)
+
+
+def test_in_place_operations_are_kept() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            hidden.mul_(2)
+            torch.sigmoid_(hidden)
+            hidden = hidden.cos()
+            hidden += 1
+            return hidden
+
+    found, module = captured(InPlace(), torch.randn(4, 4))
+    assert called(found.graph) == ["linear", "mul_", "sigmoid_", "cos", "add_"]
+    written = [str(node.target) for node in module.graph.nodes if node.meta["mutates"]]
+    assert len(written) == 3
+
+
+def test_setting_items_is_kept_though_nobody_reads_its_result() -> None:
+    class SetItem(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            hidden[:, 1:3] = x[:, :2] * 2
+            hidden[x > 0] = 0.5
+            return hidden
+
+    captured(SetItem(), torch.randn(4, 4))
+
+
+def test_a_write_through_a_view_is_kept() -> None:
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            hidden.view(-1, 2, 2)[:, 0].fill_(1)
+            return hidden * 2
+
+    captured(View(), torch.randn(4, 4))
+
+
+def test_iterating_over_a_tensor() -> None:
+    class Iterates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second, *rest = self.linear(x).T
+            return first * second - sum(rest)
+
+    captured(Iterates(), torch.randn(4, 4))
+
+
+def test_a_buffer_that_is_updated_in_place() -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+            return hidden - self.mean
+
+    captured(Running(), torch.randn(4, 4))
+
+
+def test_a_tensor_that_is_neither_parameter_nor_buffer_is_a_constant() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.table = torch.arange(4.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.table + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    captured(Constant(), torch.randn(4, 4))
+
+
+def test_containers_are_taken_apart() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    found, _ = captured(model, torch.randn(4, 3, 8))
+    assert "layers.1.linear2" in called(found.graph)
+
+
+def test_recurrent_modules_and_attention_are_one_node() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 8, num_layers=2, batch_first=True)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out, (hidden, cell) = self.lstm(x)
+            mixed, weights = self.attention(out, out, out)
+            return mixed.sum() + hidden.sum() * cell.sum() + weights.sum()
+
+    found, _ = captured(Model(), torch.randn(4, 3, 4))
+    assert next(iter(called(found.graph))) == "lstm"
+
+
+def test_sizes_that_depend_on_the_batch_follow_it() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            batch, length = x.shape
+            position = torch.arange(batch * length).view(batch, length)
+            mask = torch.zeros(x.size(0), 1) + batch / 2
+            return x.reshape(batch * length)[: batch * 2].view(batch, 2) + position[:, :2] + mask
+
+    model, x = Sizes(), torch.randn(7, 4)
+    found = capture(model, Arguments((x[:4],), {}))
+    for batch in (2, 3, 7):
+        call = Arguments((x[:batch].clone(),), {})
+        assert same(found.instantiate(call)(x[:batch])[0], model(x[:batch]))
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    count: int
+
+
+@dataclass
+class Query:
+    left: Tensor
+    name: str
+
+
+def test_nested_inputs_and_outputs() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair: Any, options: Any, *, scale: float, mask: Tensor | None = None) -> Any:
+            left, (right,) = pair
+            hidden = self.linear(left + right * options["weight"]) * scale
+            return {"all": (hidden, [hidden.sum(), None, "text"]), "scale": scale}
+
+    x = torch.randn(4, 4)
+    call = Arguments(((x, [x + 1]), {"weight": x * 2, "mode": "fast"}), {"scale": 0.5, "mask": None})
+    model = Nested()
+    found, module = captured(model, *call.args, **call.kwargs)
+    assert same(found.outputs.unflatten(module(*found.inputs.flatten(call))), model(*call.args, **call.kwargs))
+    assert found.inputs.tensor_names == ("pair_0", "pair_1_0", "options_weight")
+
+
+def test_a_dataclass_that_pytree_knows_is_an_output() -> None:
+    pytree.register_dataclass(Result)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Result:
+            return Result(self.linear(x), 3)
+
+    x = torch.randn(4, 4)
+    model = Model()
+    found, module = captured(model, x)
+    result = found.outputs.unflatten(module(x))
+    assert isinstance(result, Result)
+    assert torch.equal(result.logits, model(x).logits)
+    assert result.count == 3
+
+
+def test_a_dataclass_that_pytree_does_not_know_is_refused_as_output_and_input() -> None:
+    class Model(nn.Module):
+        def forward(self, query: Any) -> Any:
+            return query if isinstance(query, Query) else Query(query.sin(), "a")
+
+    with pytest.raises(CaptureError, match=r"the model returns a Query, which cannot travel between stages"):
+        captured(Model(), torch.randn(4, 4))
+    with pytest.raises(CaptureError, match=r"the argument 'query' holds a Query; inputs are tensors, numbers"):
+        captured(Model(), Query(torch.randn(4, 4), "a"))
+
+
+def test_a_models_output_class_is_kept() -> None:
+    target = example("bert")
+    call = first(4, target.call)
+    found, module = captured(target.model.eval(), *call.args, **call.kwargs)
+    result = found.outputs.unflatten(module(*found.inputs.flatten(call)))
+    assert type(result) is type(target.model(**call.kwargs))
+    assert result.loss.dim() == 0
+
+
+def test_another_structure_or_constant_is_an_error() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return x * scale
+
+    x = torch.randn(4, 4)
+    found, _ = captured(Model(), x, scale=2.0)
+    with pytest.raises(InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"):
+        found.inputs.flatten(Arguments((x,), {"scale": 3.0}))
+    with pytest.raises(InputError, match="the batch has the structure"):
+        found.inputs.flatten(Arguments((x,), {}))
+    with pytest.raises(InputError, match="x is a float, but the plan was made for a tensor"):
+        found.inputs.flatten(Arguments((1.0,), {"scale": 2.0}))
+
+
+def test_inputs_of_different_batches_are_an_error() -> None:
+    with pytest.raises(InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"):
+        batch_size([torch.zeros(4, 2), torch.zeros(3, 2)])
+    assert batch_size([torch.zeros(4, 2), torch.tensor(1.0), torch.zeros(4)]) == 4
+
+
+def test_every_node_knows_its_module_and_its_line() -> None:
+    target = example("unet")
+    found = capture(target.model, first(4, target.call))
+    named = {node.name: node.meta for node in found.graph.nodes}
+    assert named["stem_convolution"]["module"] in ("stem", "stem.convolution")
+    assert named["cat"]["source"].startswith(("examples/models.py:", "models.py:"))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import MODELS, ROOT, captured, example, first
+
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.digest import digest
+
+CODE = """
+import sys
+from zoo import captured, example, first
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.digest import digest
+for name in sys.argv[1:]:
+    target = example(name)
+    call = first(4, target.call)
+    print(digest(capture(target.model, call).instantiate(call)))
+"""
+NAMES = ("gpt2", "unet", "bert")
+
+
+def of(*layers: nn.Module, batch: int = 4) -> str:
+    return digest(captured(nn.Sequential(*layers), torch.randn(batch, 6))[1])
+
+
+def of_example(name: str) -> str:
+    target = example(name)
+    call = first(4, target.call)
+    return digest(capture(target.model, call).instantiate(call))
+
+
+def test_it_is_the_same_in_another_process() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-c", CODE, *NAMES]
+    other = subprocess.run(command, env=environment, cwd=MODELS.parent, check=True, capture_output=True, text=True)
+    assert other.stdout.split() == [of_example(name) for name in NAMES]
+
+
+def test_weights_do_not_matter() -> None:
+    assert of(nn.Linear(6, 6), nn.ReLU()) == of(nn.Linear(6, 6), nn.ReLU())
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Halve(Double):
+    pass
+
+
+BASE = (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.1), nn.Linear(6, 6)),
+        (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 6)),
+        (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 6, bias=False)),
+        (nn.Linear(6, 7), nn.ReLU(), nn.Dropout(0.1), nn.Linear(7, 6)),
+        (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.1).eval(), nn.Linear(6, 6)),
+        (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 6), nn.Identity()),
+        (nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 6).requires_grad_(False)),
+    ],
+    ids=["activation", "rate", "bias", "width", "mode", "layer", "frozen"],
+)
+def test_a_layer_that_changes_changes_it(layers: tuple[nn.Module, ...]) -> None:
+    assert of(*layers) != of(*BASE)
+
+
+def test_another_batch_size_changes_it() -> None:
+    assert of(*BASE) != of(*BASE, batch=5)
+
+
+def test_custom_functions_are_told_apart() -> None:
+    class Model(nn.Module):
+        def __init__(self, function: type[torch.autograd.Function]) -> None:
+            super().__init__()
+            self.linear, self.function = nn.Linear(6, 6), function
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function.apply(self.linear(x))
+
+    assert of(Model(Double)) == of(Model(Double)) != of(Model(Halve))
+
+
+def test_functions_and_their_arguments_count() -> None:
+    class Power(nn.Module):
+        def __init__(self, exponent: float) -> None:
+            super().__init__()
+            self.linear, self.exponent = nn.Linear(6, 6), exponent
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) ** self.exponent
+
+    assert of(Power(2.0)) == of(Power(2.0)) != of(Power(3.0))

@@ -1,0 +1,107 @@
+"""The proof of a capture catches what no recorder can see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import captured
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.signature import Arguments
+
+X = torch.randn(4, 4)
+
+
+class Stateful(nn.Module):
+    """Keeps a count in a Python attribute, and lets it decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+def test_state_in_a_python_attribute() -> None:
+    with pytest.raises(CaptureError, match=r"the captured graph is not the model: outputs differ in 'output 0'"):
+        captured(Stateful(), X)
+
+
+def test_a_graph_with_another_value() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (relu,) = [node for node in module.graph.nodes if node.target == "1"]
+    with module.graph.inserting_after(relu):
+        wrong = module.graph.call_method("mul", (relu, 1.0000001))
+        relu.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+    module.recompile()
+    with pytest.raises(CaptureError, match="outputs differ"):
+        check_capture(found, module, Arguments((X,), {}))
+
+
+def test_a_graph_with_another_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (relu,) = [node for node in module.graph.nodes if node.target == "1"]
+    with module.graph.inserting_after(relu):
+        detached = module.graph.call_method("detach", (relu,))
+        relu.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    module.recompile()
+    with pytest.raises(CaptureError, match=r"gradients differ in '0\.(weight|bias)'"):
+        check_capture(found, module, Arguments((X,), {}))
+
+
+def test_a_graph_with_another_buffer() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return self.linear(x)
+
+    model = Counting()
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (add,) = [node for node in module.graph.nodes if node.target == "add_"]
+    module.graph.erase_node(add)
+    module.recompile()
+    with pytest.raises(CaptureError, match="buffers differ in 'count'"):
+        check_capture(found, module, Arguments((X,), {}))
+    assert model.count.item() == 0
+
+
+def test_nan_equals_nan() -> None:
+    class Nan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.linear(x) * 0) / 0, self.linear(x)
+
+    captured(Nan(), X)
+
+
+def test_random_models_are_proven_under_one_seed() -> None:
+    captured(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.RReLU(), nn.Linear(4, 4)), X)
+
+
+def test_a_model_without_parameters() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2
+
+    captured(Plain(), X)

@@ -200,7 +200,7 @@ class DistributedPipeline:
                 scale_grads=False,
             )
             runtime.register_custom_function(_ComputationType.UNSHARD, _recompute)
-            rows: dict[int, list[_Action | None]] = {
+            rows: dict[int, list[Any]] = {  # torch allows None in the one place, not in the other
                 rank: [_translate(action) for action in row] for rank, row in enumerate(schedule.rows)
             }
             if backward:

@@ -47,7 +47,11 @@ def reseed(node: str) -> None:
     moment = _now.get()
     assert moment is not None, "a seeded graph runs inside `at(moment)`"
     text = f"{moment.seed}:{moment.step}:{moment.microbatch}:{node}"
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big"))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    # Not torch.manual_seed: without a GPU it formats a stack trace, and keeps it, on every call.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 @dataclass(frozen=True)

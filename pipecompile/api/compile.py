@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
@@ -19,7 +17,7 @@ from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import CostModel
-from pipecompile.errors import InputError, PipecompileError, StalePlanError
+from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.capture import Capture, batch_size, capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
@@ -31,11 +29,11 @@ from pipecompile.ir.size import parse_bytes
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
+from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
 
 __all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
 
-T = TypeVar("T")
 COST_MODELS: dict[str, Callable[[], CostModel]] = {"flops": Flops, "measured": Measured}
 
 
@@ -68,7 +66,7 @@ def pipecompile(
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
-    _join_process_group()
+    world.join()
     target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target)
     if plan is not None:
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
@@ -86,13 +84,13 @@ def pipecompile(
             pin=pin,
             groups=groups,
         )
-    captured = _on_first_rank(lambda: capture_target(target, options, verify=True), share=False)
+    captured = world.on_first(lambda: capture_target(target, options, verify=True))
     if captured is None:
         captured = capture_target(target, options, verify=False)
     if plan is not None:
         check_current(committed, captured)
     else:
-        committed = decode(_shared(lambda: encode(make_plan(target, options, captured))), Plan, origin="rank 0")
+        committed = decode(world.shared(lambda: encode(make_plan(target, options, captured))), Plan, origin="rank 0")
         check_current(committed, captured)
     check_world(committed)
     program = Program(captured.capture, captured.module, committed.assignment)
@@ -184,7 +182,7 @@ def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
 
 def cost_graph(target: Target, options: Options, captured: Captured) -> CostGraph:
     """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
-    device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
+    device = target.device
     inputs = [tensor.to(device) for tensor in captured.capture.inputs.flatten(captured.sample)]
     loss, targets = None, []
     leaves, spec = torch.utils._pytree.tree_flatten(split(target.targets, options.microbatches)[0])
@@ -199,12 +197,12 @@ def cost_graph(target: Target, options: Options, captured: Captured) -> CostGrap
             return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
 
     costs = profile(captured.module, inputs, COST_MODELS[options.costs](), loss=loss, targets=targets)
-    return _canonical(costs, captured.capture.aliases)
+    return _canonical(costs, captured.capture)
 
 
-def _canonical(costs: CostGraph, aliases: Mapping[str, tuple[str, ...]]) -> CostGraph:
+def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
     """The same with every parameter under its first name in the original model, tied or not."""
-    first = {alias: name for name, others in aliases.items() for alias in (name, *others)}
+    first, aliases = captured.first_names, captured.aliases
     parameters = [
         replace(parameter, name=name, aliases=aliases.get(name, ()))
         for parameter in costs.parameters
@@ -240,50 +238,3 @@ def staleness(plan: Plan, target: Target) -> list[str]:
         if now != plan.fingerprint.costs:
             return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now[:12]}…); plan again"]
     return []
-
-
-# -- several processes
-
-
-def _join_process_group() -> None:
-    """Under torchrun, joins the other ranks: NCCL where there are GPUs, gloo elsewhere."""
-    if dist.is_available() and dist.is_torchelastic_launched() and not dist.is_initialized():
-        gpu = torch.cuda.is_available()
-        if gpu:
-            torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
-        dist.init_process_group("nccl" if gpu else "gloo")
-        # Left to the interpreter's end, a group can abort the ranks that are not done yet.
-        atexit.register(_leave_process_group)
-
-
-def _leave_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _on_first_rank(function: Callable[[], T], *, share: bool) -> T | None:
-    """Calls `function` on rank 0 only; if it fails there, every rank fails with the same message.
-
-    With `share` all ranks return rank 0's result, without it the others return None.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return function()
-    result: T | None = None
-    error: PipecompileError | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = function()
-        except PipecompileError as caught:
-            error = caught
-    message: list[Any] = [type(error) if error else None, str(error or ""), result if share else None]
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise error or message[0](f"rank 0: {message[1]}")
-    return message[2] if share else result
-
-
-def _shared(function: Callable[[], bytes]) -> bytes:
-    """What rank 0 computes, on every rank."""
-    result = _on_first_rank(function, share=True)
-    assert result is not None
-    return result

@@ -22,7 +22,7 @@ from pipecompile.frontend.signature import Arguments, Outputs, arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import COMPUTE, Action, Schedule, Timeline
 from pipecompile.passes.ties import Tie, ties_of
-from pipecompile.runtime import local
+from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
@@ -39,8 +39,7 @@ class Program:
         self.captured = captured
         self.flags = {path: part.training for path, part in captured.model.named_modules()}
         self.stages: tuple[StageModule, ...] = emit(module, assignment)
-        canonical = {alias: name for name, aliases in captured.aliases.items() for alias in (name, *aliases)}
-        self.ties: dict[str, Tie] = ties_of(module, module.graph, canonical)
+        self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
             Shape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
             for node in module.graph.nodes
@@ -92,7 +91,7 @@ class Pipeline:
         self._program = program
         self._target = target
         self._sample = sample
-        self._device = _local_device(target.model) if self._distributed else _device_of(target.model)
+        self._device = _local_device(target) if self._distributed else target.device
         self._schedules: dict[tuple[str, int], Schedule] = {}
         if self._distributed:
             self._move_stages()
@@ -173,13 +172,13 @@ class Pipeline:
 
     @property
     def _distributed(self) -> bool:
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return world.size() > 1
 
     @property
     def _local(self) -> list[int]:
         if not self._distributed:
             return list(range(self.plan.k))
-        return [index for index, rank in enumerate(self.plan.schedule.placement) if rank == dist.get_rank()]
+        return [index for index, rank in enumerate(self.plan.schedule.placement) if rank == world.rank()]
 
     @cached_property
     def _holders(self) -> dict[str, tuple[int, ...]]:
@@ -315,14 +314,9 @@ def _eager(stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = ()) 
     )
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-
-
-def _local_device(model: nn.Module) -> torch.device:
-    if torch.cuda.is_available() and dist.get_backend() == "nccl":
-        return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    return _device_of(model)
+def _local_device(target: Target) -> torch.device:
+    """Where this rank's stages run: its GPU under NCCL, else where the model is."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else target.device
 
 
 def _to(tree: Any, device: torch.device) -> Any:
@@ -337,9 +331,8 @@ def _refuse(what: str, names: set[str]) -> None:
 
 def check_world(plan: Plan) -> None:
     """StalePlanError unless this process group has the ranks that the plan places its stages on."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world not in (1, plan.ranks):
+    if world.size() not in (1, plan.ranks):
         raise StalePlanError(
-            f"the plan is for {plan.ranks} ranks, but {world} processes run; "
-            f"launch torchrun --nproc-per-node {plan.ranks}, or plan with k={world}"
+            f"the plan is for {plan.ranks} ranks, but {world.size()} processes run; "
+            f"launch torchrun --nproc-per-node {plan.ranks}, or plan with k={world.size()}"
         )

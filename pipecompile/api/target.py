@@ -35,6 +35,11 @@ class Target:
     targets: Any = None
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is; costs are measured there."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    @property
     def trained_by(self) -> LossFunction:
         """The loss of the step."""
         return self.loss_fn or model_loss
@@ -103,8 +108,7 @@ def _from_file(path: Path, text: str) -> ModuleType:
 
 def made_with(target: Target) -> str:
     """The versions and the device that a plan of `target` comes from, in one line."""
-    device = next((str(parameter.device) for parameter in target.model.parameters()), "cpu")
-    return f"made with pipecompile {__version__}, torch {torch.__version__}, on {device}"
+    return f"made with pipecompile {__version__}, torch {torch.__version__}, on {target.device}"
 
 
 def model_loss(output: Any, target: Any) -> Tensor:
@@ -118,7 +122,7 @@ def model_loss(output: Any, target: Any) -> Tensor:
 
 
 def sum_of_squares(output: Any, target: Any) -> Tensor:
-    """A loss for any model, to compare gradients by: the mean over samples of the squares of all its outputs."""
+    """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
     values: Sequence[Tensor] = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     squares = [value.float().square().sum() for value in values if value.requires_grad]
     if not squares:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile.api.compile import capture_target, pipecompile
@@ -19,6 +18,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.contract import apply
 from pipecompile.passes.seed import Moment, Seed, at
+from pipecompile.runtime import world
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.microbatch import split
 
@@ -123,7 +123,7 @@ def compare(
         *(_difference("gradient", n, p.grad, gradients[n]) for n, p in pipeline.named_parameters()),
         *(_difference("buffer", n, b, buffers[n]) for n, b in pipeline.named_buffers() if n in buffers),
     ]
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    several = world.size() > 1
     tied = {p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1}
     unsplit, own = losses
     pair = (unsplit, unsplit if own is None else own.item())
@@ -182,9 +182,6 @@ def _verify_once(target: Target, options: dict[str, Any]) -> tuple[Plan, Compari
 
 def _gathered(own: Comparison) -> Comparison:
     """The comparisons of all ranks as one."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return own
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    parts = world.gathered(own)
     losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
-    return Comparison(own.reference, losses, tuple(d for part in parts for d in part.differences), own.tied)
+    return replace(own, losses=losses, differences=tuple(d for part in parts for d in part.differences))

@@ -79,11 +79,14 @@ def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
     received = _crossing(module.graph, index - 1) if index else []
     sent = _crossing(module.graph, index) if index < count - 1 else []
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in received:
-        copies[node] = _receive(graph, node)
+    # First all placeholders, under names that nothing else in the stage has taken yet.
+    arrived = [graph.placeholder(origin_of(node)) for node in received]
+    for node, value in zip(received, arrived, strict=True):
+        copies[node] = _receive(graph, node, value)
     for node in mine:
         if node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta["origin"] = origin_of(node)  # the copy's own name may differ
     if index < count - 1:
         _finish(graph, tuple(_send(graph, node, copies[node]) for node in sent))
     else:
@@ -110,9 +113,8 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
     return sorted(crossing, key=lambda node: order[origin_of(node)])
 
 
-def _receive(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
     edge = Edge.of(node)
-    value = graph.placeholder(edge.name)
     value.meta.update(_plain(node))
     if edge.permuted:
         inverse = sorted(range(len(edge.order)), key=edge.order.__getitem__)

@@ -41,6 +41,11 @@ class Capture:
     symbol: sympy.Symbol | None
     guards: tuple[tuple[sympy.Basic, str], ...]
 
+    @property
+    def first_names(self) -> dict[str, str]:
+        """Every name of every parameter and buffer → the first name of the same tensor."""
+        return {name: first for first, others in self.aliases.items() for name in (first, *others)}
+
     def check_batch(self, batch: int) -> None:
         """CaptureError unless the model takes, at this batch size, the branches that were recorded."""
         if self.symbol is None:

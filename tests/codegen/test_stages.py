@@ -1,0 +1,284 @@
+"""Stages keep the names, and a chain of them is the model, wherever it is cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from zoo import captured, example, first
+
+from pipecompile.codegen.stages import StageModule, emit
+from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.schedule import Action, Kind
+from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+from pipecompile.passes.seed import Moment, Seed, at
+from pipecompile.passes.ties import ties_of
+from pipecompile.runtime.local import step
+from pipecompile.runtime.stage import EagerStage
+
+NOW = Moment(seed=5, step=0, microbatch=0)
+
+
+def loss_of(outputs: Sequence[Tensor], target: object) -> Tensor:
+    """A loss of any outputs that carry gradients."""
+    return torch.stack([value.float().square().mean() for value in outputs if value.requires_grad]).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model, one microbatch, and what the unsplit graph gives for it."""
+
+    capture: Capture
+    call: Arguments
+    units: tuple[tuple[str, ...], ...]  # nodes that may not be cut apart, in order
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return self.capture.inputs.flatten(self.call)
+
+
+@cache
+def case(name: str) -> Case:
+    target = example(name)
+    call = first(2, target.call)
+    found = capture(target.model, call)
+    units = _units(found.instantiate(call))
+    start = copy.deepcopy(target.model.state_dict())
+    whole = found.instantiate(call)
+    apply(whole.graph, [Seed(), EnterRegions()])
+    whole.recompile()
+    with at(NOW):
+        loss = loss_of(whole(*found.inputs.flatten(call)), None)
+    loss.backward()
+    gradients = {name: p.grad for name, p in target.model.named_parameters() if p.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in target.model.named_buffers()}
+    target.model.load_state_dict(start)
+    target.model.zero_grad(set_to_none=True)
+    return Case(found, call, units, loss.detach(), gradients, buffers)
+
+
+def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
+    """Runs of nodes between which the graph may be cut: no group spans two."""
+    apply(module.graph, [Group()])
+    nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
+    groups = [node.meta["group"] for node in nodes]
+    last = {group: index for index, group in enumerate(groups) if group is not None}
+    units, run, until = [], [], 0
+    for index, node in enumerate(nodes):
+        run.append(node.name)
+        until = max(until, last.get(groups[index], index))
+        if index >= until:
+            units.append(tuple(run))
+            run = []
+    return tuple(units)
+
+
+def split(made: Case, cuts: Sequence[int]) -> tuple[tuple[StageModule, ...], list[list[nn.Parameter]]]:
+    """The stages that begin at the units of these positions, and the parameters that each shares with earlier ones."""
+    module = made.capture.instantiate(made.call)
+    stages = {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
+    emitted = emit(module, stages)
+    canonical = {alias: name for name, aliases in made.capture.aliases.items() for alias in (name, *aliases)}
+    by_name = dict(made.capture.model.named_parameters())
+    ties = ties_of(module, module.graph, canonical).items()
+    tied = [
+        [by_name[n] for n, tie in ties if n in by_name and index in tie.stages[1:]] for index in range(len(emitted))
+    ]
+    return emitted, tied
+
+
+def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and buffers after a forward and backward of one microbatch; the model is as before afterwards."""
+    model = made.capture.model
+    start = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    emitted, tied = split(made, cuts)
+    last = len(emitted) - 1
+    eager = [
+        EagerStage(
+            stage.module,
+            gradient_inputs=stage.gradient_inputs,
+            loss=loss_of if stage.index == last else None,
+            buffers=stage.buffers,
+            random=stage.random,
+            tied=tied[stage.index],
+        )
+        for stage in emitted
+    ]
+    order = [Action(s, Kind.FORWARD, 0) for s in range(last + 1)]
+    order += [Action(s, Kind.BACKWARD, 0) for s in reversed(range(last + 1))]
+    try:
+        (loss,) = step(eager, order, [made.inputs], [None], seed=NOW.seed, step=NOW.step)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return loss, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(start[name])
+
+
+def assert_equal(made: Case, cuts: Sequence[int]) -> None:
+    loss, gradients, buffers = train(made, cuts)
+    assert torch.equal(loss, made.loss)
+    assert gradients.keys() == made.gradients.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], made.gradients[name])] == []
+    assert [name for name in buffers if not torch.equal(buffers[name], made.buffers[name])] == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_wherever_it_is_cut_gradients_are_the_unsplit_graphs(name: str, data: st.DataObject) -> None:
+    made = case(name)
+    places = st.integers(1, len(made.units) - 1)
+    assert_equal(made, sorted(data.draw(st.sets(places, min_size=1, max_size=5), label="cuts")))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "t5"])
+def test_cut_at_every_place_at_once(name: str) -> None:
+    made = case(name)
+    assert_equal(made, range(1, len(made.units)))
+
+
+def test_there_are_places_to_cut_inside_attention() -> None:
+    made = case("gpt2")
+    module = made.capture.instantiate(made.call)
+    inside = [n for unit in made.units for n in unit[:1] if "h.1.attn" in _module(module, n)]
+    assert len(inside) > 5
+
+
+def _module(module: fx.GraphModule, name: str) -> str:
+    (node,) = [node for node in module.graph.nodes if node.name == name]
+    return str(node.meta["module"])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "t5"])
+def test_stages_keep_the_original_names(name: str) -> None:
+    made = case(name)
+    own = {
+        **dict(made.capture.model.named_parameters(remove_duplicate=False)),
+        **dict(made.capture.model.named_buffers(remove_duplicate=False)),
+    }
+    seen: set[int] = set()
+    for stage in split(made, [len(made.units) // 3, len(made.units) // 2])[0]:
+        state = {**dict(stage.module.named_parameters()), **dict(stage.module.named_buffers())}
+        assert all(value is own[name] for name, value in state.items())
+        seen.update(map(id, state.values()))
+    assert seen >= {id(p) for p in made.capture.model.parameters()}
+
+
+def test_a_stage_holds_only_what_it_reads() -> None:
+    made = case("unet")
+    emitted, _ = split(made, [len(made.units) // 2])
+    names = [set(dict(stage.module.named_parameters())) for stage in emitted]
+    assert not names[0] & names[1]
+    assert len(names[0] | names[1]) == len(list(made.capture.model.named_parameters()))
+
+
+def test_boundaries_fit_and_are_what_travels() -> None:
+    made = case("gpt2")
+    emitted, _ = split(made, [10, 20, 30, 40])
+    values: Sequence[Tensor] = made.inputs
+    for stage, following in pairwise(emitted):
+        with at(NOW):
+            values = stage.module(*values)
+        assert stage.outputs == following.inputs
+        assert [value.shape for value in values] == [edge.shape for edge in stage.outputs]
+        assert [value.dtype for value in values] == [edge.dtype for edge in stage.outputs]
+        assert [value.requires_grad for value in values] == [edge.gradient for edge in stage.outputs]
+        assert all(value.is_contiguous() for value in values)
+        assert following.gradient_inputs == tuple(edge.gradient for edge in stage.outputs)
+
+
+class Layouts(nn.Module):
+    """Values whose dimensions are permuted in memory; reductions over them round by that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        turned = hidden.view(-1, 2, 3).transpose(1, 2)
+        moved = turned.sin().movedim(0, 2)
+        return moved.sum(dim=(0, 1))[:, None] * turned.contiguous().flatten(1)
+
+
+class Gaps(Layouts):
+    """A slice that leaves gaps between its elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return hidden[:, ::2].sum() * hidden.sin()
+
+
+class Wide(Layouts):
+    """An expanded value, whose elements lie on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        return hidden[:, :1].expand(-1, 9).sin().sum(dim=1, keepdim=True) * hidden.sin()
+
+
+GAPS = "a value with gaps arrives without them, so that a reduction over it may round in another order"
+
+
+@pytest.mark.parametrize("kind", [Layouts, pytest.param(Gaps, marks=pytest.mark.xfail(reason=GAPS)), Wide])
+def test_values_of_any_layout_travel(kind: type[Layouts]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(40, 6)
+    found, _ = captured(model, x)
+    call = Arguments((x,), {})
+    wanted = model(x)
+    (gradient,) = torch.autograd.grad(wanted.sum(), model.linear.weight)
+    nodes = [node.name for node in found.graph.nodes if node.op not in ("get_attr", "output")]
+    for cut in range(2, len(nodes)):
+        module = found.instantiate(call)
+        stages = {name: int(index >= cut) for index, name in enumerate([*nodes, "output"])}
+        values: Sequence[Tensor] = [x]
+        for stage in emit(module, stages):
+            values = stage.module(*values)
+        assert torch.equal(values[0], wanted), nodes[cut]
+        (got,) = torch.autograd.grad(values[0].sum(), model.linear.weight)
+        assert torch.equal(got, gradient), nodes[cut]
+
+
+def test_the_layout_in_memory_survives_the_way() -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin().transpose(0, 1).cos()
+
+    x = torch.randn(4, 6)
+    found = capture(Turned(), Arguments((x,), {}))
+    stages = emit(found.instantiate(Arguments((x,), {})), {"x": 0, "sin": 0, "transpose": 0, "cos": 1, "output": 1})
+    (sent,) = stages[0].module(x)
+    (edge,) = stages[0].outputs
+    assert sent.shape == edge.shape == (4, 6)
+    assert edge.permuted
+    (got,) = stages[1].module(sent)
+    assert got.stride() == Turned()(x).stride()
+
+
+def test_only_stages_that_draw_are_random_and_only_writers_have_buffers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    _, module = captured(model, x)
+    names = [node.name for node in module.graph.nodes if node.op.startswith("call_")]
+    stages = emit(module, {"input_1": 0, **{name: index for index, name in enumerate(names)}, "output": 3})
+    assert [stage.random for stage in stages] == [False, True, False, False]
+    assert [len(stage.buffers) for stage in stages] == [0, 0, 3, 0]
+    assert {id(buffer) for buffer in stages[2].buffers} == {id(buffer) for buffer in model.buffers()}

@@ -1,0 +1,283 @@
+"""Errors: one line that says what to do; from Python an exception, from the command line an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from zoo import MODELS, example
+
+from pipecompile import CaptureError, FormatError, InfeasibleError, InputError, PipecompileError, Pipeline, pipecompile
+from pipecompile.api.target import load_target
+from pipecompile.cli import commands
+from pipecompile.ir.serde import encode, write
+
+SEQUENTIAL = f"{MODELS}:sequential"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, list(arguments))
+
+
+def refused(result: Result, code: int) -> str:
+    """The one line that a refused command leaves on standard error; nothing is on standard output."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pipecompile: ")
+    return line.removeprefix("pipecompile: ")
+
+
+def planned(output: Path, *arguments: str, target: str = SEQUENTIAL) -> Result:
+    return invoke("plan", target, "--costs", "flops", "-o", str(output), *arguments)
+
+
+def compiled(**options: Any) -> Pipeline:
+    target = example("sequential")
+    return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options})
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where a refused command must leave nothing, not even half a file."""
+    return tmp_path / "out" / "plan.json"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_half_written(output: Path) -> Any:
+    output.parent.mkdir()
+    yield
+    assert list(output.parent.iterdir()) == []
+
+
+REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any], str]] = {
+    "k too large": (
+        InfeasibleError,
+        1,
+        ["-k", "99", "--microbatches", "4"],
+        {"k": 99, "microbatches": 4},
+        r"k=99, but the graph can be cut into at most 20 stages .*; choose k ≤ 20",
+    ),
+    "no stages": (InputError, 2, ["-k", "0"], {"k": 0}, r"k=0, but a pipeline has at least one stage"),
+    "not whole microbatches": (
+        InputError,
+        2,
+        ["-k", "3"],
+        {"k": 3},
+        r"a batch of 8 cannot be cut into 3 microbatches of one size; choose microbatches from 1, 2, 4, 8, or another",
+    ),
+    "memory": (
+        InfeasibleError,
+        1,
+        ["-k", "2", "--memory", "2KB"],
+        {"k": 2, "memory": "2KB"},
+        r"a rank may hold 2,000 bytes, but the best cut into k=2 stages needs [\d,]+, [\d,]+ more, in stage \d, where _",
+    ),
+    "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
+    "schedule": (
+        InputError,
+        2,
+        ["--schedule", "fast"],
+        {"schedule": "fast"},
+        r"schedule 'fast' is not known; choose one of .*gpipe",
+    ),
+    "objective": (InputError, 2, ["--objective", "best"], {"objective": "best"}, r"best.*variance.*max-load"),
+    "costs": (InputError, 2, ["--costs", "guess"], {"costs": "guess"}, r"costs='guess' is not known; choose one of "),
+    "recompute": (InputError, 2, ["--recompute", "some"], {"recompute": "some"}, r"recompute='some' .* none, stage"),
+    "pin": (InputError, 2, ["--pin", "nowhere=1"], {"pin": {"nowhere": 1}}, r"pin nowhere=1: the graph has no such"),
+    "pin stage": (InputError, 2, ["--pin", "_2=7"], {"pin": {"_2": 7}}, r"pin _2=7: the stages are 0 … 3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_options_that_cannot_be_met(case: str, output: Path) -> None:
+    kind, code, arguments, options, message = REFUSALS[case]
+    with pytest.raises(kind) as caught:
+        compiled(**options)
+    assert type(caught.value) is kind
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert re.search(message, refused(planned(output, *arguments), code))
+
+
+def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        compiled(k=2, memory=2000)
+    match = re.search(r"needs ([\d,]+), ([\d,]+) more, in stage \d, where (\w+) is the largest", str(caught.value))
+    assert match is not None
+    needed, more = (int(text.replace(",", "")) for text in match.groups()[:2])
+    assert needed - 2000 == more
+    assert match[3] in compiled(k=2).plan.assignment
+    assert compiled(k=2, memory=needed).plan.options.memory_bytes == needed
+    with pytest.raises(InfeasibleError, match=rf"{needed:,}, 1 more"):
+        compiled(k=2, memory=needed - 1)
+
+
+@pytest.mark.parametrize("batch", [3, 7, 9])
+def test_a_batch_that_is_not_whole_microbatches(batch: int) -> None:
+    pipeline = compiled(k=2, microbatches=4)
+    with pytest.raises(InputError, match=rf"input has {batch} samples, which are not whole microbatches of 2; drop or"):
+        pipeline.step(torch.randn(batch, 16), torch.zeros(batch, dtype=torch.long))
+    assert pipeline.steps == 0
+
+
+def test_another_shape_on_a_later_step() -> None:
+    target = example("sequential")
+    pipeline = pipecompile(target.model, target.call, 2, loss_fn=target.loss_fn, costs="flops")
+    pipeline.step(target.call, target.targets)
+    before = [parameter.grad.clone() for parameter in pipeline.parameters()]
+    with pytest.raises(
+        InputError, match=r"input has shape \(8, 15\), but the plan was made for microbatches of \(4, 1"
+    ):
+        pipeline.step(torch.randn(8, 15), target.targets)
+    with pytest.raises(InputError, match=r"input is of type torch.float64, but the plan was made for torch.float32"):
+        pipeline.step(torch.randn(8, 16).double(), target.targets)
+    with pytest.raises(InputError, match=r"a tensor of shape \(7,\) cannot be cut into 2 microbatches"):
+        pipeline.step(target.call, torch.zeros(7, dtype=torch.long))
+    assert all(torch.equal(p.grad, g) for p, g in zip(pipeline.parameters(), before, strict=True))
+    assert pipeline.steps == 1
+
+
+def test_another_call_on_a_later_step() -> None:
+    pipeline = compiled(k=2)
+    with pytest.raises(InputError, match=r"Sequential.forward cannot be called with the sample input"):
+        pipeline.step((torch.randn(8, 16), torch.randn(8, 16)))
+    with pytest.raises(InputError, match="the batch has the structure"):
+        pipeline.step({"input": torch.randn(8, 16)})
+
+
+def test_a_model_without_a_loss() -> None:
+    target = example("sequential")
+    pipeline = pipecompile(target.model, target.call, 2, costs="flops")
+    with pytest.raises(InputError, match="the model has no `loss` output that is a scalar tensor; give loss_fn"):
+        pipeline.step(target.call)
+
+
+FACTORIES: dict[str, tuple[str, str]] = {
+    "no colon": ("examples", r"'examples' is not a target; write package.module:factory or path/file.py:factory"),
+    "no module": ("no.such.place:model", r"no.such.place cannot be imported: ModuleNotFoundError"),
+    "no file": ("nowhere.py:model", r"there is no file nowhere.py"),
+    "no factory": (f"{MODELS}:gpt17", r"there is no factory 'gpt17'; .* defines .*gpt2"),
+    "broken file": ("broken.py:model", r"broken.py cannot be imported: SyntaxError"),
+    "failing": ("made.py:failing", r"the factory failed: ZeroDivisionError"),
+    "no mapping": ("made.py:number", r"must return \(model, sample_input\) or a mapping .* it returned a int"),
+    "no model": ("made.py:no_model", r"model is a str, but must be an nn.Module"),
+    "unknown field": ("made.py:unknown", r"it returned a mapping with \['colour', 'model', 'sample_input'\]"),
+    "wrong input": ("made.py:wrong_input", r"Linear.forward cannot be called with the sample input"),
+}
+MADE = """
+import torch
+from torch import nn
+def failing(): return 1 / 0
+def number(): return 3
+def no_model(): return "model", torch.zeros(4, 4)
+def unknown(): return {"model": nn.Linear(4, 4), "sample_input": torch.zeros(4, 4), "colour": "red"}
+def wrong_input(): return nn.Linear(4, 4), {"image": torch.zeros(4, 4)}
+class Branch(nn.Linear):
+    def forward(self, x):
+        if x.sum() > 0:
+            return super().forward(x)
+        return x
+def branch(): return nn.Sequential(nn.Linear(4, 4), Branch(4, 4)), torch.zeros(4, 4)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "made.py").write_text(MADE)
+    (tmp_path / "broken.py").write_text("def model(:\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", FACTORIES)
+def test_a_factory_that_does_not_work(case: str, output: Path, here: Path) -> None:
+    target, message = FACTORIES[case]
+    with pytest.raises(InputError) as caught:
+        load_target(target)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert re.search(message, refused(planned(output, target=target), 2))
+
+
+def test_a_model_that_branches_on_data(output: Path, here: Path) -> None:
+    target = load_target("made.py:branch")
+    message = r"^1 \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
+    with pytest.raises(CaptureError, match=message):
+        pipecompile(target.model, target.call, 1, costs="flops")
+    for command in (["plan", "made.py:branch", "-o", str(output)], ["verify", "made.py:branch"]):
+        assert re.search(message, refused(invoke(*command, "-k", "1", "--costs", "flops"), 2))
+
+
+# -- plan files
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    write(tmp_path / "plan.json", encode(compiled(k=2).plan))
+    return tmp_path / "plan.json"
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """The file after a change of its JSON."""
+
+    def damage(data: bytes) -> bytes:
+        tree = json.loads(data)
+        change(tree)
+        return json.dumps(tree).encode()
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off": (lambda data: data[: len(data) // 2], r"truncated"),
+    "empty": (lambda data: b"", r"truncated"),
+    "not text": (lambda data: b"\xff\xfe" + data, r"malformed|utf-8"),
+    "type": (edited(lambda tree: tree["stages"][1].update(forward_ns="fast")), r"\$\.stages\[1\]\.forward_ns"),
+    "range": (edited(lambda tree: tree["stages"][0].update(forward_ns=-1)), r">= 0.*\$\.stages\[0\]\.forward_ns"),
+    "missing": (edited(lambda tree: tree["search"].pop("bound")), r"missing required field `bound` - at `\$\.search`"),
+    "unknown": (edited(lambda tree: tree["options"].update(colour=1)), r"unknown field `colour` - at `\$\.options`"),
+    "version": (edited(lambda tree: tree.update(schema="pipecompile/plan/9")), r"pipecompile/plan/9.*\$\.schema"),
+    "action": (edited(lambda tree: tree["schedule"]["actions"][0].append("0X1")), r"'0X1' is not an action.*\$\.sch"),
+    "stages": (edited(lambda tree: tree.update(k=3)), r"stages \(2\) and k \(3\) must be equal"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_plan(case: str, plan_file: Path) -> None:
+    damage, message = DAMAGES[case]
+    plan_file.write_bytes(damage(plan_file.read_bytes()))
+    target = example("sequential")
+    with pytest.raises(FormatError) as caught:
+        pipecompile(target.model, target.call, plan=plan_file, loss_fn=target.loss_fn)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    for command in ("show", "check", "simulate"):
+        line = refused(invoke(command, str(plan_file)), 2)
+        assert line.startswith(f"{plan_file}: ")
+        assert re.search(message, line), line
+
+
+def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing.json"
+    with pytest.raises(FormatError, match=r"nothing.json: cannot be read \(No such file or directory\)"):
+        compiled(plan=missing)
+    assert "cannot be read (No such file" in refused(invoke("show", str(missing)), 2)
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+    result = planned(tmp_path / "no" / "plan.json", "-k", "2")
+    assert "cannot be written (No such file or directory)" in refused(result, 2)
+
+
+def test_a_stale_plan(plan_file: Path) -> None:
+    result = invoke("check", str(plan_file), f"{MODELS}:unet")
+    assert result.exit_code == 1
+    assert "the plan was made for" in result.output
+
+
+def test_a_bad_pin_is_told_as_it_was_written(output: Path) -> None:
+    assert refused(planned(output, "--pin", "head"), 2) == "--pin head: write NODE=STAGE, for example lm_head=-1"

@@ -1,0 +1,254 @@
+"""The pipeline trains the model: the same losses, gradients and buffers, bit for bit in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import EXAMPLES, example, first, same
+
+from pipecompile import InputError, Pipeline, StalePlanError, pipecompile
+from pipecompile.api.target import Target
+from pipecompile.api.verify import reference_for, verify
+from pipecompile.ir.serde import encode, write
+
+
+def compiled(target: Target, **options: Any) -> Pipeline:
+    """A pipeline for an example, planned with deterministic costs."""
+    options = {"costs": "flops", "k": 2, "microbatches": 4, **options}
+    return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **options)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> None:
+    plan, comparisons = verify(example(name), k=k, microbatches=4, schedule=schedule, costs="flops")
+    assert (plan.k, plan.microbatches, plan.schedule.name) == (k, 4, schedule)
+    for comparison in comparisons:
+        assert comparison.passed
+        assert [d for d in comparison.differences if not d.equal] == []
+        assert comparison.losses[0] == comparison.losses[1]
+        assert len(comparison.differences) >= len(list(example(name).model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["unet", "sequential"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_with_recompute_equals_the_unsplit_models(name: str, schedule: str) -> None:
+    _, comparisons = verify(example(name), k=3, microbatches=4, schedule=schedule, recompute="stage", costs="flops")
+    assert all(d.equal for comparison in comparisons for d in comparison.differences)
+
+
+def batches(target: Target, count: int) -> list[tuple[Any, Any]]:
+    """The example's minibatch, its samples in another order each time."""
+    orders = [torch.randperm(8, generator=torch.Generator().manual_seed(index)) for index in range(count)]
+    picked = []
+    for order in orders:
+        args, kwargs, targets = torch.utils._pytree.tree_map_only(
+            Tensor, lambda value, order=order: value[order], (target.call.args, target.call.kwargs, target.targets)
+        )
+        picked.append((type(target.call)(args, kwargs), targets))
+    return picked
+
+
+@pytest.mark.parametrize("name", ["sequential", "gpt2"])
+def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> None:
+    target = example(name)
+    pipeline = compiled(target, k=3)
+    reference = reference_for(target, pipeline.plan)
+    optimizers = [
+        torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())
+    ]
+    losses = []
+    for index, (call, targets) in enumerate(batches(target, 5)):
+        optimizers[0].zero_grad()
+        got = pipeline.step(call, targets)
+        wanted = reference.step(replace(target, call=call, targets=targets), 4, seed=pipeline.seed, step=index)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert got is not None
+        assert torch.equal(got, wanted), index
+        losses.append(got.item())
+    assert len(set(losses)) == 5
+    assert same(dict(pipeline.state_dict()), dict(reference.model.state_dict()))
+    assert pipeline.steps == 5
+
+
+@pytest.mark.parametrize("name", ["sequential", "unet"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("size", [2, 6, 16])
+def test_a_minibatch_of_another_number_of_microbatches(name: str, schedule: str, size: int) -> None:
+    target = example(name)
+    pipeline = compiled(target, schedule=schedule)
+    reference = reference_for(target, pipeline.plan)
+    double = torch.utils._pytree.tree_map_only(Tensor, lambda v: torch.cat([v, v + 1])[:size], target.call.args)
+    assert target.targets is not None
+    targets = torch.cat([target.targets, target.targets])[:size]
+    other = replace(target, call=type(target.call)(double, {}), targets=targets)
+    got = pipeline.step(other.call, targets)
+    wanted = reference.step(other, size // 2, seed=pipeline.seed)
+    assert torch.equal(got, wanted)
+    expected = {name: p.grad for name, p in reference.model.named_parameters()}
+    assert same({name: p.grad for name, p in pipeline.named_parameters()}, expected)
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    target = example("sequential")
+    pipeline = compiled(target)
+    pipeline.step(target.call, target.targets)
+    once = {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    pipeline.steps = 0
+    pipeline.step(target.call, target.targets)
+    for name, parameter in pipeline.named_parameters():
+        assert torch.equal(parameter.grad, 1 + once[name])
+
+
+def test_a_failing_step_leaves_the_gradients_and_does_not_count() -> None:
+    target = example("sequential")
+    pipeline = compiled(target)
+    pipeline.step(target.call, target.targets)
+    before = {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+    with pytest.raises(IndexError):
+        pipeline.step(target.call, torch.full((8,), 99))
+    assert same({name: p.grad for name, p in pipeline.named_parameters()}, before)
+    assert pipeline.steps == 1
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_evaluation_is_the_models_in_eval_mode(name: str) -> None:
+    target = example(name)
+    if name == "resnet50":
+        pytest.skip("batch normalisation and convolutions are the U-Net's; this one is only larger")
+    pipeline = compiled(target, k=3)
+    result = pipeline.evaluate(target.call)
+    assert all(part.training for part in target.model.modules())
+    model = copy.deepcopy(target.model).eval()
+    leaves = []
+    with torch.no_grad():
+        for start in range(0, 8, 2):
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                Tensor, lambda v, start=start: v[start : start + 2], (target.call.args, target.call.kwargs)
+            )
+            leaves.append(torch.utils._pytree.tree_leaves(model(*args, **kwargs)))
+    assert type(result) is type(model(*first(2, target.call).args, **first(2, target.call).kwargs))
+    for got, *rows in zip(torch.utils._pytree.tree_leaves(result), *leaves, strict=True):
+        assert torch.equal(got, torch.cat(rows) if rows[0].dim() else torch.stack(rows).mean())
+
+
+def test_evaluation_between_steps_changes_nothing() -> None:
+    losses = []
+    for evaluates in (False, True):
+        target = example("unet")
+        pipeline = compiled(target)
+        pipeline.step(target.call, target.targets)
+        if evaluates:
+            pipeline.evaluate(target.call)
+        losses.append([pipeline.step(target.call, target.targets), *pipeline.state_dict().values()])
+    assert same(*losses)
+
+
+def test_the_mode_of_a_step_is_that_of_the_plan() -> None:
+    target = example("sequential")
+    twin = example("sequential")
+    pipeline, other = compiled(target), compiled(twin)
+    twin.model.eval()
+    assert torch.equal(pipeline.step(target.call, target.targets), other.step(twin.call, twin.targets))
+    assert not twin.model.training
+    assert not any(part.training for part in twin.model.modules())
+
+
+def test_a_part_in_eval_mode_stays_in_it() -> None:
+    target = example("unet")
+    target.model.stem.norm.eval()
+    _, (trained, *_) = verify(target, k=2, microbatches=4, costs="flops")
+    assert trained.passed
+    assert not target.model.stem.norm.training
+    assert target.model.stem.norm.num_batches_tracked.item() == 0
+
+
+def test_state_dicts_speak_the_original_names() -> None:
+    target = example("gpt2")
+    pipeline = compiled(target, k=4)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    assert list(state) == list(target.model.state_dict())
+    other = example("gpt2")
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.mul_(2)
+    again = compiled(other, k=3)
+    again.load_state_dict(state)
+    assert same(dict(other.model.state_dict()), dict(target.model.state_dict()))
+    assert torch.equal(again.step(other.call), pipeline.step(target.call))
+    assert {name for name, _ in pipeline.named_parameters()} == {name for name, _ in target.model.named_parameters()}
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    target = example("sequential")
+    pipeline = compiled(target)
+    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    state = {name: value + 1 for name, value in before.items()}
+    with pytest.raises(InputError, match=r"0\.bias, 0\.weight are missing from the state dict"):
+        pipeline.load_state_dict({name: value for name, value in state.items() if not name.startswith("0.")})
+    with pytest.raises(InputError, match="other are not in the model, but in the state dict"):
+        pipeline.load_state_dict({**state, "other": torch.zeros(1)})
+    with pytest.raises(InputError, match=r"0\.bias have another shape in the state dict"):
+        pipeline.load_state_dict({**state, "0.bias": torch.zeros(1)})
+    assert same(pipeline.state_dict(), before)
+
+
+def test_a_committed_plan_runs_and_refuses_another_model(tmp_path: Path) -> None:
+    target = example("sequential")
+    made = compiled(target, k=3, schedule="gpipe")
+    write(tmp_path / "plan.json", encode(made.plan))
+    twin = example("sequential")
+    again = pipecompile(twin.model, twin.call, plan=tmp_path / "plan.json", loss_fn=twin.loss_fn)
+    assert again.plan == made.plan
+    assert torch.equal(again.step(twin.call, twin.targets), made.step(target.call, target.targets))
+    another = nn.Sequential(*list(example("sequential").model)[:-1], nn.Linear(32, 5))
+    with pytest.raises(StalePlanError, match=r"the plan was made for another graph .* plan again"):
+        pipecompile(another, target.call, plan=str(tmp_path / "plan.json"), loss_fn=target.loss_fn)
+    with pytest.raises(StalePlanError, match="the plan was made for another graph"):
+        pipecompile(target.model.eval(), target.call, plan=made.plan, loss_fn=target.loss_fn)
+
+
+def tie_of(pipeline: Pipeline) -> tuple[int, ...]:
+    (found,) = [p for p in pipeline.plan.parameters if p.name == "transformer.wte.weight"]
+    assert found.aliases == ("lm_head.weight",)
+    assert found.owner == found.stages[0]
+    return found.stages
+
+
+@pytest.mark.parametrize(
+    ("k", "groups", "stages"),
+    [(4, [], (0, 3)), (1, [["transformer.wte", "lm_head"]], (0,))],
+    ids=["on different stages", "on one stage"],
+)
+def test_tied_embedding_and_head(k: int, groups: list[list[str]], stages: tuple[int, ...]) -> None:
+    target = example("gpt2")
+    pipeline = compiled(target, k=k, groups=groups)
+    assert tie_of(pipeline) == stages
+    reference = reference_for(target, pipeline.plan)
+    wanted = reference.step(target, 4, seed=pipeline.seed)
+    assert torch.equal(pipeline.step(target.call), wanted)
+    tied = target.model.lm_head.weight
+    assert tied is target.model.transformer.wte.weight
+    assert torch.equal(tied.grad, reference.model.lm_head.weight.grad)
+
+
+def test_the_relayed_skips_of_a_unet() -> None:
+    plan = compiled(example("unet"), k=4).plan
+    assert plan.routes
+    assert all(len(route.stages) > 2 for route in plan.routes)
+
+
+def test_what_a_plan_predicts_is_simulated() -> None:
+    pipeline = compiled(example("sequential"))
+    assert pipeline.simulate().makespan_ns == pipeline.plan.prediction.step_ns
+    assert len(pipeline.stages) == 2

@@ -45,7 +45,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
-    yield f"  memory     {'no cap' if cap is None else f'cap {size_text(cap)} a rank'}, costs {plan.options.costs}"
+    yield f"  costs      {plan.options.costs}; time is simulated from them"
+    yield f"  memory     {'no cap' if cap is None else f'cap {size_text(cap)} a rank'}; modelled, not measured on a device"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
 
 

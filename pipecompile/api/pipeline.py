@@ -144,6 +144,8 @@ class Pipeline:
         microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
         Gradients are those of the mean loss; they are added to what the parameters hold.
         """
+        if self.plan.schedule.name == "forward-only":
+            raise InputError("the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'")
         rows = self._rows(batch)
         targets = split(target, len(rows))
         schedule = self._schedule(self.plan.schedule.name, len(rows))

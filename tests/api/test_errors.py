@@ -77,7 +77,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         1,
         ["-k", "2", "--memory", "2KB"],
         {"k": 2, "memory": "2KB"},
-        r"a rank may hold 2,000 bytes, but the best cut into k=2 stages needs [\d,]+, [\d,]+ more, in stage \d, where _",
+        r"a rank may hold 2,000 bytes, but the best cut into k=2 stages needs [\d,]+, [\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
     "schedule": (
@@ -156,6 +156,14 @@ def test_a_model_without_a_loss() -> None:
     pipeline = pipecompile(target.model, target.call, 2, costs="flops")
     with pytest.raises(InputError, match="the model has no `loss` output that is a scalar tensor; give loss_fn"):
         pipeline.step(target.call)
+
+
+def test_a_schedule_without_backwards_trains_nothing() -> None:
+    target = example("sequential")
+    pipeline = compiled(k=2, schedule="forward-only")
+    assert pipeline.evaluate(target.call).shape == (8, 4)
+    with pytest.raises(InputError, match=r"the plan's schedule is forward-only, which trains nothing; evaluate, or"):
+        pipeline.step(target.call, target.targets)
 
 
 FACTORIES: dict[str, tuple[str, str]] = {

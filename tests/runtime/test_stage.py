@@ -50,7 +50,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
 
 
-SIDE = "torch's stage_backward_weight runs twice through a product of an input and a branch without one"
+SIDE = "torch's stage_backward_weight walks twice through a reused module that meets a branch without input gradient"
 
 
 @pytest.mark.parametrize(

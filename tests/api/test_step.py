@@ -121,11 +121,9 @@ def test_a_failing_step_leaves_the_gradients_and_does_not_count() -> None:
     assert pipeline.steps == 1
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "unet", "sequential"])
 def test_evaluation_is_the_models_in_eval_mode(name: str) -> None:
     target = example(name)
-    if name == "resnet50":
-        pytest.skip("batch normalisation and convolutions are the U-Net's; this one is only larger")
     pipeline = compiled(target, k=3)
     result = pipeline.evaluate(target.call)
     assert all(part.training for part in target.model.modules())

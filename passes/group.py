@@ -9,7 +9,7 @@ import networkx as nx
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Group"]
+__all__ = ["Group", "belongs", "storage_key"]
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 
@@ -49,10 +49,10 @@ class Group:
 
     def _chosen(self, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         for names in self.together:
-            yield [node for node in nodes if any(_belongs(node, name) for name in names)]
+            yield [node for node in nodes if any(belongs(node, name) for name in names)]
 
 
-def _belongs(node: fx.Node, name: str) -> bool:
+def belongs(node: fx.Node, name: str) -> bool:
     """Whether `name` is the node, or a module that the node is or lies in."""
     path = str(node.target) if node.op == "call_module" else node.meta.get("module", "")
     return node.name == name or path == name or path.startswith(f"{name}.")

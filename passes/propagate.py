@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from pipecompile.passes.ambient import entered
+from pipecompile.passes.watch import Watch
 
 __all__ = ["faked_state", "named_state", "propagate", "swapped"]
 
@@ -59,9 +60,10 @@ class _Propagator(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         versions = [(tensor, tensor._version) for tensor in self._touched(n)]
-        with entered(n.meta.get("ambient")):
+        with entered(n.meta.get("ambient")), Watch() as watch:
             n.meta["val"] = super().run_node(n)
-        n.meta["mutates"] = tuple(tensor for tensor, version in versions if tensor._version != version)
+        written = [tensor for tensor, version in versions if tensor._version != version]
+        n.meta["mutates"] = (*written, *watch.averages)
         return n.meta["val"]
 
     def _touched(self, n: fx.Node) -> Iterator[Tensor]:

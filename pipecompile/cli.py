@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -49,6 +50,15 @@ def answers(command: Callable[..., int]) -> Callable[..., None]:
             code = _complain(error, NO)
         except PipecompileError as error:
             code = _complain(error, ERROR)
+        except click.exceptions.ClickException:
+            raise
+        except Exception as error:  # the user's model or loss, or a defect of ours: never exit 1, which is an answer
+            if "PIPECOMPILE_DEBUG" in os.environ:
+                raise
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename}:{place.lineno}"
+            text = f"{type(error).__name__}: {error} ({where}); set PIPECOMPILE_DEBUG=1 for the whole trace"
+            code = _complain(PipecompileError(text), ERROR)
         sys.stdout.flush()
         raise SystemExit(code)
 

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from pipecompile.api.pipeline import Pipeline, Program, check_world
-from pipecompile.api.planning import costs_digest, draft
+from pipecompile.api.planning import draft, violations
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import CostModel
-from pipecompile.errors import InputError, StalePlanError
+from pipecompile.errors import InputError, ScheduleError, StalePlanError
 from pipecompile.frontend.capture import Capture, batch_size, capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
@@ -27,7 +27,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.passes.contract import apply
-from pipecompile.passes.group import Group
+from pipecompile.passes.group import Group, belongs
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
@@ -89,6 +89,9 @@ def pipecompile(
         captured = capture_target(target, options, verify=False)
     if plan is not None:
         check_current(committed, captured)
+        found = violations(committed)
+        if found:
+            raise ScheduleError(f"the plan is not sound: {found[0]}")
     else:
         committed = decode(world.shared(lambda: encode(make_plan(target, options, captured))), Plan, origin="rank 0")
         check_current(committed, captured)
@@ -140,7 +143,7 @@ def _microbatches(target: Target, microbatches: int) -> int:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise InputError(
             f"a batch of {batch} cannot be cut into {microbatches} microbatches of one size; "
-            f"choose microbatches from {', '.join(fitting)}, or another batch"
+            f"choose microbatches from {', '.join(fitting)}, or another batch (microbatches is k unless given)"
         )
     return microbatches
 
@@ -164,8 +167,15 @@ def capture_target(target: Target, options: Options, *, verify: bool) -> Capture
     module = captured.instantiate(sample)
     if verify:
         check_capture(captured, module, sample)
+    _refuse_unknown_names(module.graph, options.groups)
     apply(module.graph, [Group(options.groups)])
     return Captured(captured, module, sample, digest(module), verify)
+
+
+def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> None:
+    for name in (name for names in groups for name in names):
+        if not any(belongs(node, name) for node in graph.nodes if node.op != "get_attr"):
+            raise InputError(f"no node or module is called {name!r}; modules are named as in model.named_modules()")
 
 
 def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
@@ -221,6 +231,26 @@ def check_current(plan: Plan, captured: Captured) -> None:
             f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model has with these "
             f"inputs ({captured.digest[:12]}…); plan again, or bring back the model, its mode and its shapes"
         )
+    fault = _misplaced(plan, captured.module.graph)
+    if fault is not None:
+        raise StalePlanError(f"the plan was edited: {fault}; plan again")
+
+
+def _misplaced(plan: Plan, graph: fx.Graph) -> str | None:
+    """What is wrong with the stages of `plan` for `graph`: they come from a file."""
+    stages = plan.assignment
+    groups: dict[str, int] = {}
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]
+    if stages.keys() != {node.name for node in nodes}:
+        return f"its nodes are not those of the model ({sorted(stages.keys() ^ {node.name for node in nodes})[0]})"
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op != "get_attr" and stages[source.name] > stages[node.name]:
+                return f"{node.name} runs before {source.name}, which it needs"
+        group = node.meta["group"]
+        if group is not None and groups.setdefault(group, stages[node.name]) != stages[node.name]:
+            return f"it separates the nodes of group {group}"
+    return None
 
 
 def staleness(plan: Plan, target: Target) -> list[str]:
@@ -233,8 +263,9 @@ def staleness(plan: Plan, target: Target) -> list[str]:
         check_current(plan, captured)
     except StalePlanError as error:
         return [str(error)]
-    if plan.options.costs == "flops":
-        now = costs_digest(cost_graph(target, plan.options, captured))
-        if now != plan.fingerprint.costs:
-            return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now[:12]}…); plan again"]
-    return []
+    if plan.options.costs != "flops":
+        return []
+    now = make_plan(target, plan.options, captured)
+    if now.fingerprint.costs != plan.fingerprint.costs:
+        return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now.fingerprint.costs[:12]}…); plan again"]
+    return [] if encode(now) == encode(plan) else ["planning again gives another plan: the file was edited; plan again"]

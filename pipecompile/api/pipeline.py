@@ -21,6 +21,7 @@ from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, Outputs, arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import COMPUTE, Action, Schedule, Timeline
+from pipecompile.passes.ambient import observed
 from pipecompile.passes.ties import Tie, ties_of
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
@@ -37,6 +38,8 @@ class Program:
 
     def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
         self.captured = captured
+        self._surroundings = observed()
+        self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
         self.flags = {path: part.training for path, part in captured.model.named_modules()}
         self.stages: tuple[StageModule, ...] = emit(module, assignment)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
@@ -57,9 +60,31 @@ class Program:
         """The tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
 
+    def _check_surroundings(self) -> None:
+        """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
+        if observed().autocast != self._surroundings.autocast:
+            raise InputError(
+                "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
+                "or put it into the model's forward"
+            )
+        changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
+        if changed:
+            raise InputError(f"requires_grad of {changed[0]} changed since the model was compiled; compile it again")
+
+    def check_joinable(self, values: Sequence[Tensor]) -> None:
+        """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
+        for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
+            grows = batched if self.captured.symbol is not None else value.dim() > 0 and value.shape[0] == 1
+            if value.dim() and not grows:
+                raise InputError(
+                    f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "
+                    "the microbatches cannot be joined; return it per sample, or evaluate the model itself"
+                )
+
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Modules are in the mode of this program in the block, whatever `.train()` or `.eval()` said since."""
+        self._check_surroundings()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
         for path, part in model.named_modules():
@@ -168,7 +193,10 @@ class Pipeline:
             else:
                 stages = [_eager(stage, loss=None) for stage in program.stages]
                 found = local.evaluate(stages, rows, seed=self.seed)
-        return None if found is None else merge([program.outputs.unflatten(list(values)) for values in found])
+        if found is None:
+            return None
+        program.check_joinable(found[0])
+        return merge([program.outputs.unflatten(list(values)) for values in found])
 
     # -- how
 
@@ -205,6 +233,11 @@ class Pipeline:
         tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
         names = captured.inputs.tensor_names
         count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
+        if count > self.plan.microbatches:
+            raise InputError(
+                f"the batch holds {count} microbatches, but the plan was made for {self.plan.microbatches}: memory and "
+                "schedule would be others; give a smaller batch, or plan again with more microbatches"
+            )
         for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")

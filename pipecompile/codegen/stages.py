@@ -22,8 +22,8 @@ __all__ = ["Edge", "StageModule", "emit"]
 class Edge:
     """A tensor between two stages, as it travels: contiguous, of this shape and type.
 
-    `order` is how its dimensions were permuted to make it so; the receiver undoes it, so that the layout in memory,
-    and with it every bit of what is computed from it, stays that of the unsplit model.
+    `order` is how its dimensions were permuted to make it so, `gaps` the strides that it had if it was a view with
+    holes. The receiver brings both back: how later sums round may depend on the layout in memory.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Edge:
     dtype: torch.dtype
     gradient: bool
     order: tuple[int, ...]
+    gaps: tuple[int, ...] | None
 
     @staticmethod
     def of(node: fx.Node) -> Edge:
@@ -38,7 +39,7 @@ class Edge:
         value: Tensor = node.meta["val"]
         order = _dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
-        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order)
+        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order, _gaps(value, order))
 
     @property
     def permuted(self) -> bool:
@@ -120,6 +121,9 @@ def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
         inverse = sorted(range(len(edge.order)), key=edge.order.__getitem__)
         value = graph.call_method("permute", (value, inverse))
         value.meta.update(_plain(node))
+    if edge.gaps is not None:
+        value = graph.call_function(restride, (value, edge.gaps))
+        value.meta.update(_plain(node))
     return value
 
 
@@ -141,6 +145,19 @@ def _finish(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
 def _plain(node: fx.Node) -> dict[str, object]:
     """The notes of a node that only hands on the value of `node`."""
     return {**node.meta, "random": False, "mutates": (), "ambient": None}
+
+
+def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` with these strides."""
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _gaps(value: Tensor, order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a view with holes; None for a dense one, and for an expanded one, whose elements coincide."""
+    expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    if expanded or value.permute(order).is_contiguous():
+        return None
+    return tuple(map(int, value.stride()))
 
 
 def _dense_order(value: Tensor) -> tuple[int, ...]:

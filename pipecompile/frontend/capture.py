@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import traceback
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch.fx.node import map_aggregate
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.recorder import HIDDEN, Recorder, Symbolic
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
+from pipecompile.passes.group import storage_key
 from pipecompile.passes.propagate import faked_state, named_state, propagate
 
 __all__ = ["Capture", "batch_size", "capture"]
@@ -70,7 +72,25 @@ class Capture:
         module = fx.GraphModule(self._attributes(), _substituted(self.graph, self.symbol, batch))
         module.training = self.model.training  # of this module alone: the rest are the model's own, each in its mode
         propagate(module, tensors)
+        self._refuse_foreign_writes(module)
         return module
+
+    def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
+        """CaptureError if the forward writes to its inputs, or to tensors that the model does not own as buffers."""
+        foreign = {
+            storage_key(node.meta["val"]): f"its input {node.name}"
+            if node.op == "placeholder"
+            else "a tensor attribute"
+            for node in module.graph.nodes
+            if node.op == "placeholder" or (node.op == "get_attr" and node.target in self.constants)
+        }
+        for node in module.graph.nodes:
+            for key in {storage_key(tensor) for tensor in node.meta["mutates"]} & foreign.keys():
+                where = f"{node.meta['module'] or type(self.model).__name__} ({node.meta['source']})"
+                raise CaptureError(
+                    f"{where}: the forward writes to {foreign[key]} in place; write to a copy, or make it a buffer "
+                    "with register_buffer"
+                )
 
     def _attributes(self) -> dict[str, Any]:
         """Everything that the graph names: modules, parameters, buffers, constants."""
@@ -115,6 +135,9 @@ def capture(model: nn.Module, call: Arguments) -> Capture:
 
 
 def _record(recorder: Recorder, model: nn.Module, call: Arguments) -> Outputs:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # it would print a stack trace above our one line
     try:
         with recorder.recording():
             outputs, tensors = Outputs.of(model(*call.args, **call.kwargs))
@@ -123,6 +146,8 @@ def _record(recorder: Recorder, model: nn.Module, call: Arguments) -> Outputs:
         raise
     except Exception as error:
         raise CaptureError(_explained(recorder, model, error)) from error
+    finally:
+        logger.setLevel(level)
     return outputs
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.errors import CaptureError
 from pipecompile.passes import propagate
 from pipecompile.passes.ambient import observed
 from pipecompile.passes.propagate import swapped
+from pipecompile.passes.watch import Watch
 
 __all__ = ["HIDDEN", "Recorder", "Symbolic", "is_leaf"]
 
@@ -96,32 +96,6 @@ class Symbolic:
         return self.type(self.expression.xreplace(values))
 
 
-class _RandomWatch(TorchDispatchMode):
-    """Notices operators that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.seen = self.seen or _dropout(func._schema.arguments, args, kwargs) != 0.0
-        return func(*args, **kwargs)
-
-
-def _dropout(schema: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """The dropout of an attention kernel, which carries the tag of random operators even if it is 0; else None."""
-    for argument, value in zip_longest(schema, args, fillvalue=_DEFAULT):
-        if argument.name == "dropout_p":
-            found: float = kwargs.get("dropout_p", argument.default_value if value is _DEFAULT else value)
-            return found
-    return None
-
-
-_DEFAULT: Any = object()
-
-
 class Recorder(TorchFunctionMode):
     """The mode under which the forward runs; `graph` grows as it does."""
 
@@ -142,7 +116,7 @@ class Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []  # ids stay unique while the tensors live
         self._stack: list[str] = []
         self._outside = observed()
-        self.random_watch = _RandomWatch()
+        self.watch = Watch()
 
     def _name_state(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -196,6 +170,11 @@ class Recorder(TorchFunctionMode):
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
+        if isinstance(value, torch.Generator):
+            raise CaptureError(
+                f"{self._where()}: the forward draws from a torch.Generator of its own; use the default generator, "
+                "which every random node of a pipeline seeds for itself"
+            )
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return Symbolic(value.node.expr, value.node.pytype)
         return value
@@ -319,7 +298,7 @@ class Recorder(TorchFunctionMode):
     def recording(self) -> Iterator[None]:
         """Everything that must hold while the forward runs; undone afterwards."""
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-        rng = torch.get_rng_state()
+        rng, draws = torch.get_rng_state(), random.getstate()
         nn.Module.__call__ = lambda module, *a, **k: self.call_module(call, module, a, k)  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(  # type: ignore[assignment]
             lambda function, *a, **k: self.call_autograd_function(apply.__func__, function, a, k)
@@ -330,7 +309,7 @@ class Recorder(TorchFunctionMode):
                 self.mode,
                 swapped(self.root, self._state) as lost,
                 enable_python_dispatcher(),
-                self.random_watch,
+                self.watch,
                 self,
             ):
                 yield
@@ -338,6 +317,12 @@ class Recorder(TorchFunctionMode):
             nn.Module.__call__ = call  # type: ignore[method-assign]
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             torch.set_rng_state(rng)
+        if random.getstate() != draws:
+            random.setstate(draws)
+            raise CaptureError(
+                "the forward draws from Python's random module, and one draw would be taken for all steps; "
+                "draw with torch, or switch it off (layer drop, for example)"
+            )
         if lost:
             raise CaptureError(
                 f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could see; "
@@ -353,20 +338,20 @@ class _Call:
         self._args, self._kwargs = tuple(args), dict(kwargs)
         touched = {id(tensor): tensor for tensor in (*tensors_in((self._args, self._kwargs)), *state)}
         self._versions = [(tensor, tensor._version) for tensor in touched.values()]
-        self.random = False
+        self.random = self._averages = False
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Runs it and notices whether random numbers are drawn."""
-        watch = self._recorder.random_watch
-        watch.seen = False
+        watch = self._recorder.watch
+        watch.reset()
         out = function()
-        self.random = watch.seen
+        self.random, self._averages = watch.random, bool(watch.averages)
         return out
 
     @property
     def mutates(self) -> bool:
         """Whether an argument or a buffer was written to in place."""
-        return any(tensor._version != version for tensor, version in self._versions)
+        return self._averages or any(tensor._version != version for tensor, version in self._versions)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as nodes. In-place calls return their argument: ask before the result is bound."""

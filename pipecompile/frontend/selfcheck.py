@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import Capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.contract import apply
 
 __all__ = ["check_capture"]
 
@@ -34,10 +36,20 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     random state are as before afterwards.
     """
     model = capture.model
-    original = _step(model, model, lambda: model(*call.args, **call.kwargs))
-    captured = _step(model, module, lambda: module(*capture.inputs.flatten(call)))
+    original = _step(model, lambda: model(*call.args, **call.kwargs))
+    runnable = _with_regions(module)
+    captured = _step(model, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in ("outputs", "gradients", "buffers"):
         _compare(kind, getattr(original, kind), getattr(captured, kind))
+
+
+def _with_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that enters the regions of the model: only then is it what the stages will run."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    apply(graph, [EnterRegions()])
+    return fx.GraphModule(module, graph)
 
 
 def _compare(kind: str, original: dict[str, Tensor], captured: dict[str, Tensor]) -> None:
@@ -55,8 +67,8 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _step(model: nn.Module, module: nn.Module, run: Callable[[], Any]) -> _Step:
-    """One step of `module`, which shares the state of `model`."""
+def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
+    """One step that `run` begins, on the state of `model`."""
     with _untouched(model):
         torch.manual_seed(0)
         outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor)]

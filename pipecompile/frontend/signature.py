@@ -105,6 +105,7 @@ class Outputs:
     spec: pytree.TreeSpec
     is_tensor: tuple[bool, ...]
     constants: tuple[Any, ...]
+    batched: tuple[bool, ...]  # per tensor, whether its dimension 0 grows with the batch
 
     @staticmethod
     def of(result: Any) -> tuple[Outputs, list[Tensor]]:
@@ -118,7 +119,9 @@ class Outputs:
                 )
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return Outputs(spec, is_tensor, constants), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        batched = tuple(value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors)
+        return Outputs(spec, is_tensor, constants, batched), tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """The result whose tensors are `tensors`."""

@@ -151,6 +151,10 @@ class Plan(Value, frozen=True, kw_only=True):
         _same("microbatches of the schedule", self.schedule.microbatches, "microbatches", self.microbatches)
         _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
+        _same("k of the options", self.options.k, "k", self.k)
+        _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
+        if self.options.schedule != self.schedule.name:
+            raise ValueError(f"the options ask for {self.options.schedule!r}, the schedule is {self.schedule.name!r}")
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
         for left, right in zip(self.stages, self.stages[1:], strict=False):

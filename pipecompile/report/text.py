@@ -46,7 +46,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
     yield f"  costs      {plan.options.costs}; time is simulated from them"
-    yield f"  memory     {'no cap' if cap is None else f'cap {size_text(cap)} a rank'}; modelled, not measured on a device"
+    limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
+    yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
 
 

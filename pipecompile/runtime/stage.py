@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from pipecompile.errors import InputError
 from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import Moment, at
 
@@ -143,7 +144,7 @@ class EagerStage:
 
     def _run(self, saved: Saved) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.moment)
-        return outputs if self.loss is None else (self.loss(outputs, saved.target),)
+        return outputs if self.loss is None else (_scalar(self.loss(outputs, saved.target)),)
 
     def _outputs(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
         with ExitStack() as stack:
@@ -164,6 +165,13 @@ class EagerStage:
             if value.requires_grad and gradient is not None
         ]
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise InputError(f"the loss function returned {got}, but it must be a scalar tensor, for example its mean")
+    return loss
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def test_a_graph_with_another_value() -> None:
     (relu,) = [node for node in module.graph.nodes if node.target == "1"]
     with module.graph.inserting_after(relu):
         wrong = module.graph.call_method("mul", (relu, 1.0000001))
+        wrong.meta.update(relu.meta)
         relu.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
     module.recompile()
     with pytest.raises(CaptureError, match="outputs differ"):
@@ -55,6 +56,7 @@ def test_a_graph_with_another_gradient() -> None:
     (relu,) = [node for node in module.graph.nodes if node.target == "1"]
     with module.graph.inserting_after(relu):
         detached = module.graph.call_method("detach", (relu,))
+        detached.meta.update(relu.meta)
         relu.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
     module.recompile()
     with pytest.raises(CaptureError, match=r"gradients differ in '0\.(weight|bias)'"):

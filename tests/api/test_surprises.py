@@ -1,0 +1,178 @@
+"""Models and surroundings that once gave, or could give, wrong results without an error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.target import Target, sum_of_squares
+from pipecompile.api.verify import verify
+from pipecompile.errors import CaptureError, InputError, PipecompileError, StalePlanError
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.ir.plan import Plan
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return pipecompile(model, X, costs="flops", loss_fn=sum_of_squares, **{"k": 2, "microbatches": 4, **options})
+
+
+def linears(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+class FunctionalNorm(nn.Module):
+    """Batch normalisation as a function on buffers, which it updates without a trace; one is read again later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.batch_norm(self.first(x), self.mean, self.variance, training=True)
+        return self.second(hidden.relu()) + self.mean
+
+
+class Regions(nn.Module):
+    """What runs under no_grad, and under autocast, matters for the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            fixed = hidden.sin() * 2
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = self.second(hidden.relu())
+        return self.third(low.float()) + fixed
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if random.random() < 0.5 else x
+        return x
+
+
+class WritesAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.average = linears(), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0))
+        return self.layers(x) + self.average
+
+
+class WithSummary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.layers[0].weight.sum(0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("model", [FunctionalNorm, Regions])
+def test_hidden_effects_are_exact(model: type[nn.Module], recompute: str) -> None:
+    _, found = verify(
+        Target(model(), arguments_of(model(), X)), k=2, microbatches=4, costs="flops", recompute=recompute
+    )
+    assert all(comparison.passed for comparison in found), found
+
+
+def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
+    pipeline = compiled(FunctionalNorm())
+    stages = pipeline.plan.assignment
+    assert stages["batch_norm"] == stages["add"]
+
+
+def test_another_autocast_than_at_compile_time_is_refused() -> None:
+    pipeline = compiled(linears())
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        pipeline.step(X)
+
+
+def test_parameters_unfrozen_later_are_refused() -> None:
+    model = linears()
+    model[0].requires_grad_(False)
+    pipeline = compiled(model)
+    model[0].requires_grad_(True)
+    with pytest.raises(InputError, match=r"requires_grad of 0\.weight changed"):
+        pipeline.step(X)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(LayerDrop, "Python's random module"), (WritesAttribute, "register_buffer")],
+)
+def test_what_a_graph_cannot_hold_is_refused(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        compiled(model())
+
+
+def test_writing_to_the_input_is_refused() -> None:
+    class Writes(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.add_(1))
+
+    before = X.clone()
+    with pytest.raises(CaptureError, match="writes to its input"):
+        compiled(Writes(nn.Linear(8, 8), nn.Linear(8, 8)))
+    assert torch.equal(X, before)
+
+
+def test_outputs_without_a_batch_are_not_joined() -> None:
+    with pytest.raises(InputError, match=r"output 1 of shape \(8,\)"):
+        compiled(WithSummary()).evaluate(X)
+
+
+def test_a_larger_batch_than_planned_is_refused() -> None:
+    with pytest.raises(InputError, match="holds 8 microbatches, but the plan was made for 4"):
+        compiled(linears()).step(torch.cat([X, X]))
+
+
+def test_a_group_that_names_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="no node or module is called 'encoder'"):
+        compiled(linears(), groups=[["encoder"]])
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    pipeline = pipecompile(linears(), X, k=2, costs="flops", loss_fn=lambda output, target: output)
+    with pytest.raises(InputError, match="must be a scalar tensor"):
+        pipeline.step(X)
+
+
+def test_an_edited_plan_is_refused() -> None:
+    made = compiled(linears(6)).plan
+    first, second = made.stages
+    moved = [
+        msgspec.structs.replace(first, nodes=(*first.nodes, second.nodes[-1])),
+        msgspec.structs.replace(second, nodes=second.nodes[:-1]),
+    ]
+    edited: Plan = msgspec.structs.replace(made, stages=tuple(moved))
+    with pytest.raises(PipecompileError):
+        compiled(linears(6), plan=edited)
+    dropped = msgspec.structs.replace(made, stages=(first, msgspec.structs.replace(second, nodes=second.nodes[1:])))
+    with pytest.raises(StalePlanError, match="the plan was edited"):
+        compiled(linears(6), plan=dropped)

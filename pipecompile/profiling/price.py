@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.cost_models.protocol import FREE, Call, Cost, CostModel
 from pipecompile.profiling.caller import Caller
@@ -44,7 +46,9 @@ class _Pricer(Caller):
         # Before the node runs: it may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
-        return super().perform(call)
+        # With gradients on, as in training: modules take other paths without (attention in eval mode). No history stays.
+        with torch.enable_grad():
+            return tree_map_only(Tensor, Tensor.detach, super().perform(call))
 
     def _cost(self, call: Call) -> Cost:
         if call.node.op == "placeholder" or (call.node.op == "output" and self.workload.loss is None):

@@ -101,6 +101,15 @@ def test_hidden_effects_are_exact(model: type[nn.Module], recompute: str) -> Non
     assert all(comparison.passed for comparison in found), found
 
 
+def test_attention_that_takes_another_path_without_gradients() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    target = Target(model, arguments_of(model, X[:, None].expand(8, 5, 8).contiguous()))
+    _, found = verify(target, k=2, microbatches=4, costs="flops")
+    assert len(found) == 2 and all(comparison.passed for comparison in found), found
+
+
 def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
     pipeline = compiled(FunctionalNorm())
     stages = pipeline.plan.assignment

@@ -46,7 +46,7 @@ class _Pricer(Caller):
         # Before the node runs: it may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
-        # With gradients on, as in training: modules take other paths without (attention in eval mode). No history stays.
+        # With gradients on, as in training: without, attention in eval mode takes another path. No history stays.
         with torch.enable_grad():
             return tree_map_only(Tensor, Tensor.detach, super().perform(call))
 

@@ -172,6 +172,11 @@ class Pipeline:
         if self.plan.schedule.name == "forward-only":
             raise InputError("the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'")
         rows = self._rows(batch)
+        if len(rows) > self.plan.microbatches:
+            raise InputError(
+                f"the batch holds {len(rows)} microbatches, but the plan was made for {self.plan.microbatches}: memory "
+                "and schedule would be others; give a smaller batch, or plan again with more microbatches"
+            )
         targets = split(target, len(rows))
         schedule = self._schedule(self.plan.schedule.name, len(rows))
         moved = [parameter for _, parameter in self.named_parameters()]
@@ -233,11 +238,6 @@ class Pipeline:
         tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
         names = captured.inputs.tensor_names
         count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
-        if count > self.plan.microbatches:
-            raise InputError(
-                f"the batch holds {count} microbatches, but the plan was made for {self.plan.microbatches}: memory and "
-                "schedule would be others; give a smaller batch, or plan again with more microbatches"
-            )
         for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")

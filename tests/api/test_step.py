@@ -81,15 +81,15 @@ def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> N
 
 @pytest.mark.parametrize("name", ["sequential", "unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("size", [2, 6, 16])
-def test_a_minibatch_of_another_number_of_microbatches(name: str, schedule: str, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_minibatch_of_fewer_microbatches(name: str, schedule: str, size: int) -> None:
     target = example(name)
     pipeline = compiled(target, schedule=schedule)
     reference = reference_for(target, pipeline.plan)
-    double = torch.utils._pytree.tree_map_only(Tensor, lambda v: torch.cat([v, v + 1])[:size], target.call.args)
+    fewer = torch.utils._pytree.tree_map_only(Tensor, lambda v: (v + 1)[:size], target.call.args)
     assert target.targets is not None
-    targets = torch.cat([target.targets, target.targets])[:size]
-    other = replace(target, call=type(target.call)(double, {}), targets=targets)
+    targets = target.targets[:size]
+    other = replace(target, call=type(target.call)(fewer, {}), targets=targets)
     got = pipeline.step(other.call, targets)
     wanted = reference.step(other, size // 2, seed=pipeline.seed)
     assert torch.equal(got, wanted)

@@ -161,6 +161,13 @@ def test_a_larger_batch_than_planned_is_refused() -> None:
         compiled(linears()).step(torch.cat([X, X]))
 
 
+def test_a_larger_batch_is_evaluated_all_the_same() -> None:
+    model = linears()
+    found, rows = compiled(model).evaluate(torch.cat([X, X])), X.split(2)
+    with torch.no_grad():
+        assert torch.equal(found, torch.cat([model(row) for row in (*rows, *rows)]))
+
+
 def test_a_group_that_names_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="no node or module is called 'encoder'"):
         compiled(linears(), groups=[["encoder"]])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from pipecompile.cost_models.protocol import FREE, Call, Cost, CostModel
 from pipecompile.profiling.caller import Caller
@@ -27,9 +26,20 @@ def price(workload: Workload, observation: Observation, cost_model: CostModel) -
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         pricer = _Pricer(own, observation, cost_model, advance)
-        with torch.no_grad():
+        with torch.no_grad(), _training_attention():
             pricer.interpret()
     return pricer.costs
+
+
+@contextmanager
+def _training_attention() -> Iterator[None]:
+    """Without gradients, attention in eval mode would take a path that no training step takes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Pricer(Caller):
@@ -46,9 +56,7 @@ class _Pricer(Caller):
         # Before the node runs: it may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
-        # With gradients on, as in training: without, attention in eval mode takes another path. No history stays.
-        with torch.enable_grad():
-            return tree_map_only(Tensor, Tensor.detach, super().perform(call))
+        return super().perform(call)
 
     def _cost(self, call: Call) -> Cost:
         if call.node.op == "placeholder" or (call.node.op == "output" and self.workload.loss is None):

@@ -250,3 +250,12 @@ def test_what_a_plan_predicts_is_simulated() -> None:
     pipeline = compiled(example("sequential"))
     assert pipeline.simulate().makespan_ns == pipeline.plan.prediction.step_ns
     assert len(pipeline.stages) == 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "unet"])
+def test_measured_costs_serve_a_plan(name: str) -> None:
+    target = example(name)
+    pipeline = pipecompile(
+        target.model, target.call, k=2, loss_fn=target.loss_fn, sample_target=target.targets, costs="measured"
+    )
+    assert all(load > 0 for load in pipeline.plan.prediction.loads_ns)

@@ -120,6 +120,7 @@ class Pipeline:
         self._schedules: dict[tuple[str, int], Schedule] = {}
         if self._distributed:
             self._move_stages()
+            self._equalise_ties()
 
     # -- what it is
 
@@ -232,6 +233,25 @@ class Pipeline:
         for stage in self.stages:
             stage.to(self._device)
 
+    @cached_property
+    def _tied(self) -> dict[str, nn.Parameter]:
+        """Parameters that several stages read."""
+        by_name = dict(self._target.model.named_parameters())
+        return {n: by_name[n] for n, tie in self._program.ties.items() if n in by_name and len(tie.stages) > 1}
+
+    @cached_property
+    def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The ranks that hold each of them."""
+        stages = {name: self._program.ties[name].stages for name in self._tied}
+        return tie_groups(stages, self.plan.schedule.placement)
+
+    def _equalise_ties(self) -> None:
+        """All copies of a tied parameter begin as the owner's: the ranks may have initialised theirs differently."""
+        for name, group in self._tie_groups.items():
+            if self._holds(name):
+                owner = self.plan.schedule.placement[self._program.ties[name].owner]
+                dist.broadcast(self._tied[name].data, src=owner, group=group)
+
     def _rows(self, batch: Any) -> list[list[Tensor]]:
         """The minibatch as the input tensors of each microbatch, on the device."""
         captured = self._program.captured
@@ -283,27 +303,26 @@ class Pipeline:
     def _eager_stages(self) -> list[EagerStage]:
         """All stages, for one process: tied parameters are one tensor, summed stage by stage."""
         stages = self._program.stages
-        by_name = dict(self._target.model.named_parameters())
         tied: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
-        for name, tie in self._program.ties.items():
-            if name in by_name and len(tie.stages) > 1:
-                for index in tie.stages[1:]:
-                    tied[index].append(by_name[name])
+        for name, parameter in self._tied.items():
+            for index in self._program.ties[name].stages[1:]:
+                tied[index].append(parameter)
         last = len(stages) - 1
         return [_eager(s, loss=self._loss if s.index == last else None, tied=tied[s.index]) for s in stages]
 
     @cached_property
     def _trainer(self) -> DistributedPipeline:
-        by_name = dict(self._target.model.named_parameters())
-        shared = {n: t.stages for n, t in self._program.ties.items() if n in by_name and len(t.stages) > 1}
-        groups = tie_groups(shared, self.plan.schedule.placement)
         last = self.plan.k - 1
         local_stages = {
             index: _eager(self._program.stages[index], loss=self._loss if index == last else None)
             for index in self._local
         }
         ties = {
-            index: [(by_name[name], groups[name]) for name in sorted(groups) if index in shared[name]]
+            index: [
+                (self._tied[name], group)
+                for name, group in sorted(self._tie_groups.items())
+                if index in self._program.ties[name].stages and self._tied[name].requires_grad
+            ]
             for index in self._local
         }
         scalar = [Shape(((), torch.float32, True))]

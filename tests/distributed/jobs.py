@@ -65,6 +65,17 @@ def state_names(name: str, k: int) -> list[str]:
     return sorted(state)
 
 
+def tied_values(name: str, k: int, tied: str) -> torch.Tensor | None:
+    """A tied parameter after every rank initialised its model differently; on the ranks that hold it."""
+    target = load(name)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            parameter.add_(dist.get_rank())
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    found = dict(pipeline.named_parameters()).get(tied)
+    return None if found is None else found.detach().clone()
+
+
 def evaluation(name: str, k: int) -> bool | None:
     """Whether `evaluate` gives what the model gives in eval mode; on the last stage's rank."""
     target = load(name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
@@ -52,6 +53,13 @@ def test_the_ranks_hold_the_original_state_together(workers: Workers, tmp_path: 
     names = workers.run(4, jobs.state_names, "gpt2", 4, folder=str(tmp_path))
     assert set().union(*names) == set(jobs.load("gpt2").model.state_dict())
     assert "lm_head.weight" in names[0] and "lm_head.weight" in names[3], "both holders of a tie answer to both names"
+
+
+def test_tied_copies_begin_equal(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(4, jobs.tied_values, "gpt2", 4, "transformer.wte.weight", folder=str(tmp_path))
+    assert found[1] is None and found[2] is None
+    owner = dict(jobs.load("gpt2").model.named_parameters())["transformer.wte.weight"]
+    assert torch.equal(found[0], found[3]) and torch.equal(found[0], owner)
 
 
 def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) -> None:

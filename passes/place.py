@@ -17,7 +17,8 @@ class Place:
     """Sets `meta["stage"]` from `assignment` (node name → stage).
 
     Requires a stage for every node but the reads of parameters. Ensures that every parameter is read in the stage
-    of its reader (a read with readers in several stages becomes one read in each), and that no value flows back.
+    of its reader (a read with readers in several stages becomes one read in each), that no value flows back, and that
+    the nodes stand stage by stage; `meta["order"]` keeps where they stood before.
     """
 
     assignment: Mapping[str, int]
@@ -29,11 +30,15 @@ class Place:
 
     def __call__(self, graph: fx.Graph) -> None:
         """Places the nodes; splits reads."""
-        for node in list(graph.nodes):
+        for order, node in enumerate(list(graph.nodes)):
+            node.meta["order"] = order
             if node.op != "get_attr":
                 node.meta["stage"] = self.assignment[node.name]
         for node in [node for node in graph.nodes if node.op == "get_attr"]:
             _split(graph, node)
+        *nodes, output = graph.nodes
+        for node in sorted(nodes, key=stage_of):  # a stable sort: within a stage the order stays
+            output.prepend(node)
 
     def ensures(self, graph: fx.Graph) -> None:
         """Values flow forward only; parameters are read where they are used."""

@@ -57,7 +57,8 @@ def answers(command: Callable[..., int]) -> Callable[..., None]:
                 raise
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{place.filename}:{place.lineno}"
-            text = f"{type(error).__name__}: {error} ({where}); set PIPECOMPILE_DEBUG=1 for the whole trace"
+            reason = str(error).strip().split("\n")[0][:300]
+            text = f"{type(error).__name__}: {reason} ({where}); set PIPECOMPILE_DEBUG=1 for the whole trace"
             code = _complain(PipecompileError(text), ERROR)
         sys.stdout.flush()
         raise SystemExit(code)

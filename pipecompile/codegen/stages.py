@@ -108,10 +108,9 @@ def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
 
 def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
     """The nodes of `stage` that the next stage reads, in the order of the values they carry."""
-    order = {node.name: position for position, node in enumerate(graph.nodes)}
     nodes = [node for node in graph.nodes if stage_of(node) == stage]
     crossing = [node for node in nodes if any(stage_of(user) == stage + 1 for user in node.users)]
-    return sorted(crossing, key=lambda node: order[origin_of(node)])
+    return sorted(crossing, key=lambda node: int(node.meta["order"]))
 
 
 def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import verify
@@ -114,6 +115,16 @@ def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
     pipeline = compiled(FunctionalNorm())
     stages = pipeline.plan.assignment
     assert stages["batch_norm"] == stages["add"]
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_tie_forced_onto_one_stage(k: int) -> None:
+    # The group spans the whole model, so the stages around it are not contiguous in the order of the forward.
+    target = Target.of(models.gpt2(), "gpt2")
+    plan, found = verify(target, k=k, microbatches=4, costs="flops", groups=[["transformer.wte", "lm_head"]])
+    assert all(comparison.passed for comparison in found), found
+    (tied,) = [parameter for parameter in plan.parameters if parameter.aliases]
+    assert len(tied.stages) == 1
 
 
 def test_another_autocast_than_at_compile_time_is_refused() -> None:

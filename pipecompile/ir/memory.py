@@ -221,9 +221,7 @@ def _rounded(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def rank_memory(
-    stages: dict[int, Footprint], row: Sequence[Action], *, microbatches: int, optimizer_factor: int = 0
-) -> RankMemory:
+def rank_memory(stages: dict[int, Footprint], row: Sequence[Action], *, microbatches: int) -> RankMemory:
     """The peak of a rank that holds `stages` (by index) and performs `row`; no PyTorch, no simulation.
 
     Activations depend on the rank's own order alone. A backward frees what its forward or recompute kept.
@@ -236,7 +234,7 @@ def rank_memory(
     return RankMemory(
         parameters=parameters,
         gradients=gradients,
-        optimizer=gradients * optimizer_factor,
+        optimizer=ZERO,  # no optimizer is named yet: reports say that its state is not counted
         activations=_peak_activations(stages, row),
         buffers=buffers * microbatches,
         workspace=largest,

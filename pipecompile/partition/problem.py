@@ -1,92 +1,174 @@
-"""What is to be cut: the units of a cost graph in one order, the number of stages and what a cut must respect."""
+"""What is to be cut, into what, and what a cut must respect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING
-
-import networkx as nx
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.memory import Layout
 from pipecompile.ir.plan import Link
+from pipecompile.partition.units import FIRST, LAST, Unit, units
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Memory", "Problem"]
 
-__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Problem", "StageBytes", "units"]
-
-OBJECTIVES = ("variance", "max-load")
-COMMUNICATIONS = ("relay", "none")
-
-# (layout, stage) → the bytes of every interval of units as that stage: table[start, stop]
-StageBytes = Callable[[Layout, int], "NDArray[np.int64]"]
+OBJECTIVES = ("variance", "max-load", "step-time")
+COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
+LARGEST_NS = 2**61  # sums of times are held in 64 bits
 
 
-def units(graph: CostGraph) -> tuple[tuple[str, ...], ...]:
-    """The nodes that must stay together, in a topological order as near as possible to the graph's own.
+@dataclass(frozen=True)
+class Candidate:
+    """A stage that a search considers: its nodes, those of all stages before it, and what it may hold."""
 
-    Nodes of one group are one unit, and so are units on a cycle: stages never decrease along a tensor, so a cycle
-    lies in one stage in every cut. The merge is exact. The group "inputs" comes first and "outputs" last.
+    stage: int
+    before: tuple[str, ...]
+    nodes: tuple[str, ...]
+    in_flight: int
+    budget: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a stage holds, and what its rank may.
+
+    A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
+    stage. With `price` that sum is only a floor: `price(candidate)` then says how many ns the stage must spend more
+    per microbatch to fit its budget (it may recompute), or None if it cannot.
     """
-    index = {node.name: position for position, node in enumerate(graph.nodes)}
-    first: dict[str, int] = {}
-    for node in graph.nodes:
-        if node.group is not None:
-            first.setdefault(node.group, index[node.name])
-    owner = {node.name: index[node.name] if node.group is None else first[node.group] for node in graph.nodes}
-    merged = nx.DiGraph()
-    merged.add_nodes_from(owner.values())
-    merged.add_edges_from((owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers)
-    merged.remove_edges_from(list(nx.selfloop_edges(merged)))
-    acyclic = nx.condensation(merged)
-    members: dict[int, list[str]] = {unit: [] for unit in acyclic}
-    for name in index:
-        members[acyclic.graph["mapping"][owner[name]]].append(name)
-    last = acyclic.graph["mapping"].get(first.get("outputs"))
-    order = nx.lexicographical_topological_sort(
-        acyclic, key=lambda unit: len(index) if unit == last else index[members[unit][0]]
-    )
-    return tuple(tuple(members[unit]) for unit in order)
+
+    caps: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    resident: Mapping[str, int]
+    saved: Mapping[str, int]
+    price: Callable[[Candidate], int | None] | None = None
+
+    @staticmethod
+    def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction) -> Memory:
+        """The rule of cost graphs: Σ parameter_bytes × `factor` (rounded up per node) + in-flight × Σ saved_bytes."""
+        resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
+        return Memory(caps, in_flight, resident, {node.name: node.saved_bytes for node in graph.nodes})
+
+    def held(self, names: Iterable[str], stage: int) -> int:
+        """The bytes of these nodes as `stage`, by the sum above."""
+        flight = self.in_flight[stage]
+        return sum(self.resident[name] + flight * self.saved[name] for name in names)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A graph to be cut into `k` stages.
+    """A graph to be cut into `k` non-empty stages so that stages never decrease along a tensor.
 
-    `link` prices transfers; under `recompute` every stage but the last runs its forward twice. `stage_bytes` gives
-    what each possible stage holds and `memory_bytes` the cap. `pin` fixes the stage of nodes; negative stages count
-    from the end. InputError says what does not fit.
+    `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
+    costs say), `link` how ranks are connected (one link, or a matrix from rank to rank). Under `recompute` every
+    stage but the last runs its forward twice. `memory` caps the ranks; `pin` fixes the stage of nodes, negative
+    ones from the end; with `parameters_everywhere` each stage has a node with parameters. With `replica_ranks` a
+    stage may run on several data-parallel ranks, as many in all: its load is divided among them, plus a ring
+    all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv 1806.03377, section
+    3.2). `step_ns` simulates an assignment for the objective step-time. InputError says what does not fit.
     """
 
     graph: CostGraph
     k: int
     objective: str = "variance"
     communication: str = "relay"
-    link: Link = field(default_factory=Link)
+    link: Link | tuple[tuple[Link, ...], ...] = field(default_factory=Link)
+    placement: tuple[int, ...] | None = None
+    speeds: tuple[Fraction, ...] | None = None
     recompute: bool = False
-    memory_bytes: int | None = None
-    stage_bytes: StageBytes | None = None
+    memory: Memory | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
+    parameters_everywhere: bool = False
+    replica_ranks: int | None = None
+    microbatches: int = 1
+    step_ns: Callable[[Mapping[str, int]], int] | None = None
 
     def __post_init__(self) -> None:
         _refuse_unknown("objective", self.objective, OBJECTIVES)
         _refuse_unknown("communication", self.communication, COMMUNICATIONS)
         if self.k < 1:
             raise InputError(f"k={self.k}, but a pipeline has at least one stage")
+        if self.microbatches < 1:
+            raise InputError(f"microbatches={self.microbatches}, but a step has at least one")
+        if self.objective == "step-time" and self.step_ns is None:
+            raise InputError("objective step-time needs a schedule to simulate; give one, or choose max-load")
+        self._check_ranks()
+        self._check_memory()
+        self._check_replicas()
+        self._check_pins()
+        if 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST_NS:
+            raise InputError(f"the times of all nodes must sum to less than {LARGEST_NS // 4} ns; scale them down")
+
+    def _check_ranks(self) -> None:
+        if self.placement is not None and len(self.placement) != self.k:
+            raise InputError(f"the placement names {len(self.placement)} stages, but k={self.k}")
+        if set(self.stage_ranks) != set(range(self.ranks)):
+            raise InputError(f"the placement {self.stage_ranks} must use every rank from 0 on")
+        if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
+            raise InputError(f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank")
+        if isinstance(self.link, tuple) and {len(self.link), *map(len, self.link)} != {self.ranks}:
+            raise InputError(f"the matrix of links must have {self.ranks} rows and columns, one a rank")
+        if isinstance(self.link, tuple) and self.communication == "endpoint":
+            raise InputError("endpoint communication knows no path between ranks; give one link, or choose relay")
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        if len(self.memory.caps) != self.ranks or len(self.memory.in_flight) != self.k:
+            raise InputError(f"memory must be given for {self.ranks} ranks and {self.k} stages")
+        if self.memory.price is not None and self.ranks != self.k:
+            raise InputError("stages that share a rank cannot be priced one by one; give each stage its rank")
+
+    def _check_replicas(self) -> None:
+        if self.replica_ranks is None:
+            return
+        if self.replica_ranks < self.k:
+            raise InputError(f"{self.replica_ranks} ranks are fewer than the k={self.k} stages")
+        if self.ranks != self.k or self.speeds is not None or isinstance(self.link, tuple):
+            raise InputError("replicated stages need one stage a rank, equal speeds and one link")
+        if self.objective == "step-time":
+            raise InputError("the step of replicated stages cannot be simulated; choose variance or max-load")
+        if self.memory is not None and len(set(self.memory.caps)) > 1:
+            raise InputError("replicated stages need the same memory on every rank")
+
+    def _check_pins(self) -> None:
         for name, stage in self.pin.items():
             if name not in self.graph.by_name:
                 raise InputError(f"pin {name}={stage}: the graph has no such node; `pipecompile show` lists its nodes")
             if not -self.k <= stage < self.k:
                 raise InputError(f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from the end")
 
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(range(self.k)) if self.placement is None else self.placement
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, replicas aside."""
+        return len(set(self.stage_ranks))
+
+    def speed(self, stage: int) -> Fraction:
+        """How fast the rank of a stage is."""
+        return Fraction(1) if self.speeds is None else self.speeds[self.stage_ranks[stage]]
+
+    def boundary_link(self, stage: int) -> Link | None:
+        """What connects `stage` to the next one; None within a rank or where transfers are not charged."""
+        here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
+        if self.communication == "none" or here == there:
+            return None
+        return self.link[here][there] if isinstance(self.link, tuple) else self.link
+
+    def reduction_ns(self, parameter_bytes: int, replicas: int) -> int:
+        """A ring all-reduce of one gradient per parameter byte among `replicas`, spread over the microbatches."""
+        assert isinstance(self.link, Link)
+        once = self.link.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
+        return -(-once // self.microbatches)
+
     @cached_property
-    def units(self) -> tuple[tuple[str, ...], ...]:
+    def units(self) -> tuple[Unit, ...]:
         """See `units`; InfeasibleError if there are fewer than `k`."""
         found = units(self.graph)
         if self.k > len(found):
@@ -96,38 +178,38 @@ class Problem:
             )
         return found
 
-    def _largest(self, found: tuple[tuple[str, ...], ...]) -> str:
+    def _largest(self, found: tuple[Unit, ...]) -> str:
         joined = sorted((unit for unit in found if len(unit) > 1), key=len, reverse=True)[:3]
         names = (f"{self.graph.by_name[unit[0]].group or unit[0]} with {len(unit)} nodes" for unit in joined)
         return f" (nodes that stay together: {', '.join(names)})" if joined else ""
 
     @cached_property
-    def pins(self) -> dict[tuple[str, ...], int]:
-        """The stage of each pinned unit, in the order of the units."""
+    def pins(self) -> dict[Unit, int]:
+        """The stage of each pinned unit; the group "inputs" lies in the first stage and "outputs" in the last."""
         stages = {name: stage % self.k for name, stage in self.pin.items()}
-        pinned: dict[tuple[str, ...], int] = {}
+        ends = {FIRST: 0, LAST: self.k - 1}
+        pinned: dict[Unit, int] = {}
         for unit in self.units:
-            wanted = {stages[name]: name for name in unit if name in stages}
+            wanted = {ends[g]: name for name in unit if (g := self.graph.by_name[name].group) in ends}
+            wanted |= {stages[name]: name for name in unit if name in stages}
             if len(wanted) > 1:
                 text = " and ".join(f"{name}={stage}" for stage, name in sorted(wanted.items()))
-                raise InputError(f"pins {text}: these nodes cannot be separated; pin them to one stage")
+                raise InfeasibleError(f"pins {text}: these nodes cannot be separated; pin them to one stage")
             if wanted:
                 pinned[unit] = next(iter(wanted))
-        for (unit, stage), (later, lower) in pairwise(pinned.items()):
-            if lower < stage:
-                raise InfeasibleError(
-                    f"pins put {unit[0]} in stage {stage} and {later[0]} in stage {lower}, "
-                    f"but {later[0]} comes after {unit[0]}; swap or drop one"
-                )
         return pinned
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
-        """The time of these nodes for one microbatch, in the last stage or in another one."""
+        """The time of these nodes for one microbatch at speed 1, in the last stage or in another one."""
         return sum(_compute_ns(self.graph.by_name[name], self.recompute and not last) for name in names)
 
 
 def _compute_ns(node: Node, again: bool) -> int:
     return node.forward_ns * (1 + again) + node.backward_ns
+
+
+def _joined(numbers: Iterable[Fraction]) -> str:
+    return ", ".join(f"{float(number):g}" for number in numbers)
 
 
 def _refuse_unknown(what: str, given: str, known: tuple[str, ...]) -> None:

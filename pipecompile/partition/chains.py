@@ -1,0 +1,329 @@
+"""The best chain of boundaries of a family, by dynamic programming over stages.
+
+A family's ideals up to boundary s are best continued from the best chains that end in smaller ideals at boundary
+s − 1 (PipeDream, arXiv 1806.03377, section 3.1, for intervals; Tarnawski et al., NeurIPS 2020, for ideals). What
+is known of the best value keeps few ideals live: the compute below a boundary and above it must fit the stages
+there. Exact, in whole arrays of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipecompile.partition.boundaries import Boundaries, Rows
+from pipecompile.partition.instance import Integers, Mask
+from pipecompile.partition.problem import Problem
+
+__all__ = ["Chain", "Chains", "Limit"]
+
+BLOCK = 1 << 21  # pairs of ideals that are looked at together
+SLACK = 1 + 1e-9  # windows are found in floating point: wider than needed by more than its error
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What is no longer of interest: loads above `most`, Σ load² above `squares`."""
+
+    most: int | None = None
+    squares: int | None = None
+
+    @property
+    def load(self) -> int | None:
+        """No stage's load is above this."""
+        known = [self.most] if self.most is not None else []
+        return min([*known, isqrt(self.squares)] if self.squares is not None else known, default=None)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Rows of boundaries 0 … k of a family, the ranks of each stage, and the largest load."""
+
+    rows: tuple[int, ...]
+    replicas: tuple[int, ...]
+    most: int
+
+
+@dataclass
+class Chains:
+    """Chains of a family. `near` restricts boundary s to some rows; `priced` holds what stages were found to pay.
+
+    `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be.
+    """
+
+    family: Boundaries
+    near: dict[int, Rows] = field(default_factory=dict)
+    priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> Problem:
+        """What is cut."""
+        return self.family.instance.problem
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks all stages have together."""
+        return self.problem.replica_ranks or self.problem.k
+
+    def best(self, objective: str, limit: Limit) -> Chain | None:
+        """The best chain within the limit, ties broken by the other objective; None if there is none."""
+        if objective == "variance":
+            return self._least(limit, squares=True)
+        first = self._least(limit, squares=False)
+        return first and self._least(replace(limit, most=first.most), squares=True)
+
+    def bands(self, limit: Limit) -> list[Rows]:
+        """Per boundary 0 … k the rows that may be there; all within the limit are among them."""
+        k = self.problem.k
+        everything, nothing = np.array([len(self.family) - 1], np.intp), np.array([0], np.intp)
+        return [nothing, *(self._band(s, limit) for s in range(1, k)), everything]
+
+    def _band(self, boundary: int, limit: Limit) -> Rows:
+        rows = self.near.get(boundary, np.arange(len(self.family), dtype=np.intp))
+        rows = rows[self._pinned(boundary)[rows]]
+        below, above = self._ends(boundary, rows)
+        left, right = self._shares(boundary)
+        fits = np.ones(len(rows), np.bool_)
+        if limit.most is not None:
+            fits &= (below <= limit.most * left[0] * SLACK) & (above <= limit.most * right[0] * SLACK)
+        if limit.squares is not None:
+            fits &= below**2 / left[1] + above**2 / right[1] <= limit.squares * SLACK
+        return rows[fits]
+
+    def _pinned(self, boundary: int) -> Mask:
+        """Where all units are in the ideal that must be, and none that must not."""
+        low, high = self.family.instance.windows
+        fits = np.ones(len(self.family), np.bool_)
+        for unit in self.family.instance.decided:
+            if high[unit] < boundary:
+                fits &= self.family.holds(unit)
+            elif low[unit] >= boundary:
+                fits &= ~self.family.holds(unit)
+        return fits
+
+    def _ends(self, boundary: int, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The least that the stages below and above a boundary do in all."""
+        sums = self.family.sums
+        paid = np.zeros(len(rows), np.int64)
+        if self.problem.speeds is None and self.problem.communication in ("relay", "endpoint"):
+            paid = self.family.crossing(self.problem.boundary_link(boundary - 1))[rows]
+        below = sums.compute[0, rows] + paid
+        above = sums.compute[1, -1] - sums.compute[1, rows] + paid
+        return below.astype(np.float64), above.astype(np.float64)
+
+    def _shares(self, boundary: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Σ speed and Σ speed² of the ranks below and above a boundary, at the most."""
+        k, spare = self.problem.k, self.ranks - self.problem.k
+        speeds = [float(self.problem.speed(stage)) for stage in range(k)]
+        below, above = speeds[:boundary], speeds[boundary:]
+        one, other = ((sum(part) + spare, sum(s * s for s in part) + (1 + spare) ** 2 - 1) for part in (below, above))
+        return one, other
+
+    def pairs(self, limit: Limit) -> int:
+        """How many stages the search would look at, at most."""
+        bands = self.bands(limit)
+        return sum(
+            len(part) * len(b)
+            for s in range(self.problem.k)
+            for part, b in self._blocks(bands[s], bands[s + 1], s, limit)
+        )
+
+    def _blocks(self, a: Rows, b: Rows, stage: int, limit: Limit) -> Iterator[tuple[Rows, Rows]]:
+        """Pairs of rows in blocks, without those whose compute alone is too much or negative."""
+        if not len(a) or not len(b):
+            return
+        compute, most = self.family.sums.compute[0], self._most_compute(stage, limit)
+        width = max(1, BLOCK // len(a))
+        for start in range(0, len(b), width):
+            part = b[start : start + width]
+            low = 0 if most is None else int(np.searchsorted(compute[a], compute[part].min() - most))
+            high = int(np.searchsorted(compute[a], compute[part].max(), side="right"))
+            if low < high:
+                yield a[low:high], part
+
+    def _most_compute(self, stage: int, limit: Limit) -> int | None:
+        if limit.load is None or stage == self.problem.k - 1:
+            return None
+        return int(limit.load * self.problem.speed(stage) * (self.ranks - self.problem.k + 1))
+
+    def loads(self, a: Rows, b: Rows, stage: int) -> Integers:
+        """The load of every pair as `stage` on one rank; pairs that cannot be give nonsense."""
+        problem, sums = self.problem, self.family.sums
+        compute = sums.compute[int(stage == problem.k - 1)]
+        load = compute[b][None, :] - compute[a][:, None]
+        if problem.speeds is not None:
+            speed = problem.speed(stage)
+            load = -(-load * speed.denominator // speed.numerator)
+        before = problem.boundary_link(stage - 1) if stage else None
+        after = problem.boundary_link(stage) if stage < problem.k - 1 else None
+        transfers = self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
+        if problem.communication == "endpoint":
+            transfers = transfers - self.family.passing(a, b, before and after)
+        if problem.communication == "overlap":
+            return np.maximum(load, transfers)
+        result: Integers = load + transfers
+        return result
+
+    def possible(self, a: Rows, b: Rows, stage: int) -> Mask:
+        """Which pairs may be `stage`: one ideal in the other, within its memory, with parameters if it must."""
+        problem, sums = self.problem, self.family.sums
+        fits = self.family.inside(a, b)
+        if problem.memory is not None:
+            held = sums.resident + problem.memory.in_flight[stage] * sums.saved
+            fits &= held[b][None, :] - held[a][:, None] <= problem.memory.caps[problem.stage_ranks[stage]]
+        if problem.parameters_everywhere:
+            fits &= sums.parameters[b][None, :] > sums.parameters[a][:, None]
+        return fits
+
+    def _add_prices(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
+        """Adds what stages were found to pay, in place."""
+        for (where, before, after), extra in self.priced.items():
+            i, j = np.searchsorted(a, before), np.searchsorted(b, after)
+            if where == stage and i < len(a) and j < len(b) and a[i] == before and b[j] == after:
+                if extra is None:
+                    fits[i, j] = False
+                else:
+                    load[i, j] += extra
+
+    def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
+        """The chain of least Σ load², then least maximum; or of least maximum alone."""
+        bands, k = self.bands(limit), self.problem.k
+        cost = _Squares.of(self, limit) if squares else _Nothing()
+        layers = [{0: _Layer.start(cost.kind)}]
+        for stage in range(k):
+            layers.append(self._step(stage, bands, layers[-1], cost, limit))
+        ends = [(layer.total[0], layer.peak[0], used) for used, layer in layers[k].items() if layer.reached[0]]
+        return _walk_back(layers, bands, min(ends)[2]) if ends else None
+
+    def _step(
+        self, stage: int, bands: list[Rows], before: dict[int, _Layer], cost: _Squares | _Nothing, limit: Limit
+    ) -> dict[int, _Layer]:
+        """One stage more: the best value of each row of the next band, by how many ranks are used."""
+        live = np.flatnonzero(np.logical_or.reduce([layer.reached for layer in before.values()]))
+        a, b = bands[stage][live], bands[stage + 1]
+        left = self.problem.k - stage - 1
+        after = {used: _Layer.empty(len(b), cost.kind) for used in range(stage + 1, self.ranks - left + 1)}
+        for part, some in self._blocks(a, b, stage, limit):
+            load, fits = self.loads(part, some, stage), self.possible(part, some, stage)
+            self._add_prices(part, some, stage, load, fits)
+            rows, columns = live[np.searchsorted(a, part)], np.searchsorted(b, some)
+            for used, layer in before.items():
+                for replicas in range(1, self.ranks - left - used + 1):
+                    shared = self._shared(load, part, some, replicas)
+                    ok = fits if limit.load is None else fits & (shared <= limit.load)
+                    spent = cost(shared, part, some)
+                    after[used + replicas].improve(columns, layer, rows, replicas, spent, shared, ok)
+        return after
+
+    def _shared(self, load: Integers, a: Rows, b: Rows, replicas: int) -> Integers:
+        """The load of a stage on several ranks, with the reduction of its gradients."""
+        if replicas == 1:
+            return load
+        weights = self.family.sums.parameters[b][None, :] - self.family.sums.parameters[a][:, None]
+        sizes, where = np.unique(weights, return_inverse=True)
+        reduction = np.array([self.problem.reduction_ns(max(int(size), 0), replicas) for size in sizes], np.int64)
+        result: Integers = -(-load // replicas) + reduction[where].reshape(load.shape)
+        return result
+
+
+class _Nothing:
+    """With a cost of zero, the least maximum decides."""
+
+    kind = np.int64
+
+    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
+        return np.zeros_like(load)
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Σ load² less what all chains have in common, so that it stays small.
+
+    With μ near the mean load and c the compute of a stage, load² = (load − μ)² + 2μ·(load − c) + 2μ·c − μ², and the
+    last two terms sum to the same over every chain. `kind` holds them: 64 bits, or Python integers if too large.
+    """
+
+    compute: Integers
+    mean: int
+    kind: type
+
+    @staticmethod
+    def of(chains: Chains, limit: Limit) -> _Squares:
+        problem, sums = chains.problem, chains.family.sums
+        total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
+        crossing = max((int(values.max()) for values in sums.crossing.values()), default=0)
+        priced = max((extra or 0 for extra in chains.priced.values()), default=0)
+        load = int(total / min(speeds)) + 1 + 2 * crossing + priced if limit.load is None else limit.load
+        mean, own = total // chains.ranks, int(load * max(*speeds, 1)) * chains.ranks
+        fits = problem.k * (max(load, mean) ** 2 + 2 * mean * max(load, own)) < 2**62
+        return _Squares(sums.compute[0], mean, np.int64 if fits else object)
+
+    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
+        load, compute = load.astype(self.kind), self.compute.astype(self.kind)
+        own = compute[b][None, :] - compute[a][:, None]
+        result: Integers = (load - self.mean) ** 2 + 2 * self.mean * (load - own)
+        return result
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Per row of a band the best chain so far: its cost, its largest load, the row before and the last stage's ranks."""
+
+    total: Integers
+    peak: Integers
+    reached: Mask
+    whence: NDArray[np.intp]
+    replicas: NDArray[np.intp]
+
+    @staticmethod
+    def start(kind: type) -> _Layer:
+        """The empty chain."""
+        layer = _Layer.empty(1, kind)
+        layer.reached[0] = True
+        return layer
+
+    @staticmethod
+    def empty(count: int, kind: type) -> _Layer:
+        return _Layer(
+            np.zeros(count, kind),
+            np.zeros(count, np.int64),
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.intp),
+            np.zeros(count, np.intp),
+        )
+
+    def improve(
+        self, columns: Rows, before: _Layer, rows: Rows, replicas: int, spent: Integers, load: Integers, fits: Mask
+    ) -> None:
+        """Takes, in place, what is better by cost and then by the largest load; the first of equals stays."""
+        fits = fits & before.reached[rows][:, None]
+        if not fits.any():
+            return
+        total = before.total[rows][:, None] + spent
+        total[~fits] = total[fits].max() + 1
+        least = total.min(axis=0)
+        peak = np.maximum(before.peak[rows][:, None], load)
+        peak[total != least] = peak.max() + 1
+        choice, every = peak.argmin(axis=0), np.arange(len(columns))
+        worst, some = peak[choice, every], fits.any(axis=0)
+        was, high = self.total[columns], self.peak[columns]
+        better = some & (~self.reached[columns] | (least < was) | ((least == was) & (worst < high)))
+        chosen = columns[better]
+        self.total[chosen], self.peak[chosen] = least[better], worst[better]
+        self.whence[chosen], self.replicas[chosen], self.reached[chosen] = rows[choice[better]], replicas, True
+
+
+def _walk_back(layers: list[dict[int, _Layer]], bands: list[Rows], used: int) -> Chain:
+    rows, replicas, at = [int(bands[-1][0])], list[int](), 0
+    most = int(layers[-1][used].peak[0])
+    for stage in range(len(layers) - 1, 0, -1):
+        layer = layers[stage][used]
+        replicas.append(int(layer.replicas[at]))
+        used, at = used - replicas[-1], int(layer.whence[at])
+        rows.append(int(bands[stage - 1][at]))
+    return Chain(tuple(reversed(rows)), tuple(reversed(replicas)), most)

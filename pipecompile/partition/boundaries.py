@@ -8,7 +8,7 @@ are a family; all ideals of the graph are the family of every cut there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,24 @@ class Sums:
     saved: Integers
     parameters: Integers
     crossing: Mapping[Link, Integers]
+
+    def each(self, change: Callable[[Integers], Integers]) -> Sums:
+        """These with each array changed."""
+        crossing = {link: change(values) for link, values in self.crossing.items()}
+        return Sums(change(self.compute), *map(change, (self.resident, self.saved, self.parameters)), crossing)
+
+    def with_those_of(self, others: Sequence[Sums]) -> Sums:
+        """These and then those of others."""
+        return Sums(
+            np.concatenate([self.compute, *(o.compute for o in others)], axis=1),
+            np.concatenate([self.resident, *(o.resident for o in others)]),
+            np.concatenate([self.saved, *(o.saved for o in others)]),
+            np.concatenate([self.parameters, *(o.parameters for o in others)]),
+            {
+                link: np.concatenate([values, *(o.crossing[link] for o in others)])
+                for link, values in self.crossing.items()
+            },
+        )
 
 
 class Boundaries(ABC):
@@ -143,17 +161,22 @@ class Prefixes(Boundaries):
 
 
 class Ideals(Boundaries):
-    """Any ideals, as rows of bits, sorted by compute."""
+    """Any ideals, as rows of bits; `origin` says which of several joined families each row is from."""
 
-    def __init__(self, instance: Instance, bits: Bits, sums: Sums) -> None:
+    def __init__(self, instance: Instance, bits: Bits, sums: Sums, origin: Rows) -> None:
         order = np.argsort(sums.compute[0], kind="stable")
-        self.instance, self.bits = instance, bits[order]
-        self.sums = Sums(
-            compute=sums.compute[:, order],
-            resident=sums.resident[order],
-            saved=sums.saved[order],
-            parameters=sums.parameters[order],
-            crossing={link: value[order] for link, value in sums.crossing.items()},
+        self.instance, self.bits, self.origin = instance, bits[order], origin[order]
+        self.sums = sums.each(lambda values: values[..., order])
+
+    @staticmethod
+    def joined(families: Sequence[Ideals]) -> Ideals:
+        """One family of the ideals of all, repeated ones included."""
+        first, rest = families[0], [family.sums for family in families[1:]]
+        return Ideals(
+            first.instance,
+            np.concatenate([family.bits for family in families]),
+            first.sums.with_those_of(rest),
+            np.repeat(np.arange(len(families)), [len(family) for family in families]),
         )
 
     def inside(self, a: Rows, b: Rows) -> Mask:
@@ -163,15 +186,13 @@ class Ideals(Boundaries):
         found = np.ones((len(a), len(b)), np.bool_)
         for word in differ:
             found &= (left[:, word, None] & ~right[None, :, word]) == 0
-        equal = self._same(left, right) if np.intersect1d(a, b).size else None
-        return found if equal is None else found & ~equal
+        return found & (self.sizes[a][:, None] < self.sizes[b][None, :])
 
-    @staticmethod
-    def _same(left: Bits, right: Bits) -> Mask:
-        same = np.ones((len(left), len(right)), np.bool_)
-        for word in range(left.shape[1]):
-            same &= left[:, word, None] == right[None, :, word]
-        return same
+    @cached_property
+    def sizes(self) -> Integers:
+        """How many units each ideal has: joined families may hold one twice."""
+        result: Integers = np.bitwise_count(self.bits).sum(axis=1, dtype=np.int64)
+        return result
 
     def states(self, rows: Rows, flows: Sequence[int]) -> Integers:
         bits, result = self.bits[rows], np.zeros((len(rows), len(flows)), np.int64)
@@ -221,7 +242,7 @@ def enumerate_ideals(
         bits[count:total, unit // 64] |= _flag(unit)
         births.append((unit, parents))
         count = total
-    return Ideals(instance, bits[:count], _sums(instance, bits[:count], below, births))
+    return Ideals(instance, bits[:count], _sums(instance, bits[:count], below, births), np.zeros(count, np.intp))
 
 
 def _sums(instance: Instance, bits: Bits, below: Sequence[int], births: Sequence[tuple[int, Rows]]) -> Sums:

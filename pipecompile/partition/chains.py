@@ -9,9 +9,8 @@ there. Exact, in whole arrays of integers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +18,11 @@ from numpy.typing import NDArray
 from pipecompile.partition.boundaries import Boundaries, Rows
 from pipecompile.partition.instance import Integers, Mask
 from pipecompile.partition.problem import Problem
+from pipecompile.partition.windows import Limit
 
-__all__ = ["Chain", "Chains", "Limit"]
+__all__ = ["Chain", "Chains"]
 
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
-SLACK = 1 + 1e-9  # windows are found in floating point: wider than needed by more than its error
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What is no longer of interest: loads above `most`, Σ load² above `squares`."""
-
-    most: int | None = None
-    squares: int | None = None
-
-    @property
-    def load(self) -> int | None:
-        """No stage's load is above this."""
-        known = [self.most] if self.most is not None else []
-        return min([*known, isqrt(self.squares)] if self.squares is not None else known, default=None)
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -75,7 +59,7 @@ class Chains:
         if objective == "variance":
             return self._least(limit, squares=True)
         first = self._least(limit, squares=False)
-        return first and self._least(replace(limit, most=first.most), squares=True)
+        return first and self._least(limit.within(first.most), squares=True)
 
     def bands(self, limit: Limit) -> list[Rows]:
         """Per boundary 0 … k the rows that may be there; all within the limit are among them."""
@@ -86,14 +70,7 @@ class Chains:
     def _band(self, boundary: int, limit: Limit) -> Rows:
         rows = self.near.get(boundary, np.arange(len(self.family), dtype=np.intp))
         rows = rows[self._pinned(boundary)[rows]]
-        below, above = self._ends(boundary, rows)
-        left, right = self._shares(boundary)
-        fits = np.ones(len(rows), np.bool_)
-        if limit.most is not None:
-            fits &= (below <= limit.most * left[0] * SLACK) & (above <= limit.most * right[0] * SLACK)
-        if limit.squares is not None:
-            fits &= below**2 / left[1] + above**2 / right[1] <= limit.squares * SLACK
-        return rows[fits]
+        return rows[limit.allows(*self._ends(boundary, rows), self.problem, boundary)]
 
     def _pinned(self, boundary: int) -> Mask:
         """Where all units are in the ideal that must be, and none that must not."""
@@ -106,7 +83,7 @@ class Chains:
                 fits &= ~self.family.holds(unit)
         return fits
 
-    def _ends(self, boundary: int, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _ends(self, boundary: int, rows: Rows) -> tuple[Integers, Integers]:
         """The least that the stages below and above a boundary do in all."""
         sums = self.family.sums
         paid = np.zeros(len(rows), np.int64)
@@ -114,24 +91,17 @@ class Chains:
             paid = self.family.crossing(self.problem.boundary_link(boundary - 1))[rows]
         below = sums.compute[0, rows] + paid
         above = sums.compute[1, -1] - sums.compute[1, rows] + paid
-        return below.astype(np.float64), above.astype(np.float64)
-
-    def _shares(self, boundary: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Σ speed and Σ speed² of the ranks below and above a boundary, at the most."""
-        k, spare = self.problem.k, self.ranks - self.problem.k
-        speeds = [float(self.problem.speed(stage)) for stage in range(k)]
-        below, above = speeds[:boundary], speeds[boundary:]
-        one, other = ((sum(part) + spare, sum(s * s for s in part) + (1 + spare) ** 2 - 1) for part in (below, above))
-        return one, other
+        return below, above
 
     def pairs(self, limit: Limit) -> int:
         """How many stages the search would look at, at most."""
-        bands = self.bands(limit)
-        return sum(
-            len(part) * len(b)
-            for s in range(self.problem.k)
-            for part, b in self._blocks(bands[s], bands[s + 1], s, limit)
-        )
+        bands, compute = self.bands(limit), self.family.sums.compute[0]
+        total = 0
+        for stage in range(self.problem.k):
+            a, b, most = compute[bands[stage]], compute[bands[stage + 1]], self._most_compute(stage, limit)
+            low = 0 if most is None else np.searchsorted(a, b - most)
+            total += int((np.searchsorted(a, b, side="right") - low).sum())
+        return total
 
     def _blocks(self, a: Rows, b: Rows, stage: int, limit: Limit) -> Iterator[tuple[Rows, Rows]]:
         """Pairs of rows in blocks, without those whose compute alone is too much or negative."""

@@ -17,6 +17,8 @@ from pipecompile.partition.units import Unit
 
 __all__ = ["Flow", "Instance", "Integers", "Mask"]
 
+REACH_MAX = 16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
+
 Integers = NDArray[Any]  # int64, or Python integers where squares do not fit
 Mask = NDArray[np.bool_]
 
@@ -167,6 +169,16 @@ class Instance:
         return low, high
 
     @cached_property
+    def needed_compute(self) -> NDArray[np.float64]:
+        """Per unit the compute of it and of all that it needs, in stages that are not the last."""
+        return _reached(range(self.count), self.before, self.compute[0])
+
+    @cached_property
+    def fed_compute(self) -> NDArray[np.float64]:
+        """Per unit the compute of it and of all that needs it, at the least."""
+        return _reached(range(self.count - 1, -1, -1), self.after, self.compute[1])
+
+    @cached_property
     def decided(self) -> tuple[int, ...]:
         """The units that pins keep out of some stage."""
         low, high = self.windows
@@ -202,3 +214,23 @@ class Instance:
     def assignment(self, stages: Iterable[int]) -> dict[str, int]:
         """The stage of each node, from that of each unit."""
         return {name: int(stage) for unit, stage in zip(self.units, stages, strict=True) for name in unit}
+
+
+def _reached(order: range, sources: Sequence[Sequence[int]], weights: Integers) -> NDArray[np.float64]:
+    """Per unit the weight of all units that lead to it, itself included; of the heaviest path where units are many."""
+    count = len(weights)
+    if count > REACH_MAX:
+        heaviest = np.zeros(count)
+        for unit in order:
+            heaviest[unit] = weights[unit] + max((heaviest[source] for source in sources[unit]), default=0)
+        return heaviest
+    bits = np.zeros((count, -(-count // 8)), np.uint8)
+    for unit in order:
+        if sources[unit]:
+            bits[unit] = np.bitwise_or.reduce(bits[list(sources[unit])], axis=0)
+        bits[unit, unit // 8] |= 1 << unit % 8
+    values, found = weights.astype(np.float64), np.zeros(count)
+    for start in range(0, count, 1024):
+        members = np.unpackbits(bits[start : start + 1024], axis=1, count=count, bitorder="little")
+        found[start : start + 1024] = members @ values
+    return found

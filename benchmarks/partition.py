@@ -1,0 +1,237 @@
+"""How good are our cuts, how do those of others compare, and how long does it take?
+
+    python -m benchmarks.partition [instances] [captured] [synthetic] [scale]
+
+Everything is scored by the same evaluator in the same run, as a ratio to the best bound that is known. Cells are
+`-` where a partitioner finds no cut and `memory` where its cut does not fit. Fails if ours is above any other. Writes
+benchmarks/results/partition.json; groups that are not run keep their figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.baselines import BASELINES, Assignment, has_torchgpipe
+from benchmarks.cost_graphs import FAMILIES, MODELS, captured, deep, synthetic
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Link
+from pipecompile.ir.serde import read
+from pipecompile.partition.check import faults
+from pipecompile.partition.front import solve
+from pipecompile.partition.objective import objective_value, rank_loads, stage_loads
+from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.result import Partition
+
+INSTANCES = Path(__file__).parents[2] / "shared" / "instances" / "placement"
+RESULT = Path(__file__).parent / "results" / "partition.json"
+LINK = Link(bandwidth_bytes_per_s=16 * 10**9)
+SECONDS = 10.0
+STAGES = (2, 4, 8, 16)
+SIZES = (50, 300)  # of synthetic graphs
+SCALE = (
+    *(("llama", nodes) for nodes in (1000, 2000, 5000, 10_000)),
+    ("gpt2", 10_000),
+    *(("moe", nodes) for nodes in (1000, 2000, 5000, 10_000, 50_000)),
+)
+SCALE_STAGES = (8, 64)
+OBJECTIVES = {"max-load": "the largest load", "variance": "the sum of squared loads"}
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+def main(names: list[str]) -> None:
+    """Prints and writes the tables of these groups, or of all."""
+    groups = names or [*GROUPS, "scale"]
+    if not has_torchgpipe():
+        print("torchgpipe is not installed, so its column is empty: pip install torchgpipe")
+        del BASELINES["torchgpipe"]
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name in groups:
+        result[name] = scale() if name == "scale" else compare_all(name, list(GROUPS[name]()))
+    result |= {"python": platform.python_version(), "processors": os.cpu_count(), "seconds_allowed": SECONDS}
+    RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    violations = [text for name in groups for row in result[name] for text in row.get("violations", ())]
+    if violations:
+        raise SystemExit("\n".join(["ours is above others:", *violations]))
+
+
+def instances() -> Iterator[tuple[str, Problem, int]]:
+    """The published placement problems, each with its best known largest load."""
+    known = INSTANCES / "best_known.json"
+    if not known.exists():
+        print("the placement instances are not here; skipped")
+        return
+    for name, best in json.loads(known.read_text()).items():
+        graph, k = read(INSTANCES / f"{name}.json", CostGraph), best["k"]
+        problem = Problem(
+            graph,
+            k,
+            communication=best["comm"],
+            link=Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"]),
+            memory=Memory.simple(graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)),
+        )
+        yield name, problem, best["best_max_load_ns"]
+
+
+def captured_models() -> Iterator[tuple[str, Problem, int]]:
+    """The example models."""
+    for name in MODELS:
+        graph = captured(name)
+        yield from ((name, Problem(graph, k, link=LINK), 0) for k in STAGES)
+
+
+def synthetic_graphs() -> Iterator[tuple[str, Problem, int]]:
+    """Each family in each size."""
+    for family in FAMILIES:
+        for nodes in SIZES:
+            graph = synthetic(family, nodes)
+            yield from ((f"{family} {nodes}", Problem(graph, k, link=LINK), 0) for k in STAGES)
+
+
+GROUPS: dict[str, Callable[[], Iterator[tuple[str, Problem, int]]]] = {
+    "instances": instances,
+    "captured": captured_models,
+    "synthetic": synthetic_graphs,
+}
+
+
+def compare_all(group: str, cases: list[tuple[str, Problem, int]]) -> list[Row]:
+    """One table per objective."""
+    rows = []
+    for objective, meaning in OBJECTIVES.items():
+        print(f"\n{group}: {meaning} over its bound")
+        print(f"{'':28} {'nodes':>6} {'k':>3} {'bound':>10} {'ours':>9} {_cells(BASELINES)}  method")
+        for name, problem, best in cases:
+            known = best if objective == "max-load" else 0
+            rows.append(compare(name, replace(problem, objective=objective), known))
+            _show(rows[-1])
+    return rows
+
+
+def compare(name: str, problem: Problem, known: int) -> Row:
+    """Ours and the others on one problem; `known` is a value that is proven to be the best."""
+    others = {label: _value(problem, baseline) for label, baseline in BASELINES.items()}
+    started = time.perf_counter()
+    row = {"name": name, "nodes": len(problem.graph.nodes), "k": problem.k, "objective": problem.objective}
+    try:
+        found = solve(problem, seconds=SECONDS)
+    except InfeasibleError as error:
+        feasible = [label for label, value in others.items() if isinstance(value, int)]
+        return row | {"error": str(error), "violations": [f"{name}, k={problem.k}: {label}" for label in feasible]}
+    seconds = time.perf_counter() - started
+    return row | _ratios(name, problem, found, known, others) | {"seconds": round(seconds, 2)}
+
+
+def _ratios(name: str, problem: Problem, found: Partition, known: int, others: dict[str, int | str]) -> Row:
+    value, bound = found.search.value, max(found.search.bound, known)
+    assert value == _score(problem, found.assignment), "ours is scored like the others"
+    assert value >= bound, f"{name}: {value} is below {bound}, which was said to be a bound"
+    ratios = {label: v if isinstance(v, str) else round(v / bound, 4) for label, v in {"ours": value, **others}.items()}
+    return {
+        "bound": bound,
+        "ratios": ratios,
+        "method": found.search.method,
+        "proven": value == bound,
+        "violations": [
+            f"{name}, k={problem.k}, {problem.objective}: ours {value}, {label} {other}"
+            for label, other in others.items()
+            if isinstance(other, int) and other < value
+        ],
+    }
+
+
+def _value(problem: Problem, baseline: Callable[[Problem], Assignment | None]) -> int | str:
+    """What the cut of a baseline is worth, or why it is worth nothing."""
+    try:
+        assignment = baseline(problem)
+    except InfeasibleError:
+        return "-"
+    if assignment is None:
+        return "-"
+    fault = next(faults(problem, assignment), None)
+    assert fault is None or "over its cap" in fault, fault
+    return _score(problem, assignment) if fault is None else "memory"
+
+
+def _score(problem: Problem, assignment: Assignment) -> int:
+    return objective_value(problem.objective, rank_loads(problem, stage_loads(problem, assignment)))
+
+
+def _show(row: Row) -> None:
+    start = f"{row['name']:28} {row['nodes']:6} {row['k']:3}"
+    if "error" in row:
+        print(f"{start} {row['error']}")
+        return
+    proof = "proven" if row["proven"] else "not proven"
+    cells = _cells(row["ratios"].values())
+    print(f"{start} {row['bound']:10.4g} {cells}  {row['method']}, {proof}, {row['seconds']:.1f} s", flush=True)
+
+
+def _cells(values: Any) -> str:
+    return " ".join(f"{value:>10}" if isinstance(value, str) else f"{value:10.3f}" for value in values)
+
+
+def scale() -> list[Row]:
+    """Seconds and memory as graphs grow, each in a process of its own."""
+    print(f"\nscale: {OBJECTIVES['variance']} over its bound")
+    print(f"{'':12} {'nodes':>6} {'k':>3} {'seconds':>8} {'peak MB':>8} {'ratio':>7}  method")
+    rows = []
+    for kind, nodes in SCALE:
+        _alone(_graph, kind, nodes)  # captures it, where it is a model
+        for k in SCALE_STAGES:
+            rows.append(row := _alone(measure, kind, nodes, k))
+            proof = "proven" if row["proven"] else "not proven"
+            figures = f"{row['seconds']:8.1f} {row['peak_mb']:8} {row['ratio']:7.3f}"
+            print(f"{kind:12} {row['nodes']:6} {k:3} {figures}  {row['method']}, {proof}", flush=True)
+    return rows
+
+
+def measure(kind: str, nodes: int, k: int) -> Row:
+    """One cut by ours, and the peak of this process."""
+    graph = _graph(kind, nodes)
+    started = time.perf_counter()
+    found = solve(Problem(graph, k, link=LINK), seconds=SECONDS)
+    return {
+        "kind": kind,
+        "nodes": len(graph.nodes),
+        "k": k,
+        "seconds": round(time.perf_counter() - started, 1),
+        "peak_mb": _peak_bytes() // 10**6,
+        "ratio": round(found.search.value / found.search.bound, 4),
+        "method": found.search.method,
+        "proven": found.search.proven,
+    }
+
+
+def _graph(kind: str, nodes: int) -> CostGraph:
+    return synthetic(kind, nodes) if kind in FAMILIES else deep(kind, nodes)
+
+
+def _peak_bytes() -> int:
+    """Of this program alone: getrusage counts what the parent held when it forked."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _alone(function: Callable[..., T], *arguments: Any) -> T:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""Why a problem has no cut: which constraint, where, by how much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipecompile.partition.boundaries import Prefixes
+from pipecompile.partition.chains import Chain
+from pipecompile.partition.instance import Instance
+from pipecompile.partition.linear import cut_order
+from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.windows import Limit
+
+__all__ = ["why_infeasible"]
+
+PRICES = 2000  # stages priced to find how much memory is short
+
+
+def why_infeasible(instance: Instance, *, proven: bool) -> str:
+    """One line. The constraints are dropped one after the other until a cut of the graph's own order is found."""
+    problem = instance.problem
+    if problem.memory is not None and _cut(instance, replace(problem, memory=None)) is not None:
+        return _memory(instance, problem.memory) + ("" if proven else "; that no other cut fits is not proven")
+    if problem.parameters_everywhere:
+        bearing = int((instance.parameters > 0).sum())
+        return (
+            f"k={problem.k} stages must each have parameters, but no cut has that: only {bearing} of {instance.count} "
+            f"units have any; choose a smaller k, or allow stages without parameters"
+        )
+    pins = ", ".join(f"{name}={stage}" for name, stage in problem.pin.items())
+    return f"no cut into k={problem.k} non-empty stages meets the pins {pins}; drop one or choose another k"
+
+
+def _cut(instance: Instance, problem: Problem) -> Chain | None:
+    prefixes = Prefixes(Instance(problem, instance.units), range(instance.count))
+    return cut_order(prefixes, Limit(), Pricing(problem, PRICES).best)
+
+
+def _memory(instance: Instance, memory: Memory) -> str:
+    """By how much all ranks would need more, found by bisection, and the stage that is then largest."""
+    problem = instance.problem
+
+    def cut(more: int) -> Chain | None:
+        caps = tuple(cap + more for cap in memory.caps)
+        return _cut(instance, replace(problem, memory=replace(memory, caps=caps)))
+
+    few, many = 0, 1
+    while (found := cut(many)) is None:
+        few, many = many, 2 * many
+    while many - few > max(1, many // 1000):
+        middle = (few + many) // 2
+        few, many, found = (few, middle, better) if (better := cut(middle)) is not None else (middle, many, found)
+    stage, unit = _tightest(instance, memory, found)
+    cap = memory.caps[problem.stage_ranks[stage]]
+    alone = memory.held(instance.units[unit], stage)
+    return (
+        f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found needs {cap + many:,}, "
+        f"{many:,} more, in stage {stage}, where {instance.units[unit][0]} is the largest node ({alone:,} alone)"
+    )
+
+
+def _tightest(instance: Instance, memory: Memory, chain: Chain) -> tuple[int, int]:
+    """The stage with the least room left, and its largest unit."""
+
+    def held(unit: int, stage: int) -> int:
+        return memory.held(instance.units[unit], stage)
+
+    room = []
+    for stage, (start, stop) in enumerate(zip(chain.rows, chain.rows[1:], strict=False)):
+        cap = memory.caps[instance.problem.stage_ranks[stage]]
+        room.append((cap - sum(held(unit, stage) for unit in range(start, stop)), stage, start, stop))
+    _, stage, start, stop = min(room)
+    return stage, max(range(start, stop), key=lambda unit: held(unit, stage))

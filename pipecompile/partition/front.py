@@ -1,0 +1,259 @@
+"""The partitioner: picks methods, hands the best cut from one to the next, and says what is proven.
+
+First the cuts of several orders. What they reach bounds where each unit can lie; if the ideals that are left can be
+listed, the best chain of them is proven best. Otherwise the orders are shuffled inside the stages and the
+neighbourhood of the best cut is listed, over and over, and CP-SAT works on the whole. The budget is counted in steps
+and not in seconds, so the same input gives the same output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.plan import Link
+from pipecompile.partition.boundaries import Prefixes
+from pipecompile.partition.chains import Chain, Chains
+from pipecompile.partition.check import faults
+from pipecompile.partition.explain import why_infeasible
+from pipecompile.partition.instance import Instance
+from pipecompile.partition.lattice import every_cut, nearby
+from pipecompile.partition.linear import cut_order
+from pipecompile.partition.local import climb
+from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
+from pipecompile.partition.orders import orders, reordered
+from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.problem import Problem
+from pipecompile.partition.result import Partition
+from pipecompile.partition.windows import Limit
+
+__all__ = ["solve"]
+
+PAIRS_PER_SECOND = 10_000_000  # that a search looks at, on one core of 2020 or later
+UNITS_PER_SECOND = 40_000  # that are put in order and laid out
+INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
+PRICES_PER_SECOND = 100
+STEPS_PER_SECOND = 10_000  # actions that are simulated
+
+
+def solve(problem: Problem, *, seconds: float = 10.0) -> Partition:
+    """The best cut that about `seconds` of work find, with a bound; the same one every time.
+
+    InfeasibleError says which constraint cannot be met, where, and by how much.
+    """
+    if problem.objective == "step-time":
+        return _fastest_step(problem, seconds)
+    search = _Search(Instance.of(problem), seconds)
+    search.run()
+    return search.result()
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The stage of each unit; what it is worth, by the objective and then the other one."""
+
+    stages: tuple[int, ...]
+    value: tuple[int, int]
+    replicas: tuple[int, ...] | None
+    extra_ns: Mapping[int, int]
+    method: str
+
+
+@dataclass
+class _Search:
+    instance: Instance
+    seconds: float
+    best: _Cut | None = None
+    bound: int = 0
+    done: bool = False
+    spent: float = 0.0
+    tried: set[str] = field(default_factory=set)
+
+    @property
+    def problem(self) -> Problem:
+        return self.instance.problem
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k)
+
+    @property
+    def limit(self) -> Limit:
+        """What a cut must not exceed to be as good as the best so far."""
+        if self.best is None:
+            return Limit()
+        value = self.best.value[0]
+        return Limit(squares=value) if self.problem.objective == "variance" else Limit(most=value)
+
+    def run(self) -> None:
+        """All methods in turn, each from the best cut so far, until one is proven best."""
+        self.bound = lower_bound(self.problem)
+        if self.problem.ranks != self.problem.k:
+            self._shared_ranks()
+            return
+        self._linear()
+        self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
+        for share in (0.1, 0.3):
+            if not self.done:
+                self._refine(share)
+                self._exact(share)
+            if not self.done:
+                self._integer(share)
+
+    def result(self) -> Partition:
+        """The best cut, scored from the graph alone."""
+        if self.best is None:
+            raise InfeasibleError(why_infeasible(self.instance, proven=self.done))
+        assignment, cut = self.instance.assignment(self.best.stages), self.best
+        wrong = next(faults(self.problem, assignment), None)
+        assert wrong is None, f"the search gave a cut that is not allowed: {wrong}"
+        return Partition.of(
+            self.problem,
+            assignment,
+            method=cut.method,
+            bound=cut.value[0] if self.done else self.bound,
+            extra_ns=cut.extra_ns,
+            replicas=cut.replicas,
+        )
+
+    def _linear(self) -> None:
+        """Several orders; a graph that has only one is then solved."""
+        for order in orders(self.instance):
+            self._try_order(order)
+            if self._is_met() or self.spent > self.seconds / 2:
+                return
+
+    def _is_met(self) -> bool:
+        self.done = self.done or (self.best is not None and self.best.value[0] == self.bound and self.pricing.complete)
+        return self.done
+
+    def _try_order(self, order: Sequence[int]) -> None:
+        prefixes = Prefixes(self.instance, order)
+        found = cut_order(prefixes, self.limit, self.pricing.best)
+        self.spent += len(order) / UNITS_PER_SECOND
+        if found is not None:
+            self._take(Chains(prefixes), found, "linear-dp")
+
+    def _take(self, chains: Chains, chain: Chain, method: str) -> None:
+        """Keeps a chain if it is better than the best so far."""
+        stages = sum(~chains.family.contains(row) + np.zeros(self.instance.count, np.intp) for row in chain.rows[1:])
+        replicas = None if self.problem.replica_ranks is None else chain.replicas
+        self._keep(tuple(stages.tolist()), replicas, self.pricing.extra_ns(chains.family, chain), method)
+
+    def _keep(
+        self, stages: tuple[int, ...], replicas: tuple[int, ...] | None, extra_ns: Mapping[int, int], method: str
+    ) -> None:
+        loads = stage_loads(self.problem, self.instance.assignment(stages), replicas)
+        loads = tuple(load + extra_ns.get(stage, 0) for stage, load in enumerate(loads))
+        value = self._value(loads)
+        if self.best is None or value < self.best.value:
+            self.best = _Cut(stages, value, replicas, extra_ns, method)
+
+    def _value(self, loads: Sequence[int]) -> tuple[int, int]:
+        found = measures(rank_loads(self.problem, loads))
+        both = found["sum_of_squares_ns2"], found["max_load_ns"]
+        return both if self.problem.objective == "variance" else both[::-1]
+
+    def _exact(self, share: float) -> None:
+        """Every cut that is as good as the best so far, if they can be listed in a share of the budget."""
+        chains = every_cut(self.instance, self.limit)
+        if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
+            return
+        found = self.pricing.best(chains, self.limit)
+        if found is not None:
+            self._take(chains, found, "ideal-dp")
+        self.done = self.pricing.complete
+
+    def _refine(self, share: float) -> None:
+        """Shuffles the order inside the stages and lists what lies near the best cut, for a share of the budget."""
+        random, reach = np.random.default_rng(int(1000 * share)), 64
+        until = self.spent + share * self.seconds
+        while self.best is not None and self.spent < until and not self._is_met():
+            order = reordered(self.instance, self.best.stages, random)
+            rows = [0, *np.cumsum(np.bincount(self.best.stages, minlength=self.problem.k)).tolist()]
+            chains = nearby(self.instance, order, rows, reach)
+            self.spent += len(order) / UNITS_PER_SECOND
+            pairs = 0 if chains is None else chains.pairs(self.limit)
+            if chains is None or pairs > self.seconds * PAIRS_PER_SECOND / 10:
+                reach = max(1, reach // 2)
+                continue
+            self.spent += pairs / PAIRS_PER_SECOND
+            found = self.pricing.best(chains, self.limit)
+            if found is not None:
+                self._take(chains, found, "linear-dp")
+
+    def _integer(self, share: float) -> None:
+        """CP-SAT on the whole graph: a bound where there was none, and perhaps a better cut."""
+        if self.instance.count > INTEGER_UNITS or self.problem.replica_ranks is not None:
+            return
+        from pipecompile.partition.cpsat import COARSE, FINE, solve_integer
+
+        known, seconds = self.best and self.best.stages, share * self.seconds / 2
+        # Squares of fine times are too large for the solver, and those of coarse ones take it longer.
+        scales = ((COARSE, seconds), (FINE, seconds)) if self.problem.objective == "max-load" else ((COARSE, seconds),)
+        for time_units, budget in scales:
+            answer = solve_integer(self.instance, known, self.limit, budget, time_units)
+            self.done = self.done or answer.infeasible
+            self.bound = max(self.bound, min(answer.bound, self.best.value[0]) if self.best else answer.bound)
+            if answer.stages is not None and self._allowed(answer.stages):
+                self._keep(answer.stages, None, {}, "cp-sat")
+        self._is_met()
+
+    def _allowed(self, stages: Sequence[int]) -> bool:
+        """Stages that must pay for their memory are left to the dynamic program."""
+        memory = self.problem.memory
+        free = memory is None or memory.price is None
+        return free and next(faults(self.problem, self.instance.assignment(stages)), None) is None
+
+    def _shared_ranks(self) -> None:
+        """Several stages a rank: the load that counts is the rank's sum, which no chain of stages knows."""
+        start = replace(self.problem, placement=None, speeds=None, memory=None, link=Link())
+        first = _Search(Instance(start, self.instance.units), self.seconds / 4)
+        first._linear()
+        if first.best is not None:
+            self._climb(first.best.stages)
+        self._integer(0.5)
+        if self.best is not None:
+            self._climb(self.best.stages)
+        self._is_met()
+
+    def _climb(self, stages: tuple[int, ...]) -> None:
+        evaluations = int(self.seconds * UNITS_PER_SECOND / 8 / self.instance.count)
+        found = climb(self.instance, stages, self._allowed_value, evaluations)
+        if self._allowed_value(found) is not None:
+            self._keep(found, None, {}, "linear-dp")
+
+    def _allowed_value(self, stages: tuple[int, ...]) -> tuple[int, int] | None:
+        if not self._allowed(stages):
+            return None
+        return self._value(stage_loads(self.problem, self.instance.assignment(stages)))
+
+
+def _fastest_step(problem: Problem, seconds: float) -> Partition:
+    """The cuts that the other objectives find, and what hill climbing on the simulated step makes of the best."""
+    assert problem.step_ns is not None
+    step_ns, least = problem.step_ns, replace(problem, objective="max-load", step_ns=None)
+    cuts = [
+        solve(replace(least, objective=objective, communication=communication), seconds=seconds / 4)
+        for objective, communication in (
+            ("variance", problem.communication),
+            ("max-load", problem.communication),
+            ("max-load", "none"),
+        )
+    ]
+    bound = max(lower_bound(problem), problem.microbatches * cuts[-1].search.bound)
+    best = min(cuts, key=lambda cut: step_ns(cut.assignment)).assignment
+    instance = Instance.of(problem)
+
+    def value(stages: tuple[int, ...]) -> int | None:
+        assignment = instance.assignment(stages)
+        return None if next(faults(problem, assignment), None) else step_ns(assignment)
+
+    stages = tuple(best[unit[0]] for unit in instance.units)
+    evaluations = int(seconds * STEPS_PER_SECOND / (problem.k * problem.microbatches))
+    found = climb(instance, stages, value, evaluations)
+    return Partition.of(problem, instance.assignment(found), method="linear-dp", bound=bound)

@@ -1,0 +1,71 @@
+"""Which stages each unit may lie in: what it needs must fit the stages up to its own, what it feeds those from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import isqrt
+
+import numpy as np
+
+from pipecompile.partition.instance import Instance, Integers
+from pipecompile.partition.problem import Problem
+
+__all__ = ["Limit", "windows"]
+
+SLACK = 1 + 1e-9  # windows are found in floating point: wider than needed by more than its error
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What is no longer of interest: loads above `most`, Σ load² above `squares`."""
+
+    most: int | None = None
+    squares: int | None = None
+
+    @property
+    def load(self) -> int | None:
+        """No rank's load is above this."""
+        known = [limit for limit in (self.most, None if self.squares is None else isqrt(self.squares)) if limit is not None]
+        return min(known, default=None)
+
+    def within(self, most: int) -> Limit:
+        """The same, and no load above `most`."""
+        return replace(self, most=most if self.most is None else min(most, self.most))
+
+    def allows(self, below: Integers, above: Integers, problem: Problem, boundary: int) -> Integers:
+        """Whether the stages below a boundary may do so much and those above so much (at speed 1, at the least)."""
+        fits = np.ones(len(below), np.bool_)
+        parts = [(below.astype(np.float64), _shares(problem, 0, boundary))]
+        parts.append((above.astype(np.float64), _shares(problem, boundary, problem.k)))
+        if self.most is not None:
+            for amount, (speed, _) in parts:
+                fits &= amount <= self.most * speed * SLACK
+        if self.squares is not None:
+            fits &= sum(amount**2 / max(squared, 1e-300) for amount, (_, squared) in parts) <= self.squares * SLACK
+        return fits
+
+
+def _shares(problem: Problem, start: int, stop: int) -> tuple[float, float]:
+    """Σ speed and Σ speed² of the ranks of these stages, at the most; a stage may have all spare ranks."""
+    spare = (problem.replica_ranks or problem.k) - problem.k if stop > start else 0
+    speeds = {problem.stage_ranks[s]: problem.speed(s) for s in range(start, stop)}
+    total = sum(speeds.values(), Fraction(spare))
+    squares = sum((speed**2 for speed in speeds.values()), Fraction((1 + spare) ** 2 - 1))
+    return float(total), float(squares)
+
+
+def windows(instance: Instance, limit: Limit) -> tuple[Integers, Integers]:
+    """Per unit the first and last stage that it may lie in if the limit is to be met; exact, so a proof may use it."""
+    k, problem = instance.k, instance.problem
+    low, high = (np.array(values, np.int64) for values in instance.windows)
+    total = float(instance.compute[1].sum())
+    for boundary in range(1, k):
+        (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, k)
+        even = total * left / (left + right)  # the split of least Σ load²
+        below = np.maximum(instance.needed_compute, even)  # if the unit lies before the boundary
+        low[~limit.allows(below, np.maximum(total - below, 0), problem, boundary) & (low < boundary)] = boundary
+        above = np.maximum(instance.fed_compute, total - even)  # if it lies after it
+        late = ~limit.allows(np.maximum(total - above, 0), above, problem, boundary)
+        high[late] = np.minimum(high[late], boundary - 1)
+    return low, high

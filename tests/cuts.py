@@ -55,7 +55,7 @@ def links(draw: st.DrawFn, scale: int) -> Link:
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 8, scale: int = 1, shared: bool = False) -> Problem:
+def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False) -> Problem:
     """One stage a rank, or with `shared` several; every kind of communication and constraint."""
     graph, k = draw(graphs(most, scale)), draw(st.integers(1, 4))
     placement = draw(st.sampled_from([(0,) * k, tuple(s % 2 if k > 1 else 0 for s in range(k)), (0, 1, 1, 0)[:k]]))

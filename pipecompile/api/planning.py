@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipecompile.errors import PipecompileError
+from pipecompile.errors import InfeasibleError, PipecompileError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.memory import Layout, rank_memory
+from pipecompile.ir.memory import Layout, floors, rank_memory
 from pipecompile.ir.plan import (
     Boundary,
+    Faster,
     Fingerprint,
     Link,
     Options,
@@ -32,12 +34,13 @@ from pipecompile.schedule.named import generate, in_flight
 from pipecompile.schedule.simulate import gradient_flows, simulate_plan, simulate_stages
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from pipecompile.partition.problem import Candidate, Problem
     from pipecompile.partition.result import Partition
 
-__all__ = ["costs_digest", "draft", "over_limits", "schedule_for", "violations"]
+__all__ = ["costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "violations"]
+
+OBJECTIVES = ("variance", "max-load", "step-time")
+OTHERS_SECONDS = 2.0  # of work on each objective that was not asked for
 
 
 def draft(
@@ -79,33 +82,103 @@ def draft(
 
 
 def _partition(graph: CostGraph, options: Options, link: Link) -> Partition:
-    # Imported here: it needs numpy and networkx, which reading a plan does not.
-    from pipecompile.partition.linear import solve
-    from pipecompile.partition.problem import Problem
+    """The cut, all objectives' values for it, and whether another objective would shorten the step."""
+    # Imported here: solvers need numpy and networkx, which reading a plan does not.
+    from pipecompile.partition.front import solve
 
-    recompute = options.recompute == "stage"
+    problem = problem_of(graph, options, link)
+    assert problem.step_ns is not None
+    try:
+        found = solve(problem)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{_what_would_fit(graph, options, link)}") from None
+    step_ns = problem.step_ns(found.assignment)
+    others = [
+        Faster(objective=objective, step_ns=problem.step_ns(solve(other, seconds=OTHERS_SECONDS).assignment))
+        for objective in OBJECTIVES
+        if objective != options.objective
+        for other in [replace(problem, objective=objective)]
+    ]
+    fastest = min(others, key=lambda other: other.step_ns)
+    search = msgspec.structs.replace(
+        found.search,
+        values={**found.search.values, "step_ns": step_ns},
+        faster=fastest if fastest.step_ns * 100 < step_ns * 99 else None,
+    )
+    return replace(found, search=search)
 
-    def stage_bytes(layout: Layout, stage: int) -> NDArray[np.int64]:
-        return layout.bound_table(
-            in_flight=in_flight(options.schedule, options.k, options.microbatches, stage),
-            microbatches=options.microbatches,
-            recompute=recompute and stage < options.k - 1,
-        )
 
-    problem = Problem(
+def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
+    """What the options ask of the partitioner."""
+    from pipecompile.partition.problem import Memory, Problem
+
+    recompute, memory = options.recompute == "stage", None
+    if options.memory_bytes is not None:
+        flights = [in_flight(options.schedule, options.k, options.microbatches, stage) for stage in range(options.k)]
+        caps = (options.memory_bytes,) * options.k
+        memory = Memory(caps, tuple(flights), *floors(graph, recompute=recompute), price=_price(graph, options))
+    return Problem(
         graph,
         options.k,
         objective=options.objective,
         link=link,
         recompute=recompute,
-        memory_bytes=options.memory_bytes,
-        stage_bytes=stage_bytes if options.memory_bytes is not None else None,
+        memory=memory,
         pin=options.pin,
+        parameters_everywhere=options.parameters_everywhere,
+        microbatches=options.microbatches,
+        step_ns=lambda assignment: _step_ns(graph, assignment, options, link),
     )
-    return solve(problem)
 
 
-def _stages(graph: CostGraph, assignment: dict[str, int], options: Options) -> tuple[Stage, ...]:
+def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | None]:
+    """A stage fits its budget by the plan's memory model, or it does not: nothing is recomputed to make it fit."""
+
+    def price(candidate: Candidate) -> int | None:
+        taken = {*candidate.before, *candidate.nodes}
+        rest = tuple(node.name for node in graph.nodes if node.name not in taken)
+        units = [names for names in (candidate.before, candidate.nodes, rest) if names]
+        start = int(bool(candidate.before))
+        held = Layout(graph, tuple(units)).footprint(start, start + 1)
+        needed = held.bound(
+            in_flight=candidate.in_flight,
+            microbatches=options.microbatches,
+            recompute=options.recompute == "stage" and candidate.stage < options.k - 1,
+        )
+        return 0 if needed <= candidate.budget else None
+
+    return price
+
+
+def _step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, link: Link) -> int:
+    stages = _stages(graph, assignment, options)
+    schedule = schedule_for(options.schedule, stages, link, options.microbatches, options.recompute == "stage")
+    return simulate_stages(schedule, stages, link).makespan_ns
+
+
+def _what_would_fit(graph: CostGraph, options: Options, link: Link) -> str:
+    """The options nearest to these that can be met, as a sentence; at most a few are tried."""
+    more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, 2 * options.k + 3)]
+    changed = {f"k={other.k}": other for other in more}
+    if options.recompute == "none":
+        changed = {"recompute=stage": msgspec.structs.replace(options, recompute="stage"), **changed}
+    fitting = [text for text, other in changed.items() if _is_feasible(graph, other, link)]
+    if not fitting:
+        return f"; neither up to {more[-1].k} stages nor recompute would fit: allow more memory or fewer microbatches"
+    return f"; this would fit: {' or '.join(fitting[:2])}"
+
+
+def _is_feasible(graph: CostGraph, options: Options, link: Link) -> bool:
+    from pipecompile.partition.front import solve
+
+    try:
+        solve(problem_of(graph, options, link), seconds=OTHERS_SECONDS)
+    except PipecompileError:
+        return False
+    return True
+
+
+def _stages(graph: CostGraph, assignment: Mapping[str, int], options: Options) -> tuple[Stage, ...]:
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(options.k)]
     layout = Layout(graph, tuple(names))
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, options.k)]
@@ -140,7 +213,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     return None if None in known else sum(value for value in known if value is not None)
 
 
-def _crossing(graph: CostGraph, assignment: dict[str, int], stage: int) -> Iterable[Boundary]:
+def _crossing(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterable[Boundary]:
     """The tensors that go from `stage` to the next one, relayed ones included, in the order of the graph."""
     for tensor in graph.tensors:
         last = max((assignment[name] for name in tensor.consumers), default=-1)

@@ -10,20 +10,14 @@ block and doubles the workspace. That the bound holds on a given device is not p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import NonNegative, Value
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "rank_memory"]
+__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "floors", "rank_memory"]
 
 BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 
@@ -67,6 +61,13 @@ class Footprint(Value, frozen=True, kw_only=True):
     received: Amount
     received_gradients: Amount
     workspace: Amount
+
+    def bound(self, *, in_flight: int, microbatches: int, recompute: bool) -> int:
+        """The bound of a rank that holds this stage alone, with so many microbatches between forward and backward."""
+        resident = self.parameters + self.gradients + self.workspace
+        activations = self.kept + self.outputs * (in_flight - 1) if recompute else self.kept * in_flight
+        buffers = (self.received + self.received_gradients) * microbatches
+        return (resident + activations + buffers).bound
 
 
 class RankMemory(Value, frozen=True, kw_only=True):
@@ -174,47 +175,42 @@ class Layout:
             workspace=Amount(expected=largest, bound=2 * _rounded(largest)),
         )
 
-    def bound_table(self, *, in_flight: int, microbatches: int, recompute: bool) -> NDArray[np.int64]:
-        """The bound of every possible stage, as `rank_memory` would give it: table[start, stop] bytes.
 
-        Every term counts items whose interval a stage contains or crosses, so each is a weighted rectangle in
-        the (start, stop) plane, and one two-dimensional running sum adds them all. O(units²) time and memory.
-        """
-        import numpy as np
+def floors(graph: CostGraph, *, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
 
-        n = len(self.units)
-        plane = np.zeros((n + 2, n + 2), dtype=np.int64)
-        for i0, i1, j0, j1, weight in self._rectangles(in_flight, microbatches, recompute):
-            if i0 <= i1 and j0 <= j1:
-                plane[i0, j0] += weight
-                plane[i1 + 1, j0] -= weight
-                plane[i0, j1 + 1] -= weight
-                plane[i1 + 1, j1 + 1] += weight
-        table: NDArray[np.int64] = plane.cumsum(axis=0).cumsum(axis=1)[: n + 1, : n + 1]
-        largest = np.array([2 * _rounded(size) for size in self.workspaces], dtype=np.int64)
-        for start in range(n):
-            table[start, start + 1 :] += np.maximum.accumulate(largest[start:])
-        return table
+    A parameter counts in equal parts for the nodes that read it; a saved storage for its producer, whose stage keeps
+    it until the backward: as often as microbatches are in flight, or once if stages recompute.
+    """
+    resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
+    readers: dict[str, list[str]] = {}
+    savers: dict[int, set[str]] = {}
+    for node in graph.nodes:
+        if not node.parameters:
+            resident[node.name] += 2 * _rounded(node.parameter_bytes)
+        for name in node.parameters:
+            readers.setdefault(name, []).append(node.name)
+        for storage in node.saved:
+            savers.setdefault(storage, set()).add(node.name)
+    for name, nodes in readers.items():
+        parameter = graph.parameter_by_name[name]
+        for reader in nodes:
+            resident[reader] += _rounded(parameter.bytes) * (1 + parameter.trainable) // len(nodes)
+    kept = resident if recompute else saved
+    for producer, storage in _only_producers(graph, savers):
+        kept[producer] += _rounded(graph.storages[storage])
+    return resident, saved
 
-    def _rectangles(
-        self, in_flight: int, microbatches: int, recompute: bool
-    ) -> Iterator[tuple[int, int, int, int, int]]:
-        """(start from, to, stop from, to, bytes): every stage in the rectangle holds that many bytes more."""
-        n = len(self.units)
-        for name, places in self.uses.items():
-            parameter = self.graph.parameter_by_name[name]
-            for previous, place in zip((-1, *places), places, strict=False):
-                yield previous + 1, place, place + 1, n, _rounded(parameter.bytes) * (1 + parameter.trainable)
-        for place, size in self.anonymous:
-            yield 0, place, place + 1, n, 2 * _rounded(size)
-        for storage in self.storages:
-            size, saved = _rounded(storage.bytes), n if storage.saved is None else storage.saved
-            yield 0, storage.first, storage.first + 1, storage.last, in_flight * size
-            inner = size if recompute else in_flight * size
-            yield 0, storage.first, max(storage.last, saved) + 1, n, inner
-        for first, last, value, gradient in self.spans:
-            yield first + 1, last, 0, n, microbatches * _rounded(value)
-            yield 0, n, first + 1, last, microbatches * _rounded(gradient)
+
+def _only_producers(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
+    """Saved storages that are one tensor, saved by its producer and its consumers alone."""
+    tensors: dict[int, list[Tensor]] = {}
+    for tensor in graph.tensors:
+        if tensor.storage is not None:
+            tensors.setdefault(tensor.storage, []).append(tensor)
+    for storage, (tensor, *others) in tensors.items():
+        if not others and storage in savers and savers[storage] <= {tensor.producer, *tensor.consumers}:
+            yield tensor.producer, storage
 
 
 def _rounded(size: int) -> int:

@@ -35,6 +35,7 @@ __all__ = ["solve"]
 
 PAIRS_PER_SECOND = 10_000_000  # that a search looks at, on one core of 2020 or later
 UNITS_PER_SECOND = 40_000  # that are put in order and laid out
+ROUND = 0.005  # seconds that each round takes besides
 INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
 PRICES_PER_SECOND = 100
 STEPS_PER_SECOND = 10_000  # actions that are simulated
@@ -176,7 +177,7 @@ class _Search:
             order = reordered(self.instance, self.best.stages, random)
             rows = [0, *np.cumsum(np.bincount(self.best.stages, minlength=self.problem.k)).tolist()]
             chains = nearby(self.instance, order, rows, reach)
-            self.spent += len(order) / UNITS_PER_SECOND
+            self.spent += ROUND + len(order) / UNITS_PER_SECOND
             pairs = 0 if chains is None else chains.pairs(self.limit)
             if chains is None or pairs > self.seconds * PAIRS_PER_SECOND / 10:
                 reach = max(1, reach // 2)

@@ -94,12 +94,13 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("-k", "k", type=int, default=4, show_default=True, help="Number of stages."),
             click.option("--microbatches", type=int, help="Microbatches per step; default k."),
             click.option("--schedule", default="1f1b", show_default=True, help="gpipe or 1f1b."),
-            click.option("--objective", default="variance", show_default=True, help="variance or max-load."),
+            click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
             click.option("--memory", help="Cap of each rank, such as 16GiB."),
             click.option("--recompute", default="none", show_default=True, help="none or stage."),
             click.option("--costs", default="measured", show_default=True, help="measured or flops."),
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
             click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
+            click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
         ]
     ):
         function = option(function)
@@ -109,7 +110,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     """Command line options as `options_for` takes them."""
     pins = dict(_pin(text) for text in options.pop("pin"))
-    groups = [tuple(text.split(",")) for text in options.pop("no_split")]
+    groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
     return {**options, "pin": pins, "groups": groups}
 
 
@@ -237,6 +238,45 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
     step, span = time_text(timeline.makespan_ns), time_text(timeline.span_ns)
     text = f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}\n{timeline_text(timeline)}"
     click.echo(f"```\n{text}\n```" if form == "github" else text)
+    return FINE
+
+
+@commands.command()
+@click.argument("path", metavar="GRAPH")
+@click.option("-k", "k", type=int, required=True, help="Number of stages.")
+@click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time.")
+@click.option("--memory", help="Cap of each rank, such as 16GiB, or one a rank with commas between.")
+@click.option("--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free.")
+@click.option("--latency", type=int, default=0, help="Nanoseconds of each transfer besides.")
+@click.option("--links", help="File with bandwidth and latency from rank to rank, instead of one for all.")
+@click.option("--comm", default="endpoint", show_default=True, help="endpoint, relay, overlap or none.")
+@click.option("--schedule", help="1f1b or gpipe: how many microbatches a stage holds, and what step-time simulates.")
+@click.option("--microbatches", type=int, help="Microbatches per step.")
+@click.option("--state-factor", default="1", show_default=True, help="Memory per byte of parameters.")
+@click.option("--stages-per-rank", type=int, default=1, show_default=True, help="Stages that share a rank.")
+@click.option("--placement", type=click.Choice(["loop", "v"]), default="loop", show_default=True)
+@click.option("--speeds", help="How fast each rank is, such as 1,1,0.5.")
+@click.option("--ranks", type=int, help="Ranks in all: stages may run on several, data-parallel.")
+@click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last).")
+@click.option("--no-split", multiple=True, metavar="NODE[,…]", help="Keep nodes on one stage.")
+@click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters.")
+@click.option("--time-limit", type=float, default=10.0, show_default=True, help="Seconds of work, counted in steps.")
+@format_option
+@answers
+def partition(path: str, form: str, **options: Any) -> int:
+    """Cut a cost graph into stages: the partitioner alone."""
+    from pipecompile.api.partitioning import Request, link_of
+    from pipecompile.api.partitioning import partition as cut
+    from pipecompile.report.cut import cut_text
+
+    seconds, given = options.pop("time_limit"), _options(options)
+    link = link_of(given.pop("links"), given.pop("bandwidth"), given.pop("latency"))
+    found = cut(path, Request(link=link, communication=given.pop("comm"), **given), seconds=seconds)
+    if form == "json":
+        click.echo(encode(found), nl=False)
+    else:
+        text = cut_text(found)
+        click.echo(f"```\n{text}\n```" if form == "github" else text)
     return FINE
 
 

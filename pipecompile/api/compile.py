@@ -51,6 +51,7 @@ def pipecompile(
     recompute: str = "none",
     pin: Mapping[str, int] | None = None,
     groups: Iterable[Iterable[str]] = (),
+    parameters_everywhere: bool = False,
     sample_target: Any = None,
     plan: Plan | str | Path | None = None,
     seed: int = 0,
@@ -61,7 +62,8 @@ def pipecompile(
     tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
     the scalar to train; without it the model's own `loss` output is used. `memory` caps each rank ("16GiB", or
     bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
-    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together. `sample_target` lets the costs include
+    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each stage
+    has a node with parameters. `sample_target` lets the costs include
     the loss. `plan` runs a committed plan instead of making one; all other options are then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
@@ -112,6 +114,7 @@ def options_for(
     recompute: str = "none",
     pin: Mapping[str, int] | None = None,
     groups: Iterable[Iterable[str]] = (),
+    parameters_everywhere: bool = False,
 ) -> Options:
     """The options of a plan, checked: InputError names what was given and what there is."""
     if k < 1:
@@ -128,6 +131,7 @@ def options_for(
         costs=costs,
         pin=dict(pin or {}),
         groups=tuple(tuple(names) for names in groups),
+        parameters_everywhere=parameters_everywhere,
     )
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipecompile.partition.problem import Candidate, Problem
     from pipecompile.partition.result import Partition
 
-__all__ = ["costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "violations"]
+__all__ = ["costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "step_ns", "violations"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 OTHERS_SECONDS = 2.0  # of work on each objective that was not asked for
@@ -127,7 +127,7 @@ def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
         pin=options.pin,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
-        step_ns=lambda assignment: _step_ns(graph, assignment, options, link),
+        step_ns=lambda assignment: step_ns(graph, assignment, options, link),
     )
 
 
@@ -150,7 +150,7 @@ def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | No
     return price
 
 
-def _step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, link: Link) -> int:
+def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, link: Link) -> int:
     stages = _stages(graph, assignment, options)
     schedule = schedule_for(options.schedule, stages, link, options.microbatches, options.recompute == "stage")
     return simulate_stages(schedule, stages, link).makespan_ns

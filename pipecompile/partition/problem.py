@@ -64,7 +64,7 @@ class Problem:
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
     costs say), `link` how ranks are connected (one link, or a matrix from rank to rank). Under `recompute` every
     stage but the last runs its forward twice. `memory` caps the ranks; `pin` fixes the stage of nodes, negative
-    ones from the end; with `parameters_everywhere` each stage has a node with parameters. With `replica_ranks` a
+    ones from the end; the nodes of each of `together` share a stage, whatever it is; with `parameters_everywhere` each stage has a node with parameters. With `replica_ranks` a
     stage may run on several data-parallel ranks, as many in all: its load is divided among them, plus a ring
     all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv 1806.03377, section
     3.2). `step_ns` simulates an assignment for the objective step-time. InputError says what does not fit.
@@ -80,6 +80,7 @@ class Problem:
     recompute: bool = False
     memory: Memory | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     replica_ranks: int | None = None
     microbatches: int = 1
@@ -134,6 +135,9 @@ class Problem:
             raise InputError("replicated stages need the same memory on every rank")
 
     def _check_pins(self) -> None:
+        for name in (name for names in self.together for name in names):
+            if name not in self.graph.by_name:
+                raise InputError(f"the graph has no node {name!r} to keep together with others")
         for name, stage in self.pin.items():
             if name not in self.graph.by_name:
                 raise InputError(f"pin {name}={stage}: the graph has no such node; `pipecompile show` lists its nodes")
@@ -170,7 +174,7 @@ class Problem:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """See `units`; InfeasibleError if there are fewer than `k`."""
-        found = units(self.graph)
+        found = units(self.graph, self.together)
         if self.k > len(found):
             raise InfeasibleError(
                 f"k={self.k}, but the graph can be cut into at most {len(found)} stages{self._largest(found)}; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import networkx as nx
 
 from pipecompile.ir.graph import CostGraph
@@ -12,11 +14,11 @@ Unit = tuple[str, ...]
 FIRST, LAST = "inputs", "outputs"  # groups that lie in the first and in the last stage
 
 
-def units(graph: CostGraph) -> tuple[Unit, ...]:
+def units(graph: CostGraph, together: Iterable[Sequence[str]] = ()) -> tuple[Unit, ...]:
     """The nodes that must stay together, in a topological order as near as possible to the graph's own.
 
     Nodes of one group are one unit, and so are units on a cycle: stages never decrease along a tensor, so a cycle
-    lies in one stage in every cut. The merge is exact. The group "inputs" comes first and "outputs" last.
+    lies in one stage in every cut. The merge is exact. The nodes of each of `together` are tied in the same way. The group "inputs" comes first and "outputs" last.
     """
     index = {node.name: position for position, node in enumerate(graph.nodes)}
     first: dict[str, int] = {}
@@ -27,6 +29,8 @@ def units(graph: CostGraph) -> tuple[Unit, ...]:
     merged = nx.DiGraph()
     merged.add_nodes_from(owner.values())
     merged.add_edges_from((owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers)
+    for names in together:
+        merged.add_edges_from((owner[a], owner[b]) for a, b in zip(names, (*names[1:], names[0]), strict=True))
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))
     acyclic = nx.condensation(merged)
     members: dict[int, list[str]] = {unit: [] for unit in acyclic}

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.schedule import BACKWARDS, Event, Kind, Timeline
 
-__all__ = ["size_text", "summary", "time_text", "timeline_text"]
+__all__ = ["bar", "objective_text", "size_text", "summary", "table", "time_text", "timeline_text"]
 
 _MODULES_WIDTH = 26  # what 100 columns leave in the table of stages
 _BAR = " ▏▎▍▌▋▊▉█"
@@ -53,13 +53,13 @@ def _header(plan: Plan) -> Iterator[str]:
 
 def _objective(plan: Plan) -> str:
     search = plan.search
-    value, bound = (_objective_text(search.objective, number) for number in (search.value, search.bound))
+    value, bound = (objective_text(search.objective, number) for number in (search.value, search.bound))
     proof = "proven" if search.proven else "not proven"
     label = "variance, Σ load²" if search.objective == "variance" else search.objective
     return f"{label} {value}, bound {bound}, gap {search.gap:.2%}, {proof} ({search.method})"
 
 
-def _objective_text(objective: str, value: int) -> str:
+def objective_text(objective: str, value: int) -> str:
     if objective != "variance":
         return time_text(value)
     unit, scale = ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
@@ -74,9 +74,9 @@ def _stages(plan: Plan) -> Iterator[str]:
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
         held = size_text(sum(sizes.get(name, 0) for name in stage.parameters))
         times = [time_text(time) for time in (stage.forward_ns, stage.backward_ns, load)]
-        bar, share = _bar(load / largest, 5), f"{load / total:.1%}"
+        bar, share = bar(load / largest, 5), f"{load / total:.1%}"
         rows.append([str(index), _modules(stage), str(len(stage.nodes)), *times, bar, share, held, _sends(stage)])
-    return _table(rows, left={1, 6})
+    return table(rows, left={1, 6})
 
 
 def _modules(stage: Stage) -> str:
@@ -94,7 +94,7 @@ def _sends(stage: Stage) -> str:
     return size_text(sum(tensor.bytes for tensor in stage.outputs)) if stage.outputs else ""
 
 
-def _bar(part: float, width: int) -> str:
+def bar(part: float, width: int) -> str:
     eighths = round(part * width * 8)
     return ("█" * (eighths // 8) + _BAR[eighths % 8]).rstrip().ljust(width)
 
@@ -106,7 +106,7 @@ def _ranks(plan: Plan) -> Iterator[str]:
         share = (idle.dependency_ns + idle.transfer_ns) / max(plan.prediction.step_ns, 1)
         held = [size_text(getattr(memory, kind).expected) for kind in kinds]
         rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
-    return _table(rows, left=set())
+    return table(rows, left=set())
 
 
 def _routes(plan: Plan) -> list[str]:
@@ -132,7 +132,7 @@ def _fitted(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _table(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (

@@ -1,0 +1,174 @@
+"""The partitioner alone, on a cost graph and by the simple memory rule of its format. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from pipecompile.api.planning import step_ns
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError
+from pipecompile.ir.cut import Cut, Links
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Link, Options
+from pipecompile.ir.serde import read
+from pipecompile.ir.size import parse_bytes
+from pipecompile.partition.front import solve
+from pipecompile.partition.problem import Memory, Problem
+from pipecompile.schedule.named import in_flight
+
+__all__ = ["Request", "link_of", "partition"]
+
+T = TypeVar("T")
+SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the partitioner; `memory` and `speeds` are one value, or one a rank with commas between.
+
+    In flight is one microbatch, unless a schedule and a number of microbatches are given. `ranks` lets stages have
+    data-parallel replicas, so many ranks in all.
+    """
+
+    k: int
+    objective: str = "variance"
+    memory: str | None = None
+    link: Link | tuple[tuple[Link, ...], ...] = field(default_factory=Link)
+    communication: str = "endpoint"
+    schedule: str | None = None
+    microbatches: int | None = None
+    state_factor: str = "1"
+    stages_per_rank: int = 1
+    placement: Literal["loop", "v"] = "loop"
+    speeds: str | None = None
+    ranks: int | None = None
+    pin: Mapping[str, int] = field(default_factory=dict)
+    groups: tuple[tuple[str, ...], ...] = ()
+    parameters_everywhere: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.schedule is None) != (self.microbatches is None):
+            raise InputError("--schedule and --microbatches go together: how many are in flight depends on both")
+        if self.schedule is not None and self.stages_per_rank > 1:
+            raise InputError("--schedule knows one stage a rank; leave it out, or use --stages-per-rank 1")
+        if self.k < 1 or self.stages_per_rank < 1 or self.k % self.stages_per_rank:
+            raise InputError(f"k={self.k} stages cannot lie {self.stages_per_rank} on each rank: choose a divisor of k")
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage: around and around, or there and back."""
+        ranks = self.k // self.stages_per_rank
+        turns = ((s // ranks, s % ranks) for s in range(self.k))
+        return tuple(ranks - 1 - place if self.placement == "v" and turn % 2 else place for turn, place in turns)
+
+    def problem(self, graph: CostGraph) -> Problem:
+        """The problem for a graph; InputError says what does not fit."""
+        if self.objective == "step-time" and (isinstance(self.link, tuple) or self.speeds is not None):
+            raise InputError("objective step-time is simulated with one link and equal ranks; choose max-load")
+        return Problem(
+            graph,
+            self.k,
+            objective=self.objective,
+            communication=self.communication,
+            link=self.link,
+            placement=self.stage_ranks,
+            speeds=None if self.speeds is None else tuple(self._per_rank("--speeds", self.speeds, _fraction)),
+            memory=self._memory(graph),
+            pin=self.pin,
+            together=self.groups,
+            parameters_everywhere=self.parameters_everywhere,
+            replica_ranks=self.ranks,
+            microbatches=self.microbatches or 1,
+            step_ns=None if self.schedule is None else lambda assignment: self._step_ns(graph, assignment),
+        )
+
+    def _memory(self, graph: CostGraph) -> Memory | None:
+        if self.memory is None:
+            return None
+        flights = (
+            1 if self.schedule is None else in_flight(self.schedule, self.k, self.microbatches or 1, stage)
+            for stage in range(self.k)
+        )
+        caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
+        return Memory.simple(graph, caps, tuple(flights), _fraction(self.state_factor))
+
+    def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
+        values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank
+        if len(values) not in (1, ranks):
+            raise InputError(f"{option} {text}: give one value, or one for each of the {ranks} ranks")
+        return values * ranks if len(values) == 1 else values
+
+    def _step_ns(self, graph: CostGraph, assignment: Mapping[str, int]) -> int:
+        assert isinstance(self.link, Link)
+        options = Options(
+            k=self.k,
+            microbatches=self.microbatches or 1,
+            schedule=self.schedule or "",
+            objective=self.objective,
+            recompute="none",
+            memory_bytes=None,
+            costs="table",
+        )
+        return step_ns(graph, assignment, options, self.link)
+
+
+def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> Cut:
+    """Cuts the cost graph in a file; InfeasibleError says what is in the way and what would fit."""
+    if seconds <= 0:
+        raise InputError(f"a time limit of {seconds:g} s leaves no time: give a positive number")
+    graph, began = read(path, CostGraph), time.perf_counter()
+    try:
+        found = solve(request.problem(graph), seconds=seconds)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
+    search = msgspec.structs.asdict(found.search)
+    return Cut(
+        stages=found.assignment,
+        loads_ns=found.loads_ns,
+        **found.search.values,
+        **{name: search[name] for name in ("objective", "value", "bound", "gap", "proven", "method")},
+        seconds=round(time.perf_counter() - began, 3),
+        replicas=found.replicas,
+    )
+
+
+def link_of(path: str | None, bandwidth: float | None, latency_ns: int) -> Link | tuple[tuple[Link, ...], ...]:
+    """The matrix in a file, or one link for all ranks."""
+    if path is not None:
+        if bandwidth is not None or latency_ns:
+            raise InputError("--links says all about bandwidth and latency: leave --bandwidth and --latency out")
+        return read(path, Links).matrix
+    if bandwidth is not None and not bandwidth >= 1:
+        raise InputError(f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links")
+    if latency_ns < 0:
+        raise InputError(f"--latency {latency_ns}: give nanoseconds, 0 or more")
+    return Link(bandwidth_bytes_per_s=None if bandwidth is None else int(bandwidth), latency_ns=latency_ns)
+
+
+def _what_would_fit(graph: CostGraph, request: Request) -> str:
+    """The nearest numbers of stages that can be met, as a sentence."""
+    step = request.stages_per_rank
+    more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
+    fitting = [f"k={other.k}" for other in more if _is_feasible(graph, other)]
+    return f"; this would fit: {' or '.join(fitting[:2])}" if fitting else ""
+
+
+def _is_feasible(graph: CostGraph, request: Request) -> bool:
+    try:
+        solve(request.problem(graph), seconds=SUGGESTING_SECONDS)
+    except PipecompileError:
+        return False
+    return True
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{text!r} is not a number; write 1, 0.5 or 3/2") from None

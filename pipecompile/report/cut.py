@@ -1,0 +1,43 @@
+"""The partition of a cost graph for people: loads as bars beside the ideal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pipecompile.ir.cut import Cut
+from pipecompile.report.text import bar, objective_text, table, time_text
+
+__all__ = ["cut_text"]
+
+_WIDTH = 50
+
+
+def cut_text(cut: Cut) -> str:
+    """How good the cut is, and per stage (per rank, where stages share ranks) its load."""
+    return "\n".join([*_header(cut), "", *_loads(cut)])
+
+
+def _header(cut: Cut) -> Iterator[str]:
+    loads = cut.loads_ns
+    mean = sum(loads) / len(loads)
+    yield f"{len(set(cut.stages.values()))} stages of {len(cut.stages)} nodes on {sum(cut.replicas)} ranks"
+    value, bound = (objective_text(cut.objective, number) for number in (cut.value, cut.bound))
+    proof = "proven" if cut.proven else "not proven"
+    yield f"  objective  {cut.objective} {value}, bound {bound}, gap {cut.gap:.2%}, {proof} ({cut.method})"
+    yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load {time_text(max(loads))} / mean load)"
+    yield f"  search     {cut.seconds:.2f} s"
+
+
+def _loads(cut: Cut) -> Iterator[str]:
+    """The mean load is the ideal: a bar that ends before it has room, one that goes past it is waited for."""
+    mean, largest = sum(cut.loads_ns) // len(cut.loads_ns), max(*cut.loads_ns, 1)
+    shared = len(cut.loads_ns) < len(cut.replicas)
+    counts = Counter(cut.stages.values())
+    rows = [["rank" if shared else "stage", "nodes", "replicas", "load", "", "of mean"]]
+    rows.append(["ideal", "", "", time_text(mean), bar(mean / largest, _WIDTH), "100.0%"])
+    for index, load in enumerate(cut.loads_ns):
+        nodes, replicas = ("", "") if shared else (str(counts[index]), str(cut.replicas[index]))
+        share = f"{load / mean:.1%}" if mean else ""
+        rows.append([str(index), nodes, replicas, time_text(load), bar(load / largest, _WIDTH), share])
+    return table(rows, left={4})

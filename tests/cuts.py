@@ -16,7 +16,9 @@ from pipecompile.partition.problem import COMMUNICATIONS, Candidate, Memory, Pro
 Score = tuple[int, int]
 
 
-def node(name: str, forward: int, backward: int = 0, *, group: str | None = None, held: int = 0, saved: int = 0) -> Node:
+def node(
+    name: str, forward: int, backward: int = 0, *, group: str | None = None, held: int = 0, saved: int = 0
+) -> Node:
     return Node(
         name=name, forward_ns=forward, backward_ns=backward, parameter_bytes=held, saved_bytes=saved, group=group
     )
@@ -25,8 +27,7 @@ def node(name: str, forward: int, backward: int = 0, *, group: str | None = None
 def chain(times: list[int], size: int = 0) -> CostGraph:
     names = [f"n{index}" for index in range(len(times))]
     tensors = [
-        Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0)
-        for a, b in zip(names, names[1:], strict=False)
+        Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0) for a, b in zip(names, names[1:], strict=False)
     ]
     return CostGraph(nodes=tuple(node(n, 0, t) for n, t in zip(names, times, strict=True)), tensors=tuple(tensors))
 
@@ -87,7 +88,13 @@ def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
     caps = tuple(draw(st.integers(8, 40)) for _ in range(ranks))
     flights = tuple(draw(st.integers(1, 3)) for _ in range(k))
     simple = Memory.simple(graph, caps, flights, Fraction(3, 2))
-    return Memory(caps, flights, simple.resident, simple.saved, prices(draw(st.integers(0, 9))) if draw_price(draw, k == ranks) else None)
+    return Memory(
+        caps,
+        flights,
+        simple.resident,
+        simple.saved,
+        prices(draw(st.integers(0, 9))) if draw_price(draw, k == ranks) else None,
+    )
 
 
 def draw_price(draw: st.DrawFn, possible: bool) -> bool:
@@ -108,7 +115,10 @@ def cuts(problem: Problem) -> Iterator[dict[str, int]]:
     """Every assignment that the problem allows."""
     units, k = problem.units, problem.k
     place = {name: index for index, unit in enumerate(units) for name in unit}
-    before = [{place[t.producer] for t in problem.graph.tensors if any(place[c] == u for c in t.consumers)} - {u} for u in range(len(units))]
+    before = [
+        {place[t.producer] for t in problem.graph.tensors if any(place[c] == u for c in t.consumers)} - {u}
+        for u in range(len(units))
+    ]
 
     def extend(stages: list[int]) -> Iterator[list[int]]:
         if len(stages) == len(units):

@@ -145,7 +145,9 @@ def link_of(path: str | None, bandwidth: float | None, latency_ns: int) -> Link 
             raise InputError("--links says all about bandwidth and latency: leave --bandwidth and --latency out")
         return read(path, Links).matrix
     if bandwidth is not None and not bandwidth >= 1:
-        raise InputError(f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links")
+        raise InputError(
+            f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
+        )
     if latency_ns < 0:
         raise InputError(f"--latency {latency_ns}: give nanoseconds, 0 or more")
     return Link(bandwidth_bytes_per_s=None if bandwidth is None else int(bandwidth), latency_ns=latency_ns)

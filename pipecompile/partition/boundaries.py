@@ -277,9 +277,7 @@ def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Ro
     return result
 
 
-def _completed(
-    instance: Instance, bits: Bits, births: Sequence[tuple[int, Rows]]
-) -> Iterator[list[tuple[int, Mask]]]:
+def _completed(instance: Instance, bits: Bits, births: Sequence[tuple[int, Rows]]) -> Iterator[list[tuple[int, Mask]]]:
     """Per unit that was added: the flows that it consumes, and in which new ideals it is the last to do so."""
     for unit, parents in births:
         others = [(flow, [u for u in instance.flows[flow].consumers if u != unit]) for flow in instance.consumed[unit]]

@@ -24,6 +24,7 @@ __all__ = ["Chain", "Chains"]
 
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
 
+
 @dataclass(frozen=True)
 class Chain:
     """Rows of boundaries 0 … k of a family, the ranks of each stage, and the largest load."""

@@ -19,7 +19,10 @@ from pipecompile.partition.windows import Limit, windows
 
 __all__ = ["COARSE", "FINE", "Answer", "solve_integer"]
 
-COARSE, FINE = 2_000_000, 200_000_000  # all compute in units of time: CP-SAT 9.15 called a feasible model infeasible at 10⁹
+COARSE, FINE = (
+    2_000_000,
+    200_000_000,
+)  # all compute in units of time: CP-SAT 9.15 called a feasible model infeasible at 10⁹
 
 
 @dataclass(frozen=True)
@@ -119,18 +122,26 @@ class _Model:
 
     def _load(self, stage: int) -> Any:
         """The load of a stage: at least what it computes and, added or as the longer of the two, what it sends."""
-        problem, speed = self.instance.problem, self.instance.problem.speed(stage)
-        times = self.instance.compute[int(stage == problem.k - 1)].tolist()
-        compute = sum(
-            int(times[unit] / speed) // self.scale * self._in(unit, stage) for unit in range(self.instance.count)
-        )
-        transfers = sum(self._transfers(stage))
+        problem, compute, transfers = self.instance.problem, self._compute(stage), sum(self._transfers(stage))
         if problem.communication != "overlap":
             return compute + transfers
         load = self.model.new_int_var(0, self._most(), "")
         self.model.add(load >= compute)
         self.model.add(load >= transfers)
         return load
+
+    def _compute(self, stage: int) -> Any:
+        """The time of the units of a stage: at another speed than 1 the sum is rounded up, not each of them."""
+        speed = self.instance.problem.speed(stage)
+        times = self.instance.compute[int(stage == self.instance.k - 1)].tolist()
+        work = sum(
+            time * speed.denominator // self.scale * self._in(unit, stage) for unit, time in enumerate(times) if time
+        )
+        if speed == 1:
+            return work
+        compute = self.model.new_int_var(0, self._most(), "")
+        self.model.add(speed.numerator * compute >= work)
+        return compute
 
     def _transfers(self, stage: int) -> Iterator[Any]:
         if self.instance.problem.communication == "endpoint":
@@ -220,4 +231,3 @@ class _Model:
 
 def _is(variable: Any, value: int) -> bool:
     return isinstance(variable, int) and variable == value
-

@@ -15,6 +15,7 @@ from pipecompile.partition.windows import Limit
 __all__ = ["why_infeasible"]
 
 PRICES = 2000  # stages priced to find how much memory is short
+LARGEST = 1 << 60  # bytes: more than any rank has
 
 
 def why_infeasible(instance: Instance, *, proven: bool) -> str:
@@ -48,6 +49,8 @@ def _memory(instance: Instance, memory: Memory) -> str:
     few, many = 0, 1
     while (found := cut(many)) is None:
         few, many = many, 2 * many
+        if many > LARGEST:
+            return f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks have"
     while many - few > max(1, many // 1000):
         middle = (few + many) // 2
         few, many, found = (few, middle, better) if (better := cut(middle)) is not None else (middle, many, found)

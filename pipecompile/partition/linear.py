@@ -51,4 +51,3 @@ def _spread(prefixes: Prefixes, count: int) -> dict[int, Rows]:
 
 def _around(prefixes: Prefixes, row: int, width: int) -> Rows:
     return np.arange(max(0, row - width // 2), min(len(prefixes), row + width // 2 + 1), dtype=np.intp)
-

@@ -8,7 +8,7 @@ from math import isqrt
 
 import numpy as np
 
-from pipecompile.partition.instance import Instance, Integers
+from pipecompile.partition.instance import Instance, Integers, Mask
 from pipecompile.partition.problem import Problem
 
 __all__ = ["Limit", "windows"]
@@ -26,14 +26,16 @@ class Limit:
     @property
     def load(self) -> int | None:
         """No rank's load is above this."""
-        known = [limit for limit in (self.most, None if self.squares is None else isqrt(self.squares)) if limit is not None]
+        known = [
+            limit for limit in (self.most, None if self.squares is None else isqrt(self.squares)) if limit is not None
+        ]
         return min(known, default=None)
 
     def within(self, most: int) -> Limit:
         """The same, and no load above `most`."""
         return replace(self, most=most if self.most is None else min(most, self.most))
 
-    def allows(self, below: Integers, above: Integers, problem: Problem, boundary: int) -> Integers:
+    def allows(self, below: Integers, above: Integers, problem: Problem, boundary: int) -> Mask:
         """Whether the stages below a boundary may do so much and those above so much (at speed 1, at the least)."""
         fits = np.ones(len(below), np.bool_)
         parts = [(below.astype(np.float64), _shares(problem, 0, boundary))]
@@ -57,15 +59,26 @@ def _shares(problem: Problem, start: int, stop: int) -> tuple[float, float]:
 
 def windows(instance: Instance, limit: Limit) -> tuple[Integers, Integers]:
     """Per unit the first and last stage that it may lie in if the limit is to be met; exact, so a proof may use it."""
-    k, problem = instance.k, instance.problem
     low, high = (np.array(values, np.int64) for values in instance.windows)
-    total = float(instance.compute[1].sum())
-    for boundary in range(1, k):
-        (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, k)
-        even = total * left / (left + right)  # the split of least Σ load²
-        below = np.maximum(instance.needed_compute, even)  # if the unit lies before the boundary
-        low[~limit.allows(below, np.maximum(total - below, 0), problem, boundary) & (low < boundary)] = boundary
-        above = np.maximum(instance.fed_compute, total - even)  # if it lies after it
-        late = ~limit.allows(np.maximum(total - above, 0), above, problem, boundary)
-        high[late] = np.minimum(high[late], boundary - 1)
+    for boundary in range(1, instance.k):
+        before, after = _sides(instance, limit, boundary)
+        low[~before] = np.maximum(low[~before], boundary)
+        high[~after] = np.minimum(high[~after], boundary - 1)
     return low, high
+
+
+def _sides(instance: Instance, limit: Limit, boundary: int) -> tuple[Mask, Mask]:
+    """Per unit whether it may lie before a boundary, with all that it needs, and after it, with all that it feeds."""
+    problem, total = instance.problem, float(instance.compute[1].sum())
+    needed, fed = instance.needed_compute, instance.fed_compute
+    nothing = np.zeros_like(needed)
+    most, squares = Limit(most=limit.most), Limit(squares=limit.squares)
+    (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, problem.k)
+    even = total * left / (left + right)  # the split of least Σ load²: what lies on one side may be more than this
+    below, above = np.maximum(needed, even), np.maximum(fed, total - even)
+    return (
+        most.allows(needed, nothing, problem, boundary)
+        & squares.allows(below, np.maximum(total - below, 0), problem, boundary),
+        most.allows(nothing, fed, problem, boundary)
+        & squares.allows(np.maximum(total - above, 0), above, problem, boundary),
+    )

@@ -37,7 +37,10 @@ def test_the_best_of_all_cuts_is_found_and_proven(problem: Problem) -> None:
             solve(problem, seconds=1.0)
         return
     found = solve(problem, seconds=1.0)
-    assert (found.search.value, score(problem, found.assignment)) == (min(map(_first(problem), every)), min(score(problem, c) for c in every))
+    assert (found.search.value, score(problem, found.assignment)) == (
+        min(map(_first(problem), every)),
+        min(score(problem, c) for c in every),
+    )
     assert found.search.proven and found.search.bound == found.search.value
     assert not list(faults(problem, found.assignment))
 

@@ -8,7 +8,7 @@ are a family; all ideals of the graph are the family of every cut there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipecompile.ir.plan import Link
 from pipecompile.partition.instance import Instance, Integers, Mask
 
-__all__ = ["Boundaries", "Ideals", "Prefixes", "enumerate_ideals"]
+__all__ = ["Boundaries", "Ideals", "Listed", "Prefixes", "Rows", "enumerate_ideals"]
 
 Rows = NDArray[np.intp]
 Bits = NDArray[np.uint64]
@@ -122,10 +122,9 @@ class Prefixes(Boundaries):
     @cached_property
     def spans(self) -> tuple[Integers, Integers]:
         """Per flow the places of its producer and of its last consumer."""
-        flows = self.instance.flows
-        first = self.place[[flow.producer for flow in flows]] if flows else np.zeros(0, np.intp)
-        last = np.array([max(self.place[list(flow.consumers)]) for flow in flows], np.intp)
-        return first, last
+        producers, consumers, starts = self.instance.ends
+        last = np.maximum.reduceat(self.place[consumers], starts) if len(starts) else np.zeros(0, np.intp)
+        return self.place[producers], last
 
     def _crossing(self, weights: Integers) -> Integers:
         change = np.zeros(self.instance.count + 1, np.int64)
@@ -161,23 +160,15 @@ class Prefixes(Boundaries):
 
 
 class Ideals(Boundaries):
-    """Any ideals, as rows of bits; `origin` says which of several joined families each row is from."""
+    """Ideals from several lists, as rows of bits; `origin` says which list each is from. One may be there twice."""
 
-    def __init__(self, instance: Instance, bits: Bits, sums: Sums, origin: Rows) -> None:
+    def __init__(self, instance: Instance, lists: Sequence[Listed]) -> None:
+        sums = lists[0].sums.with_those_of([listed.sums for listed in lists[1:]])
+        origin = np.repeat(np.arange(len(lists)), [len(listed.bits) for listed in lists])
         order = np.argsort(sums.compute[0], kind="stable")
-        self.instance, self.bits, self.origin = instance, bits[order], origin[order]
+        self.instance, self.origin = instance, origin[order]
+        self.bits = np.concatenate([listed.bits for listed in lists])[order]
         self.sums = sums.each(lambda values: values[..., order])
-
-    @staticmethod
-    def joined(families: Sequence[Ideals]) -> Ideals:
-        """One family of the ideals of all, repeated ones included."""
-        first, rest = families[0], [family.sums for family in families[1:]]
-        return Ideals(
-            first.instance,
-            np.concatenate([family.bits for family in families]),
-            first.sums.with_those_of(rest),
-            np.repeat(np.arange(len(families)), [len(family) for family in families]),
-        )
 
     def inside(self, a: Rows, b: Rows) -> Mask:
         left, right = self.bits[a], self.bits[b]
@@ -212,26 +203,31 @@ class Ideals(Boundaries):
         ]
 
     def contains(self, row: int) -> Mask:
-        return np.array([_bit(self.bits[row], unit) for unit in range(self.instance.count)], np.bool_)
+        members = np.unpackbits(self.bits[row].astype("<u8").view(np.uint8), bitorder="little")
+        return members[: self.instance.count].astype(np.bool_)
 
     def holds(self, unit: int) -> Mask:
         return _has(self.bits, unit)
 
 
-def enumerate_ideals(
-    instance: Instance, limit: int, *, below: Iterable[int] = (), free: Sequence[int] | None = None
-) -> Ideals | None:
-    """All ideals that have the units `below` and otherwise only `free` ones (default all); None if over `limit`.
+@dataclass(frozen=True)
+class Listed:
+    """Ideals as rows of bits, and what they add up to."""
+
+    bits: Bits
+    sums: Sums
+
+
+def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) -> Listed | None:
+    """All ideals that have the units `below` and otherwise only `free` ones; None if there are more than `limit`.
 
     Units are added in topological order: the ideals with a unit are those so far that hold all it needs, plus it.
     So no ideal is made twice, and its sums follow from those of the ideal it came from.
     """
-    below = sorted(below)
     bits = np.zeros((1024, -(-instance.count // 64)), np.uint64)
-    for unit in below:
-        bits[0, unit // 64] |= _flag(unit)
+    np.bitwise_or.at(bits[0], below // 64, np.uint64(1) << (below % 64).astype(np.uint64))
     count, births = 1, list[tuple[int, Rows]]()
-    for unit in range(instance.count) if free is None else sorted(free):
+    for unit in np.sort(free).tolist():
         parents = np.flatnonzero(_has_all(bits[:count], instance.before[unit]))
         total = count + len(parents)
         if total > limit:
@@ -242,17 +238,18 @@ def enumerate_ideals(
         bits[count:total, unit // 64] |= _flag(unit)
         births.append((unit, parents))
         count = total
-    return Ideals(instance, bits[:count], _sums(instance, bits[:count], below, births), np.zeros(count, np.intp))
+    return Listed(bits[:count], _sums(instance, bits[:count], below, births))
 
 
-def _sums(instance: Instance, bits: Bits, below: Sequence[int], births: Sequence[tuple[int, Rows]]) -> Sums:
+def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
-    chosen, inside = list(below), set(below)
     compute, resident, saved, parameters = (
-        _inherited(values, values[..., chosen].sum(axis=-1), births, len(bits))
+        _inherited(values, values[..., below].sum(axis=-1), births, len(bits))
         for values in (instance.compute, instance.resident, instance.saved, instance.parameters)
     )
-    crosses = np.array([f.producer in inside and not inside.issuperset(f.consumers) for f in instance.flows], np.bool_)
+    inside = np.zeros(instance.count, np.bool_)
+    inside[below] = True
+    crosses = instance.crosses(inside)
     completed = list(_completed(instance, bits, births))
     crossing = {}
     for link in instance.links:

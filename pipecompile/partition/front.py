@@ -9,7 +9,7 @@ and not in seconds, so the same input gives the same output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,9 +33,13 @@ from pipecompile.partition.windows import Limit
 
 __all__ = ["solve"]
 
+SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
 PAIRS_PER_SECOND = 10_000_000  # that a search looks at, on one core of 2020 or later
+IDEALS_PER_SECOND = 1_000_000  # that are listed
+CUTS_PER_SECOND = 100_000  # units times boundaries, for which minimum cuts are found
 UNITS_PER_SECOND = 40_000  # that are put in order and laid out
 ROUND = 0.005  # seconds that each round takes besides
+INTEGER_SHARE = 0.3  # CP-SAT's deterministic second takes about three
 INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
 PRICES_PER_SECOND = 100
 STEPS_PER_SECOND = 10_000  # actions that are simulated
@@ -71,8 +75,9 @@ class _Search:
     best: _Cut | None = None
     bound: int = 0
     done: bool = False
-    spent: float = 0.0
-    tried: set[str] = field(default_factory=set)
+    other_work: float = 0.0
+    crossing: tuple[int, ...] = ()  # what every cut as good as the best sends over each boundary, at the least
+    too_many: Limit | None = None  # a limit within which there are too many ideals to list
 
     @property
     def problem(self) -> Problem:
@@ -83,12 +88,19 @@ class _Search:
         return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k)
 
     @property
+    def spent(self) -> float:
+        """Seconds of work so far."""
+        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND
+
+    @property
     def limit(self) -> Limit:
         """What a cut must not exceed to be as good as the best so far."""
         if self.best is None:
             return Limit()
         value = self.best.value[0]
-        return Limit(squares=value) if self.problem.objective == "variance" else Limit(most=value)
+        if self.problem.objective == "variance":
+            return Limit(squares=value, crossing=self.crossing)
+        return Limit(most=value, crossing=self.crossing)
 
     def run(self) -> None:
         """All methods in turn, each from the best cut so far, until one is proven best."""
@@ -98,12 +110,14 @@ class _Search:
             return
         self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
-        for share in (0.1, 0.3):
+        for near, every, integer in SHARES:
             if not self.done:
-                self._refine(share)
-                self._exact(share)
+                self._refine(near)
+                self._bound()
             if not self.done:
-                self._integer(share)
+                self._exact(every)
+            if not self.done:
+                self._integer(integer)
 
     def result(self) -> Partition:
         """The best cut, scored from the graph alone."""
@@ -135,7 +149,7 @@ class _Search:
     def _try_order(self, order: Sequence[int]) -> None:
         prefixes = Prefixes(self.instance, order)
         found = cut_order(prefixes, self.limit, self.pricing.best)
-        self.spent += len(order) / UNITS_PER_SECOND
+        self.other_work += ROUND + len(order) / UNITS_PER_SECOND
         if found is not None:
             self._take(Chains(prefixes), found, "linear-dp")
 
@@ -161,13 +175,18 @@ class _Search:
 
     def _exact(self, share: float) -> None:
         """Every cut that is as good as the best so far, if they can be listed in a share of the budget."""
+        if self.limit == self.too_many:
+            return
         chains = every_cut(self.instance, self.limit)
+        self.too_many = self.limit if chains is None else None
         if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
             return
         found = self.pricing.best(chains, self.limit)
         if found is not None:
             self._take(chains, found, "ideal-dp")
         self.done = self.pricing.complete
+        if self.done and self.best is not None:
+            self.best = replace(self.best, method="ideal-dp")  # what proved it
 
     def _refine(self, share: float) -> None:
         """Shuffles the order inside the stages and lists what lies near the best cut, for a share of the budget."""
@@ -177,15 +196,28 @@ class _Search:
             order = reordered(self.instance, self.best.stages, random)
             rows = [0, *np.cumsum(np.bincount(self.best.stages, minlength=self.problem.k)).tolist()]
             chains = nearby(self.instance, order, rows, reach)
-            self.spent += ROUND + len(order) / UNITS_PER_SECOND
+            self.other_work += ROUND + len(order) / UNITS_PER_SECOND
             pairs = 0 if chains is None else chains.pairs(self.limit)
             if chains is None or pairs > self.seconds * PAIRS_PER_SECOND / 10:
                 reach = max(1, reach // 2)
                 continue
-            self.spent += pairs / PAIRS_PER_SECOND
+            self.other_work += len(chains.family) / IDEALS_PER_SECOND
             found = self.pricing.best(chains, self.limit)
             if found is not None:
                 self._take(chains, found, "linear-dp")
+
+    def _bound(self) -> None:
+        """A better bound from what must cross each boundary, which also leaves fewer ideals to list."""
+        if self.best is None or self.problem.communication != "relay":
+            return
+        from pipecompile.partition.crossing import crossing_bound, informed
+
+        size = self.instance.count * self.problem.k
+        self.crossing = informed(self.instance, self.limit).crossing
+        tests = min(6, int(self.seconds * CUTS_PER_SECOND / size))
+        self.bound = max(self.bound, crossing_bound(self.instance, self.limit, self.bound, tests))
+        self.other_work += (tests + 1) * size / CUTS_PER_SECOND / 4
+        self._is_met()
 
     def _integer(self, share: float) -> None:
         """CP-SAT on the whole graph: a bound where there was none, and perhaps a better cut."""
@@ -193,15 +225,15 @@ class _Search:
             return
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer
 
-        known, seconds = self.best and self.best.stages, share * self.seconds / 2
-        # Squares of fine times are too large for the solver, and those of coarse ones take it longer.
-        scales = ((COARSE, seconds), (FINE, seconds)) if self.problem.objective == "max-load" else ((COARSE, seconds),)
-        for time_units, budget in scales:
-            answer = solve_integer(self.instance, known, self.limit, budget, time_units)
-            self.done = self.done or answer.infeasible
-            self.bound = max(self.bound, min(answer.bound, self.best.value[0]) if self.best else answer.bound)
-            if answer.stages is not None and self._allowed(answer.stages):
-                self._keep(answer.stages, None, {}, "cp-sat")
+        # Squares of fine times are too large for the solver.
+        time_units = FINE if self.problem.objective == "max-load" else COARSE
+        budget = share * self.seconds * INTEGER_SHARE
+        answer = solve_integer(self.instance, self.best and self.best.stages, self.limit, budget, time_units)
+        self.other_work += share * self.seconds
+        self.done = self.done or answer.infeasible
+        self.bound = max(self.bound, min(answer.bound, self.best.value[0]) if self.best else answer.bound)
+        if answer.stages is not None and self._allowed(answer.stages):
+            self._keep(answer.stages, None, {}, "cp-sat")
         self._is_met()
 
     def _allowed(self, stages: Sequence[int]) -> bool:

@@ -78,6 +78,22 @@ class Instance:
         return tuple(Flow(producer, ends, tuple(sizes)) for (producer, ends), sizes in joined.items())
 
     @cached_property
+    def ends(self) -> tuple[Integers, Integers, Integers]:
+        """Producers of the flows; their consumers in one array; and where in it each flow's begin."""
+        counts = [len(flow.consumers) for flow in self.flows]
+        producers = self._array([flow.producer for flow in self.flows])
+        consumers = self._array([unit for flow in self.flows for unit in flow.consumers])
+        return producers, consumers, np.cumsum([0, *counts[:-1]], dtype=np.int64)[: len(counts)]
+
+    def crosses(self, inside: Mask) -> Mask:
+        """Per flow whether it crosses the ideal of the units `inside`."""
+        producers, consumers, starts = self.ends
+        if not len(producers):
+            return np.zeros(0, np.bool_)
+        found: Mask = inside[producers] & ~np.logical_and.reduceat(inside[consumers], starts)
+        return found
+
+    @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
         """The units that feed each unit."""
         feeds: list[set[int]] = [set() for _ in self.units]

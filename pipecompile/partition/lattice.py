@@ -10,21 +10,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipecompile.partition.boundaries import Ideals, Rows, enumerate_ideals
+from pipecompile.partition.boundaries import Ideals, Listed, Rows, enumerate_ideals
 from pipecompile.partition.chains import Chains
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.windows import Limit, windows
 
-__all__ = ["CELLS_MAX", "every_cut", "nearby"]
+__all__ = ["every_cut", "nearby"]
 
-CELLS_MAX = 1 << 24  # 64-bit words that all ideals of a search may take
+CELLS = 1 << 24  # 64-bit words that the ideals of a search may take
+CELLS_NEARBY = 1 << 19
 
 
 def every_cut(instance: Instance, limit: Limit) -> Chains | None:
     """A family that holds every cut within the limit; None if it would be too large to list."""
     low, high = windows(instance, limit)
     sides = [(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s))) for s in range(1, instance.k)]
-    return _family(instance, sides)
+    return _family(instance, sides, CELLS)
 
 
 def nearby(instance: Instance, order: Sequence[int], rows: Sequence[int], reach: int) -> Chains | None:
@@ -33,21 +34,18 @@ def nearby(instance: Instance, order: Sequence[int], rows: Sequence[int], reach:
     for row in rows[1:-1]:
         start, stop = max(0, row - reach), min(instance.count, row + reach)
         sides.append((np.sort(places[:start]), np.sort(places[start:stop])))
-    return _family(instance, sides)
+    return _family(instance, sides, CELLS_NEARBY)
 
 
-def _family(instance: Instance, sides: Sequence[tuple[Rows, Rows]]) -> Chains | None:
+def _family(instance: Instance, sides: Sequence[tuple[Rows, Rows]], cells: int) -> Chains | None:
     """Per boundary all ideals of its free units on top of those that lie below it."""
-    words = -(-instance.count // 64) + 6
-    left = CELLS_MAX // words
-    nothing = np.zeros(0, np.intp)
-    families = list[Ideals]()
+    left, nothing = cells // (-(-instance.count // 64) + 6), np.zeros(0, np.intp)
+    lists = list[Listed]()
     for below, free in [(nothing, nothing), *sides, (np.arange(instance.count), nothing)]:
-        found = enumerate_ideals(instance, left, below=below.tolist(), free=free.tolist())
+        found = enumerate_ideals(instance, below, free, left)
         if found is None:
             return None
-        left -= len(found)
-        families.append(found)
-    joined = Ideals.joined(families)
-    near = {s: np.flatnonzero(joined.origin == s) for s in range(1, instance.k)}
-    return Chains(joined, near)
+        left -= len(found.bits)
+        lists.append(found)
+    family = Ideals(instance, lists)
+    return Chains(family, {stage: np.flatnonzero(family.origin == stage) for stage in range(1, instance.k)})

@@ -29,10 +29,12 @@ class Pricing:
     limit: int
     known: dict[Key, int | None] = field(default_factory=dict)
     complete: bool = True
+    pairs: int = 0  # that chains were made of
 
     def best(self, chains: Chains, limit: Limit) -> Chain | None:
         """The best chain within the limit, prices included; None if there is none."""
         while True:
+            self.pairs += chains.pairs(limit)
             chain = chains.best(self.problem.objective, limit)
             if chain is None or self.problem.memory is None or self.problem.memory.price is None:
                 return chain

@@ -18,10 +18,14 @@ SLACK = 1 + 1e-9  # windows are found in floating point: wider than needed by mo
 
 @dataclass(frozen=True)
 class Limit:
-    """What is no longer of interest: loads above `most`, Σ load² above `squares`."""
+    """What is no longer of interest: loads above `most`, Σ load² above `squares`.
+
+    `crossing` is the least that any cut of interest sends over each boundary 1 … k − 1, where it is known.
+    """
 
     most: int | None = None
     squares: int | None = None
+    crossing: tuple[int, ...] = ()
 
     @property
     def load(self) -> int | None:
@@ -36,7 +40,12 @@ class Limit:
         return replace(self, most=most if self.most is None else min(most, self.most))
 
     def allows(self, below: Integers, above: Integers, problem: Problem, boundary: int) -> Mask:
-        """Whether the stages below a boundary may do so much and those above so much (at speed 1, at the least)."""
+        """Whether the stages below a boundary may do so much and those above so much (at speed 1, at the least).
+
+        What crosses other boundaries comes to it: both sides of each pay.
+        """
+        below = below + 2 * sum(self.crossing[: boundary - 1])
+        above = above + 2 * sum(self.crossing[boundary:])
         fits = np.ones(len(below), np.bool_)
         parts = [(below.astype(np.float64), _shares(problem, 0, boundary))]
         parts.append((above.astype(np.float64), _shares(problem, boundary, problem.k)))
@@ -51,6 +60,8 @@ class Limit:
 def _shares(problem: Problem, start: int, stop: int) -> tuple[float, float]:
     """Σ speed and Σ speed² of the ranks of these stages, at the most; a stage may have all spare ranks."""
     spare = (problem.replica_ranks or problem.k) - problem.k if stop > start else 0
+    if problem.speeds is None and problem.ranks == problem.k:
+        return float(stop - start + spare), float(stop - start + (1 + spare) ** 2 - 1)
     speeds = {problem.stage_ranks[s]: problem.speed(s) for s in range(start, stop)}
     total = sum(speeds.values(), Fraction(spare))
     squares = sum((speed**2 for speed in speeds.values()), Fraction((1 + spare) ** 2 - 1))
@@ -70,15 +81,22 @@ def windows(instance: Instance, limit: Limit) -> tuple[Integers, Integers]:
 def _sides(instance: Instance, limit: Limit, boundary: int) -> tuple[Mask, Mask]:
     """Per unit whether it may lie before a boundary, with all that it needs, and after it, with all that it feeds."""
     problem, total = instance.problem, float(instance.compute[1].sum())
-    needed, fed = instance.needed_compute, instance.fed_compute
-    nothing = np.zeros_like(needed)
-    most, squares = Limit(most=limit.most), Limit(squares=limit.squares)
-    (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, problem.k)
-    even = total * left / (left + right)  # the split of least Σ load²: what lies on one side may be more than this
-    below, above = np.maximum(needed, even), np.maximum(fed, total - even)
+    here = limit.crossing[boundary - 1] if limit.crossing else 0
+    needed, fed = instance.needed_compute + here, instance.fed_compute + here
+    nothing, both = np.zeros_like(needed), total + 2 * here
+    most, squares = replace(limit, squares=None), replace(limit, most=None)
+    even = _even(limit, problem, boundary, both)  # what lies below may be more than this, and above more than the rest
+    below, above = np.maximum(needed, even), np.maximum(fed, both - even)
     return (
         most.allows(needed, nothing, problem, boundary)
-        & squares.allows(below, np.maximum(total - below, 0), problem, boundary),
+        & squares.allows(below, np.maximum(both - below, 0), problem, boundary),
         most.allows(nothing, fed, problem, boundary)
-        & squares.allows(np.maximum(total - above, 0), above, problem, boundary),
+        & squares.allows(np.maximum(both - above, 0), above, problem, boundary),
     )
+
+
+def _even(limit: Limit, problem: Problem, boundary: int, both: float) -> float:
+    """The part of a sum that lies below a boundary where Σ load² is least, whatever comes to it on either side."""
+    (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, problem.k)
+    before, after = 2 * sum(limit.crossing[: boundary - 1]), 2 * sum(limit.crossing[boundary:])
+    return (both + before + after) * left / (left + right) - before

@@ -45,6 +45,7 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
+    yield from _all_objectives(plan)
     yield f"  costs      {plan.options.costs}; time is simulated from them"
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
     yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
@@ -59,7 +60,29 @@ def _objective(plan: Plan) -> str:
     return f"{label} {value}, bound {bound}, gap {search.gap:.2%}, {proof} ({search.method})"
 
 
+def _all_objectives(plan: Plan) -> Iterator[str]:
+    """What the cut is worth by each objective, and another objective if its cut is faster.
+
+    Loads stand here as the objectives measure them: transfers count, unlike in the table of stages.
+    """
+    names = {"max_load_ns": ("max load", "max-load"), "sum_of_squares_ns2": ("Σ load²", "variance")}
+    values, link = plan.search.values, plan.link
+    texts = [f"{label} {objective_text(kind, values[name])}" for name, (label, kind) in names.items() if name in values]
+    if texts and (link.bandwidth_bytes_per_s is not None or link.latency_ns):
+        texts[-1] += " with transfers"
+    if "step_ns" in values:
+        texts.append(f"simulated step {time_text(values['step_ns'])}")
+    if texts:
+        yield f"             {', '.join(texts)}"
+    faster = plan.search.faster
+    if faster is not None:
+        change = faster.step_ns / max(plan.prediction.step_ns, 1) - 1
+        step = f"the simulated step to {time_text(faster.step_ns)} ({change:+.1%})"
+        yield f"  note       objective {faster.objective} would shorten {step}"
+
+
 def objective_text(objective: str, value: int) -> str:
+    """A value of an objective with its unit."""
     if objective != "variance":
         return time_text(value)
     unit, scale = ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
@@ -74,8 +97,8 @@ def _stages(plan: Plan) -> Iterator[str]:
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
         held = size_text(sum(sizes.get(name, 0) for name in stage.parameters))
         times = [time_text(time) for time in (stage.forward_ns, stage.backward_ns, load)]
-        bar, share = bar(load / largest, 5), f"{load / total:.1%}"
-        rows.append([str(index), _modules(stage), str(len(stage.nodes)), *times, bar, share, held, _sends(stage)])
+        filled, share = bar(load / largest, 5), f"{load / total:.1%}"
+        rows.append([str(index), _modules(stage), str(len(stage.nodes)), *times, filled, share, held, _sends(stage)])
     return table(rows, left={1, 6})
 
 
@@ -95,6 +118,7 @@ def _sends(stage: Stage) -> str:
 
 
 def bar(part: float, width: int) -> str:
+    """A bar of `width` columns, of which `part` is filled, to the eighth of a column."""
     eighths = round(part * width * 8)
     return ("█" * (eighths // 8) + _BAR[eighths % 8]).rstrip().ljust(width)
 
@@ -133,6 +157,7 @@ def _fitted(text: str, width: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
+    """The lines of a table; columns are as wide as need be, those of `left` begin at the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.memory import Amount, Footprint, Layout, activation_curve, rank_memory
+from pipecompile.ir.memory import Amount, Footprint, Layout, activation_curve, floors, rank_memory
 from pipecompile.ir.schedule import Action
 from pipecompile.schedule.named import in_flight, one_f_one_b
 
@@ -57,18 +59,54 @@ def _layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(_layouts(), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data())
-def test_the_table_of_bounds_is_what_a_rank_would_hold(
+def test_the_bound_of_a_stage_is_what_its_rank_would_hold(
     layout: Layout, stages: int, microbatches: int, recompute: bool, data: st.DataObject
 ) -> None:
     stage = data.draw(st.integers(0, stages - 1))
     again = recompute and stage < stages - 1
     row = [Action(0, a.kind, a.microbatch) for a in one_f_one_b(stages, microbatches, recompute)[stage]]
     flight = in_flight("1f1b", stages, microbatches, stage)
-    table = layout.bound_table(in_flight=flight, microbatches=microbatches, recompute=again)
-    for start in range(len(layout.units)):
-        for stop in range(start + 1, len(layout.units) + 1):
-            memory = rank_memory({0: layout.footprint(start, stop)}, row, microbatches=microbatches)
-            assert table[start, stop] == memory.total.bound, (start, stop)
+    for start, stop in combinations(range(len(layout.units) + 1), 2):
+        footprint = layout.footprint(start, stop)
+        memory = rank_memory({0: footprint}, row, microbatches=microbatches)
+        bound = footprint.bound(in_flight=flight, microbatches=microbatches, recompute=again)
+        assert bound == memory.total.bound, (start, stop)
+
+
+@st.composite
+def _stages(draw: st.DrawFn, graph: CostGraph) -> list[tuple[str, ...]]:
+    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order."""
+    before: dict[str, set[str]] = {node.name: set() for node in graph.nodes}
+    for tensor in graph.tensors:
+        for name in tensor.consumers:
+            before[name].add(tensor.producer)
+    stage: dict[str, int] = {}
+    for node in graph.nodes:
+        stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), 3))
+    members = [tuple(name for name in stage if stage[name] == index) for index in range(4)]
+    return [names for names in members if names]
+
+
+@settings(max_examples=300)
+@given(_layouts(), st.booleans(), st.integers(1, 4), st.data())
+def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
+    layout: Layout, recompute: bool, microbatches: int, data: st.DataObject
+) -> None:
+    graph = layout.graph
+    resident, saved = floors(graph, recompute=recompute)
+    stages = data.draw(_stages(graph))
+    for index, names in enumerate(stages):
+        # As the planner prices a stage: all that lies before it is one unit, and all that follows another.
+        parts = [tuple(name for stage in part for name in stage) for part in (stages[:index], stages[index + 1 :])]
+        start = int(bool(parts[0]))
+        units = tuple(unit for unit in (parts[0], names, parts[1]) if unit)
+        flight = data.draw(st.integers(1, microbatches))
+        bound = (
+            Layout(graph, units)
+            .footprint(start, start + 1)
+            .bound(in_flight=flight, microbatches=microbatches, recompute=recompute and index < len(stages) - 1)
+        )
+        assert sum(resident[name] + flight * saved[name] for name in names) <= bound
 
 
 @given(_layouts(), st.booleans())

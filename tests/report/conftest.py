@@ -1,20 +1,14 @@
-"""Small plans made without a model, the way the pipeline makes them."""
+"""Small plans made without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 
 import pytest
 
+from pipecompile.api.planning import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.memory import Layout, rank_memory
-from pipecompile.ir.plan import Boundary, Fingerprint, Link, Options, OwnedParameter, Plan, Prediction, Route, Stage
-from pipecompile.partition.linear import solve
-from pipecompile.partition.problem import Problem
-from pipecompile.schedule.lower import lower
-from pipecompile.schedule.named import generate
-from pipecompile.schedule.simulate import gradient_flows, simulate_stages
+from pipecompile.ir.plan import Link, Options, Plan
 
 MakePlan = Callable[..., Plan]
 
@@ -58,101 +52,21 @@ def _graph(blocks: int) -> CostGraph:
     return CostGraph(nodes=nodes, tensors=tensors, storages=(1 << 20,) * blocks, parameters=parameters)
 
 
-def _stages(graph: CostGraph, layout: Layout, ends: Sequence[int], recompute: bool) -> tuple[Stage, ...]:
-    bounds = [0, *ends, len(layout.units)]
-    edges = [
-        tuple(
-            Boundary(name=layout.units[first][0], bytes=value, gradient_bytes=gradient)
-            for first, last, value, gradient in layout.spans
-            if first < cut <= last
-        )
-        for cut in bounds
-    ]
-    stages = []
-    for index, (start, stop) in enumerate(pairwise(bounds)):
-        nodes = [graph.by_name[name] for unit in layout.units[start:stop] for name in unit]
-        forward, again = sum(node.forward_ns for node in nodes), recompute and index < len(ends)
-        stages.append(
-            Stage(
-                nodes=tuple(node.name for node in nodes),
-                modules=tuple(node.module for node in nodes),
-                groups=(),
-                parameters=tuple(name for node in nodes for name in node.parameters),
-                forward_ns=forward,
-                backward_ns=sum(node.backward_ns for node in nodes),
-                backward_input_ns=None,
-                backward_weight_ns=None,
-                recompute_ns=forward if again else 0,
-                inputs=edges[index],
-                outputs=edges[index + 1],
-                recompute="stage" if again else "none",
-                footprint=layout.footprint(start, stop),
-            )
-        )
-    return tuple(stages)
-
-
 def _make_plan(
     k: int = 4, microbatches: int = 4, schedule: str = "1f1b", recompute: bool = False, bandwidth: int | None = 10**10
 ) -> Plan:
-    graph, link = _graph(3 * k + 2), Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000)
-    problem = Problem(graph=graph, k=k, link=link, recompute=recompute)
-    found = solve(problem)
-    stages = _stages(graph, Layout(graph, problem.units), found.cuts, recompute)
-    compute = generate(schedule, range(k), microbatches, recompute)
-    lowered = lower(compute, simulate_stages(compute, stages, link), gradient_flows(stages))
-    timeline = simulate_stages(lowered, stages, link)
-    memory = tuple(
-        rank_memory({rank: stages[rank].footprint}, row, microbatches=microbatches)
-        for rank, row in enumerate(lowered.rows)
-    )
-    last = f"block.{len(graph.nodes) - 1}.weight"
-    owners = {
-        name: [index for index, stage in enumerate(stages) if name in stage.parameters]
-        for name in graph.parameter_by_name
-    }
-    return Plan(
-        fingerprint=Fingerprint(graph="0" * 64, costs="1" * 64),
-        options=Options(
-            k=k,
-            microbatches=microbatches,
-            schedule=schedule,
-            objective="variance",
-            recompute="stage" if recompute else "none",
-            memory_bytes=1 << 30,
-            costs="flops",
-        ),
-        verified=True,
+    options = Options(
         k=k,
-        ranks=k,
-        stages_per_rank=1,
-        replicas=1,
         microbatches=microbatches,
-        microbatch_shapes=((2, 128),),
-        link=link,
-        stages=stages,
-        routes=(Route(name="block.0", stages=tuple(range(k))),),
-        parameters=tuple(
-            OwnedParameter(
-                name=name,
-                aliases=(last,) if len(places) > 1 else (),
-                bytes=4 << 20,
-                trainable=True,
-                owner=places[0],
-                stages=tuple(places),
-            )
-            for name, places in owners.items()
-        ),
-        schedule=lowered,
-        prediction=Prediction(
-            step_ns=timeline.makespan_ns,
-            span_ns=timeline.span_ns,
-            bubble=timeline.bubble,
-            loads_ns=found.loads_ns,
-            idle=timeline.idle,
-            memory=memory,
-        ),
-        search=found.search,
+        schedule=schedule,
+        objective="variance",
+        recompute="stage" if recompute else "none",
+        memory_bytes=1 << 30,
+        costs="flops",
+    )
+    link = Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000)
+    return draft(
+        _graph(3 * k + 2), options, graph_digest="0" * 64, verified=True, microbatch_shapes=[(2, 128)], link=link
     )
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Faster, Link, Plan
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
 from pipecompile.report.text import size_text, summary, time_text, timeline_text
 from pipecompile.schedule.simulate import simulate_plan
@@ -36,12 +36,50 @@ def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int
 def test_what_is_not_proven_is_not_claimed(make_plan: MakePlan) -> None:
     plan = make_plan()
     search = msgspec.structs.replace(
-        plan.search, objective="max-load", value=2_000_000, bound=1_000_000, gap=0.5, proven=False
+        plan.search, objective="max-load", method="cp-sat", value=2_000_000, bound=1_000_000, gap=0.5, proven=False
     )
     text = summary(msgspec.structs.replace(plan, search=search, verified=False, routes=()))
-    assert "max-load 2.0 ms, bound 1.0 ms, gap 50.00%, not proven (linear-dp)" in text
+    assert "max-load 2.0 ms, bound 1.0 ms, gap 50.00%, not proven (cp-sat)" in text
     assert "unverified capture" in text
     assert "relayed" not in text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_simulated_step_of_the_objectives_is_the_predicted_one(make_plan: MakePlan, schedule: str) -> None:
+    plan = make_plan(schedule=schedule)
+    assert plan.search.values["step_ns"] == plan.prediction.step_ns
+
+
+def test_the_cut_is_valued_by_all_objectives(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    values = {"max_load_ns": 12_340_000, "sum_of_squares_ns2": 5 * 10**14, "step_ns": 99_000_000}
+    search = msgspec.structs.replace(plan.search, values=values)
+    loads = "             max load 12.3 ms, Σ load² 500.0 ms²"
+    linked = summary(msgspec.structs.replace(plan, search=search)).splitlines()
+    assert f"{loads} with transfers, simulated step 99.0 ms" in linked
+    free = summary(msgspec.structs.replace(plan, search=search, link=Link())).splitlines()
+    assert f"{loads}, simulated step 99.0 ms" in free
+
+
+def test_an_objective_that_would_be_faster_is_named(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    step = plan.prediction.step_ns
+
+    def notes(faster: Faster | None) -> list[str]:
+        search = msgspec.structs.replace(plan.search, faster=faster)
+        lines = summary(msgspec.structs.replace(plan, search=search)).splitlines()
+        return [line for line in lines if "note" in line]
+
+    assert notes(None) == []
+    assert notes(Faster(objective="max-load", step_ns=round(step * 0.958))) == [
+        "  note       objective max-load would shorten the simulated step to 88.3 ms (-4.2%)"
+    ]
+
+
+def test_a_plan_without_the_values_of_objectives_is_printed(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    text = summary(msgspec.structs.replace(plan, search=msgspec.structs.replace(plan.search, values={})))
+    assert "max load" not in text
 
 
 @pytest.mark.parametrize(

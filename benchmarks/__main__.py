@@ -1,5 +1,6 @@
 """`make bench` runs every benchmark."""
 
-from benchmarks import step_time
+from benchmarks import partition, step_time
 
 step_time.main()
+partition.main([])

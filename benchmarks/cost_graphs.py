@@ -20,7 +20,7 @@ __all__ = ["FAMILIES", "LAYERS", "MODELS", "captured", "deep", "synthetic"]
 MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50", "gpt2_small")
 LAYERS = {"llama": 61, "gpt2": 42}  # nodes a layer, as captured; and the nodes around them
 AROUND = 60
-CACHE = Path(__file__).parents[1] / "build" / "cost_graphs"  # delete it after a change to the capture or to the costs
+CACHE = Path(__file__).parent / ".cache"  # delete it after a change to the capture or to the costs
 MICROBATCHES = 4
 
 

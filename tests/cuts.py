@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -24,16 +25,19 @@ def node(
     )
 
 
-def chain(times: list[int], size: int = 0) -> CostGraph:
+def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None) -> CostGraph:
+    """Nodes n0, n1, … in a row; each but the last sends `size` bytes on."""
     names = [f"n{index}" for index in range(len(times))]
-    tensors = [
-        Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0) for a, b in zip(names, names[1:], strict=False)
-    ]
-    return CostGraph(nodes=tuple(node(n, 0, t) for n, t in zip(names, times, strict=True)), tensors=tuple(tensors))
+    bytes_of = held or [0] * len(times)
+    return CostGraph(
+        nodes=tuple(node(n, 0, t, held=h) for n, t, h in zip(names, times, bytes_of, strict=True)),
+        tensors=tuple(Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0) for a, b in pairwise(names)),
+    )
 
 
 @st.composite
 def graphs(draw: st.DrawFn, most: int, scale: int = 1) -> CostGraph:
+    """Up to `most` nodes with tensors of several consumers, and perhaps a group; nodes need not be connected."""
     size, times = draw(st.integers(1, most)), st.integers(0, 12).map(lambda time: time * scale)
     group, held = st.sampled_from([None] * 5 + ["g"]), st.integers(0, 5)
     nodes = [
@@ -50,8 +54,9 @@ def graphs(draw: st.DrawFn, most: int, scale: int = 1) -> CostGraph:
     return CostGraph(nodes=tuple(nodes), tensors=tuple(tensors))
 
 
+@st.composite
 def links(draw: st.DrawFn, scale: int) -> Link:
-    bandwidth = draw(st.sampled_from([None, 3 * 10**8 // scale or 1]))
+    bandwidth = draw(st.sampled_from([None, max(1, 3 * 10**8 // scale)]))
     return Link(bandwidth_bytes_per_s=bandwidth, latency_ns=draw(st.integers(0, 2)) * scale)
 
 
@@ -59,76 +64,64 @@ def links(draw: st.DrawFn, scale: int) -> Link:
 def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False) -> Problem:
     """One stage a rank, or with `shared` several; every kind of communication and constraint."""
     graph, k = draw(graphs(most, scale)), draw(st.integers(1, 4))
-    placement = draw(st.sampled_from([(0,) * k, tuple(s % 2 if k > 1 else 0 for s in range(k)), (0, 1, 1, 0)[:k]]))
-    placement = placement if shared else tuple(range(k))
-    ranks = max(placement) + 1
-    communication = draw(st.sampled_from(COMMUNICATIONS))
-    matrix = draw(st.booleans()) and communication != "endpoint"
+    around, back = tuple(s % 2 for s in range(k)), (0, 1, 1, 0)[:k]
+    placement = draw(st.sampled_from([(0,) * k, around, back])) if shared else tuple(range(k))
+    ranks, communication = max(placement) + 1, draw(st.sampled_from(COMMUNICATIONS))
     speed = st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)])
-    names = [n.name for n in graph.nodes]
+    matrix = st.tuples(*[st.tuples(*[links(scale)] * ranks)] * ranks)
+    names = st.sampled_from([n.name for n in graph.nodes])
     return Problem(
         graph,
         k,
         objective=draw(st.sampled_from(["variance", "max-load"])),
         communication=communication,
-        link=tuple(tuple(links(draw, scale) for _ in range(ranks)) for _ in range(ranks))
-        if matrix
-        else links(draw, scale),
+        link=draw(links(scale) if communication == "endpoint" else links(scale) | matrix),
         placement=placement,
-        speeds=draw(st.sampled_from([None, tuple(draw(speed) for _ in range(ranks))])),
+        speeds=draw(st.none() | st.tuples(*[speed] * ranks)),
         recompute=draw(st.booleans()),
         memory=draw(st.none() | memories(graph, k, ranks)),
-        pin=draw(st.dictionaries(st.sampled_from(names), st.integers(-k, k - 1), max_size=1)),
+        pin=draw(st.dictionaries(names, st.integers(-k, k - 1), max_size=1)),
+        together=draw(st.just(()) | st.tuples(st.tuples(names, names))),
         parameters_everywhere=draw(st.sampled_from([False, False, True])),
     )
 
 
 @st.composite
 def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
-    caps = tuple(draw(st.integers(8, 40)) for _ in range(ranks))
-    flights = tuple(draw(st.integers(1, 3)) for _ in range(k))
+    caps, flights = draw(st.tuples(*[st.integers(8, 40)] * ranks)), draw(st.tuples(*[st.integers(1, 3)] * k))
     simple = Memory.simple(graph, caps, flights, Fraction(3, 2))
-    return Memory(
-        caps,
-        flights,
-        simple.resident,
-        simple.saved,
-        prices(draw(st.integers(0, 9))) if draw_price(draw, k == ranks) else None,
-    )
+    priced = ranks == k and draw(st.booleans())
+    return Memory(caps, flights, simple.resident, simple.saved, prices(draw(st.integers(0, 9))) if priced else None)
 
 
-def draw_price(draw: st.DrawFn, possible: bool) -> bool:
-    return possible and draw(st.booleans())
-
-
-def prices(seed: int):  # type: ignore[no-untyped-def]
-    """A price that follows no rule: what a search must not assume."""
+def prices(seed: int) -> Callable[[Candidate], int | None]:
+    """A price that follows no rule, so that no search can assume one."""
 
     def price(candidate: Candidate) -> int | None:
-        held = sum(map(ord, "".join(sorted(candidate.nodes)))) + seed * candidate.stage
-        return (0, 0, 0, 3, None)[held % 5]
+        number = sum(map(ord, "".join(sorted(candidate.nodes)))) + seed * candidate.stage
+        return (0, 0, 0, 3, None)[number % 5]
 
     return price
 
 
 def cuts(problem: Problem) -> Iterator[dict[str, int]]:
-    """Every assignment that the problem allows."""
-    units, k = problem.units, problem.k
-    place = {name: index for index, unit in enumerate(units) for name in unit}
-    before = [
-        {place[t.producer] for t in problem.graph.tensors if any(place[c] == u for c in t.consumers)} - {u}
-        for u in range(len(units))
-    ]
+    """Every assignment that the problem allows; none if there are too few units."""
+    if problem.k > len(Problem(problem.graph, 1, together=problem.together).units):
+        return
+    place = {name: index for index, unit in enumerate(problem.units) for name in unit}
+    before: list[set[int]] = [set() for _ in problem.units]
+    for tensor in problem.graph.tensors:
+        for name in tensor.consumers:
+            before[place[name]] |= {place[tensor.producer]} - {place[name]}
 
-    def extend(stages: list[int]) -> Iterator[list[int]]:
-        if len(stages) == len(units):
+    def extended(stages: list[int]) -> Iterator[list[int]]:
+        if len(stages) == len(before):
             yield stages
             return
-        low = max((stages[u] for u in before[len(stages)]), default=0)
-        for stage in range(low, k):
-            yield from extend([*stages, stage])
+        for stage in range(max((stages[unit] for unit in before[len(stages)]), default=0), problem.k):
+            yield from extended([*stages, stage])
 
-    for stages in extend([]):
+    for stages in extended([]):
         assignment = {name: stages[place[name]] for name in place}
         if next(faults(problem, assignment), None) is None:
             yield assignment
@@ -138,16 +131,17 @@ def score(problem: Problem, assignment: dict[str, int], replicas: tuple[int, ...
     """The objective's value, prices included, and then the other one's."""
     loads = stage_loads(problem, assignment, replicas)
     if problem.memory is not None and problem.memory.price is not None:
-        loads = tuple(load + extra for load, extra in zip(loads, extras(problem, assignment), strict=True))
+        loads = tuple(load + extra for load, extra in zip(loads, _extras(problem, assignment), strict=True))
     found = measures(rank_loads(problem, loads))
     both = found["sum_of_squares_ns2"], found["max_load_ns"]
     return both if problem.objective == "variance" else both[::-1]
 
 
-def extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
-    assert problem.memory is not None and problem.memory.price is not None
+def _extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
+    memory = problem.memory
+    assert memory is not None and memory.price is not None
     members = [tuple(name for name in assignment if assignment[name] == s) for s in range(problem.k)]
     return [
-        problem.memory.price(Candidate(s, sum(members[:s], ()), members[s], problem.memory.in_flight[s], 0)) or 0
+        memory.price(Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)) or 0
         for s in range(problem.k)
     ]

@@ -62,9 +62,9 @@ def pipecompile(
     tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
     the scalar to train; without it the model's own `loss` output is used. `memory` caps each rank ("16GiB", or
     bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
-    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each stage
-    has a node with parameters. `sample_target` lets the costs include
-    the loss. `plan` runs a committed plan instead of making one; all other options are then the plan's.
+    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
+    stage has a node with parameters. `sample_target` lets the costs include the loss. `plan` runs a committed plan
+    instead of making one; all other options are then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """

@@ -9,8 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import msgspec
-
 from pipecompile.api.planning import step_ns
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut, Links
@@ -127,12 +125,19 @@ def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> C
         found = solve(request.problem(graph), seconds=seconds)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
-    search = msgspec.structs.asdict(found.search)
+    search = found.search
     return Cut(
         stages=found.assignment,
         loads_ns=found.loads_ns,
-        **found.search.values,
-        **{name: search[name] for name in ("objective", "value", "bound", "gap", "proven", "method")},
+        max_load_ns=search.values["max_load_ns"],
+        sum_of_squares_ns2=search.values["sum_of_squares_ns2"],
+        variance_ns2=search.values["variance_ns2"],
+        objective=search.objective,
+        value=search.value,
+        bound=search.bound,
+        gap=search.gap,
+        proven=search.proven,
+        method=search.method,
         seconds=round(time.perf_counter() - began, 3),
         replicas=found.replicas,
     )

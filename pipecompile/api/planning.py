@@ -151,6 +151,7 @@ def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | No
 
 
 def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, link: Link) -> int:
+    """The simulated step of an assignment under the schedule of `options`."""
     stages = _stages(graph, assignment, options)
     schedule = schedule_for(options.schedule, stages, link, options.microbatches, options.recompute == "stage")
     return simulate_stages(schedule, stages, link).makespan_ns

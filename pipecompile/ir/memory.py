@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
 from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import NonNegative, Value

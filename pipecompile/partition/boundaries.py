@@ -37,7 +37,7 @@ class Sums:
     def each(self, change: Callable[[Integers], Integers]) -> Sums:
         """These with each array changed."""
         crossing = {link: change(values) for link, values in self.crossing.items()}
-        return Sums(change(self.compute), *map(change, (self.resident, self.saved, self.parameters)), crossing)
+        return Sums(change(self.compute), change(self.resident), change(self.saved), change(self.parameters), crossing)
 
     def with_those_of(self, others: Sequence[Sums]) -> Sums:
         """These and then those of others."""
@@ -133,10 +133,12 @@ class Prefixes(Boundaries):
         return change.cumsum()
 
     def inside(self, a: Rows, b: Rows) -> Mask:
+        """See `Boundaries.inside`."""
         found: Mask = a[:, None] < b[None, :]
         return found
 
     def states(self, rows: Rows, flows: Sequence[int]) -> Integers:
+        """See `Boundaries.states`."""
         result = np.zeros((len(rows), len(flows)), np.int64)
         for column, index in enumerate(flows):
             flow = self.instance.flows[index]
@@ -146,15 +148,18 @@ class Prefixes(Boundaries):
         return result
 
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
+        """See `Boundaries.crossing_flows`."""
         first, last = self.spans
         found: list[int] = np.flatnonzero((first < a.max()) & (last >= b.min())).tolist()
         return found
 
     def contains(self, row: int) -> Mask:
+        """See `Boundaries.contains`."""
         found: Mask = self.place < row
         return found
 
     def holds(self, unit: int) -> Mask:
+        """See `Boundaries.holds`."""
         found: Mask = np.arange(len(self)) > self.place[unit]
         return found
 
@@ -171,6 +176,7 @@ class Ideals(Boundaries):
         self.sums = sums.each(lambda values: values[..., order])
 
     def inside(self, a: Rows, b: Rows) -> Mask:
+        """See `Boundaries.inside`."""
         left, right = self.bits[a], self.bits[b]
         # Words in which every b has all that any a has need no comparison: most of them, if a and b are near.
         differ = np.flatnonzero(np.bitwise_or.reduce(left, axis=0) & ~np.bitwise_and.reduce(right, axis=0))
@@ -186,6 +192,7 @@ class Ideals(Boundaries):
         return result
 
     def states(self, rows: Rows, flows: Sequence[int]) -> Integers:
+        """See `Boundaries.states`."""
         bits, result = self.bits[rows], np.zeros((len(rows), len(flows)), np.int64)
         for column, index in enumerate(flows):
             flow = self.instance.flows[index]
@@ -194,6 +201,7 @@ class Ideals(Boundaries):
         return result
 
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
+        """See `Boundaries.crossing_flows`."""
         in_some_a = np.bitwise_or.reduce(self.bits[a], axis=0)
         in_all_b = np.bitwise_and.reduce(self.bits[b], axis=0)
         return [
@@ -203,10 +211,12 @@ class Ideals(Boundaries):
         ]
 
     def contains(self, row: int) -> Mask:
+        """See `Boundaries.contains`."""
         members = np.unpackbits(self.bits[row].astype("<u8").view(np.uint8), bitorder="little")
         return members[: self.instance.count].astype(np.bool_)
 
     def holds(self, unit: int) -> Mask:
+        """See `Boundaries.holds`."""
         return _has(self.bits, unit)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -135,9 +136,7 @@ class Chains:
         transfers = self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
         if problem.communication == "endpoint":
             transfers = transfers - self.family.passing(a, b, before and after)
-        if problem.communication == "overlap":
-            return np.maximum(load, transfers)
-        result: Integers = load + transfers
+        result: Integers = np.maximum(load, transfers) if problem.communication == "overlap" else load + transfers
         return result
 
     def possible(self, a: Rows, b: Rows, stage: int) -> Mask:
@@ -230,12 +229,13 @@ class _Squares:
         crossing = max((int(values.max()) for values in sums.crossing.values()), default=0)
         priced = max((extra or 0 for extra in chains.priced.values()), default=0)
         load = int(total / min(speeds)) + 1 + 2 * crossing + priced if limit.load is None else limit.load
-        mean, own = total // chains.ranks, int(load * max(*speeds, 1)) * chains.ranks
+        mean, own = total // chains.ranks, int(load * max([*speeds, Fraction(1)])) * chains.ranks
         fits = problem.k * (max(load, mean) ** 2 + 2 * mean * max(load, own)) < 2**62
         return _Squares(sums.compute[0], mean, np.int64 if fits else object)
 
     def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
-        load, compute = load.astype(self.kind), self.compute.astype(self.kind)
+        load = load.astype(self.kind)
+        compute: Integers = self.compute.astype(self.kind)
         own = compute[b][None, :] - compute[a][:, None]
         result: Integers = (load - self.mean) ** 2 + 2 * self.mean * (load - own)
         return result
@@ -243,7 +243,7 @@ class _Squares:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Per row of a band the best chain so far: its cost, its largest load, the row before and the last stage's ranks."""
+    """Per row of a band the best chain so far: its cost and largest load, the row before, the last stage's ranks."""
 
     total: Integers
     peak: Integers

@@ -45,7 +45,7 @@ def _memory(problem: Problem, members: list[list[str]]) -> Iterator[str]:
     for rank, (size, cap) in enumerate(zip(held, problem.memory.caps, strict=True)):
         if size > cap:
             yield f"rank {rank} holds {size} bytes, {size - cap} over its cap"
-    for stage, names in enumerate(members):
+    for stage in range(problem.k):
         if problem.memory.price is not None and problem.memory.price(_candidate(problem, members, stage)) is None:
             yield f"stage {stage} cannot fit its budget"
 

@@ -225,8 +225,8 @@ class _Model:
 
     def true_bound(self, found: float) -> int:
         """A bound in nanoseconds, or their squares, from one in units of time."""
-        power = 1 if self.instance.problem.objective == "max-load" else 2
-        return max(0, floor(found + 1e-6) * self.scale**power)
+        scale = self.scale if self.instance.problem.objective == "max-load" else self.scale * self.scale
+        return max(0, floor(found + 1e-6) * scale)
 
 
 def _is(variable: Any, value: int) -> bool:

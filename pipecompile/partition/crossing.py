@@ -23,9 +23,7 @@ FOREVER = 1 << 60  # a capacity that no cut pays
 
 def informed(instance: Instance, limit: Limit, rounds: int = 3) -> Limit:
     """The limit with what crosses each boundary at the least; the windows that it leaves make that more, and so on."""
-    problem = instance.problem
-    alike = problem.ranks == instance.k and problem.speeds is None and problem.replica_ranks is None
-    if problem.communication != "relay" or not alike or not instance.links:
+    if not _is_sum(instance):
         return limit
     for _ in range(rounds):
         low, high = windows(instance, limit)
@@ -36,6 +34,13 @@ def informed(instance: Instance, limit: Limit, rounds: int = 3) -> Limit:
     return limit
 
 
+def _is_sum(instance: Instance) -> bool:
+    """Whether the loads sum to all compute and twice what crosses."""
+    problem = instance.problem
+    alike = problem.ranks == instance.k and problem.speeds is None and problem.replica_ranks is None
+    return problem.communication == "relay" and alike and bool(instance.links)
+
+
 def crossing_bound(instance: Instance, limit: Limit, known: int, tests: int) -> int:
     """No cut is worth less, if one within the limit exists; bisected in so many tests between a `known` bound and it.
 
@@ -43,7 +48,8 @@ def crossing_bound(instance: Instance, limit: Limit, known: int, tests: int) -> 
     """
     variance = instance.problem.objective == "variance"
     high = limit.squares if variance else limit.most
-    assert high is not None
+    if high is None or not _is_sum(instance):
+        return known
     for value in range(tests):
         guess = high if not value else (known + high) // 2
         if known >= high:

@@ -56,10 +56,10 @@ def _memory(instance: Instance, memory: Memory) -> str:
         few, many, found = (few, middle, better) if (better := cut(middle)) is not None else (middle, many, found)
     stage, unit = _tightest(instance, memory, found)
     cap = memory.caps[problem.stage_ranks[stage]]
-    alone = memory.held(instance.units[unit], stage)
+    name, alone = instance.units[unit][0], memory.held(instance.units[unit], stage)
     return (
-        f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found needs {cap + many:,}, "
-        f"{many:,} more, in stage {stage}, where {instance.units[unit][0]} is the largest node ({alone:,} alone)"
+        f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found needs "
+        f"{cap + many:,}, {many:,} more, in stage {stage}, where {name} is the largest node ({alone:,} alone)"
     )
 
 

@@ -155,7 +155,9 @@ class _Search:
 
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
         """Keeps a chain if it is better than the best so far."""
-        stages = sum(~chains.family.contains(row) + np.zeros(self.instance.count, np.intp) for row in chain.rows[1:])
+        stages = np.zeros(self.instance.count, np.intp)
+        for row in chain.rows[1:]:
+            stages += ~chains.family.contains(row)
         replicas = None if self.problem.replica_ranks is None else chain.replicas
         self._keep(tuple(stages.tolist()), replicas, self.pricing.extra_ns(chains.family, chain), method)
 
@@ -228,7 +230,8 @@ class _Search:
         # Squares of fine times are too large for the solver.
         time_units = FINE if self.problem.objective == "max-load" else COARSE
         budget = share * self.seconds * INTEGER_SHARE
-        answer = solve_integer(self.instance, self.best and self.best.stages, self.limit, budget, time_units)
+        known = None if self.best is None else self.best.stages
+        answer = solve_integer(self.instance, known, self.limit, budget, time_units)
         self.other_work += share * self.seconds
         self.done = self.done or answer.infeasible
         self.bound = max(self.bound, min(answer.bound, self.best.value[0]) if self.best else answer.bound)

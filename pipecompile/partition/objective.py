@@ -130,7 +130,7 @@ def _recomputed(problem: Problem, power: int) -> int:
     full = [problem.compute_ns(unit, last=False) for unit in problem.units]
     least = [problem.compute_ns(unit, last=True) for unit in problem.units]
     shrink = max((Fraction(a, b) for a, b in zip(full, least, strict=True) if b), default=Fraction(1))
-    return ceil(sum(full) ** power / (k - 1 + shrink**power))
+    return ceil(Fraction(sum(full) ** power) / (k - 1 + Fraction(shrink) ** power))
 
 
 def _large_units(least: Sequence[int], ranks: int) -> list[int]:

@@ -35,7 +35,7 @@ def orders(instance: Instance) -> Iterator[list[int]]:
 
 
 def reordered(instance: Instance, stages: Sequence[int], random: np.random.Generator) -> list[int]:
-    """An order that keeps the stages of a cut apart and is otherwise random; some units are drawn towards their ends."""
+    """An order that keeps the stages of a cut apart and is otherwise random, or near the order of depth."""
     noise = random.random(instance.count)
     if random.integers(2):
         return topological(instance, lambda unit: (stages[unit], noise[unit], unit))

@@ -46,7 +46,7 @@ class Memory:
     price: Callable[[Candidate], int | None] | None = None
 
     @staticmethod
-    def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction) -> Memory:
+    def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int) -> Memory:
         """The rule of cost graphs: Σ parameter_bytes × `factor` (rounded up per node) + in-flight × Σ saved_bytes."""
         resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
         return Memory(caps, in_flight, resident, {node.name: node.saved_bytes for node in graph.nodes})
@@ -63,11 +63,14 @@ class Problem:
 
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
     costs say), `link` how ranks are connected (one link, or a matrix from rank to rank). Under `recompute` every
-    stage but the last runs its forward twice. `memory` caps the ranks; `pin` fixes the stage of nodes, negative
-    ones from the end; the nodes of each of `together` share a stage, whatever it is; with `parameters_everywhere` each stage has a node with parameters. With `replica_ranks` a
-    stage may run on several data-parallel ranks, as many in all: its load is divided among them, plus a ring
-    all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv 1806.03377, section
-    3.2). `step_ns` simulates an assignment for the objective step-time. InputError says what does not fit.
+    stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
+    from the end; the nodes of each of `together` share a stage, whichever it is; with `parameters_everywhere` each
+    stage has a node with parameters.
+
+    With `replica_ranks` a stage may run on several data-parallel ranks, as many in all: its load is divided among
+    them, plus a ring all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv
+    1806.03377, section 3.2). `step_ns` simulates an assignment, for the objective step-time. InputError says what
+    does not fit.
     """
 
     graph: CostGraph

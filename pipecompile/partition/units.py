@@ -17,8 +17,9 @@ FIRST, LAST = "inputs", "outputs"  # groups that lie in the first and in the las
 def units(graph: CostGraph, together: Iterable[Sequence[str]] = ()) -> tuple[Unit, ...]:
     """The nodes that must stay together, in a topological order as near as possible to the graph's own.
 
-    Nodes of one group are one unit, and so are units on a cycle: stages never decrease along a tensor, so a cycle
-    lies in one stage in every cut. The merge is exact. The nodes of each of `together` are tied in the same way. The group "inputs" comes first and "outputs" last.
+    Nodes of one group are one unit, and so are those of each of `together` and units on a cycle: stages never
+    decrease along a tensor, so a cycle lies in one stage in every cut. The merge is exact. The group "inputs" comes
+    first and "outputs" last.
     """
     index = {node.name: position for position, node in enumerate(graph.nodes)}
     first: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Which stages each unit may lie in: what it needs must fit the stages up to its own, what it feeds those from there."""
+"""Which stages each unit may lie in: what it needs must fit the stages up to its own, what it feeds the others."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipecompile.partition.problem import Candidate, Problem
     from pipecompile.partition.result import Partition
 
-__all__ = ["costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "step_ns", "violations"]
+__all__ = ["block_of", "costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "step_ns", "violations"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 OTHERS_SECONDS = 2.0  # of work on each objective that was not asked for
@@ -310,14 +310,14 @@ def costs_digest(graph: CostGraph) -> str:
 
 def module_ranges(paths: Iterable[str]) -> Iterable[str]:
     """Module paths as ranges: `transformer.h.0-2` for blocks 0 to 2, each with all that lies in it."""
-    blocks = [block for block, _ in groupby(_block(path) for path in paths) if block]
+    blocks = [block for block, _ in groupby(block_of(path) for path in paths) if block]
     for parent, run in groupby(dict.fromkeys(blocks), key=lambda block: re.sub(r"\.\d+$", "", block)):
         members = list(run)
         numbers = [block[len(parent) + 1 :] for block in members]
         yield f"{parent}.{numbers[0]}-{numbers[-1]}" if len(members) > 1 else members[0]
 
 
-def _block(path: str) -> str:
+def block_of(path: str) -> str:
     """The path up to its first number: the block that a module lies in."""
     match = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
     return match[1] if match else path

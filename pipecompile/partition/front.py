@@ -39,7 +39,8 @@ IDEALS_PER_SECOND = 1_000_000  # that are listed
 CUTS_PER_SECOND = 100_000  # units times boundaries, for which minimum cuts are found
 UNITS_PER_SECOND = 40_000  # that are put in order and laid out
 ROUND = 0.005  # seconds that each round takes besides
-INTEGER_SHARE = 0.3  # CP-SAT's deterministic second takes about three
+INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
+CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
 PRICES_PER_SECOND = 100
 STEPS_PER_SECOND = 10_000  # actions that are simulated
@@ -111,13 +112,9 @@ class _Search:
         self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
         for near, every, integer in SHARES:
-            if not self.done:
-                self._refine(near)
-                self._bound()
-            if not self.done:
-                self._exact(every)
-            if not self.done:
-                self._integer(integer)
+            for step, share in ((self._refine, near), (self._bound, 0.0), (self._exact, every), (self._integer, integer)):
+                if not self.done and not self._is_close():
+                    step(share)
 
     def result(self) -> Partition:
         """The best cut, scored from the graph alone."""
@@ -141,6 +138,10 @@ class _Search:
             self._try_order(order)
             if self._is_met() or self.spent > self.seconds / 2:
                 return
+
+    def _is_close(self) -> bool:
+        """Whether what is left to gain is too little to search for."""
+        return self.best is not None and (self.best.value[0] - self.bound) * CLOSE <= self.best.value[0]
 
     def _is_met(self) -> bool:
         self.done = self.done or (self.best is not None and self.best.value[0] == self.bound and self.pricing.complete)
@@ -208,7 +209,7 @@ class _Search:
             if found is not None:
                 self._take(chains, found, "linear-dp")
 
-    def _bound(self) -> None:
+    def _bound(self, _: float) -> None:
         """A better bound from what must cross each boundary, which also leaves fewer ideals to list."""
         if self.best is None or self.problem.communication != "relay":
             return
@@ -229,7 +230,7 @@ class _Search:
 
         # Squares of fine times are too large for the solver.
         time_units = FINE if self.problem.objective == "max-load" else COARSE
-        budget = share * self.seconds * INTEGER_SHARE
+        budget = share * self.seconds * INTEGER_SHARE[self.problem.objective]
         known = None if self.best is None else self.best.stages
         answer = solve_integer(self.instance, known, self.limit, budget, time_units)
         self.other_work += share * self.seconds

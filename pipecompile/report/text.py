@@ -8,7 +8,7 @@ from itertools import takewhile
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.schedule import BACKWARDS, Event, Kind, Timeline
 
-__all__ = ["bar", "objective_text", "size_text", "summary", "table", "time_text", "timeline_text"]
+__all__ = ["bar", "gap_text", "objective_text", "size_text", "summary", "table", "time_text", "timeline_text"]
 
 _MODULES_WIDTH = 26  # what 100 columns leave in the table of stages
 _BAR = " ▏▎▍▌▋▊▉█"
@@ -57,7 +57,7 @@ def _objective(plan: Plan) -> str:
     value, bound = (objective_text(search.objective, number) for number in (search.value, search.bound))
     proof = "proven" if search.proven else "not proven"
     label = "variance, Σ load²" if search.objective == "variance" else search.objective
-    return f"{label} {value}, bound {bound}, gap {search.gap:.2%}, {proof} ({search.method})"
+    return f"{label} {value}, bound {bound}, gap {gap_text(search.gap)}, {proof} ({search.method})"
 
 
 def _all_objectives(plan: Plan) -> Iterator[str]:
@@ -85,8 +85,13 @@ def objective_text(objective: str, value: int) -> str:
     """A value of an objective with its unit."""
     if objective != "variance":
         return time_text(value)
-    unit, scale = ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
+    unit, scale = ("s²", 1e18) if value >= 1e18 else ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
     return f"{value / scale:,.1f} {unit}"
+
+
+def gap_text(gap: float) -> str:
+    """A gap in percent; a small one is not printed as none."""
+    return "<0.01%" if 0 < gap < 1e-4 else f"{gap:.2%}"
 
 
 def _stages(plan: Plan) -> Iterator[str]:

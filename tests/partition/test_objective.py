@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from cuts import chain, node
+
+from pipecompile.ir.graph import CostGraph, Tensor
+from pipecompile.ir.plan import Link
+from pipecompile.partition.front import solve
+from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
+from pipecompile.partition.problem import Problem
+
+LINK = Link(bandwidth_bytes_per_s=10**9)
+SKIP = CostGraph(
+    nodes=chain([10, 10, 10]).nodes,
+    tensors=(Tensor(producer="n0", consumers=("n1", "n2"), bytes=5, gradient_bytes=2),),
+)
+APART = {"n0": 0, "n1": 1, "n2": 2}
+
+
+@pytest.mark.parametrize(
+    ("communication", "loads"),
+    [("relay", (17, 24, 17)), ("endpoint", (17, 17, 17)), ("overlap", (10, 14, 10)), ("none", (10, 10, 10))],
+)
+def test_what_a_skip_costs(communication: str, loads: tuple[int, ...]) -> None:
+    assert stage_loads(Problem(SKIP, 3, communication=communication, link=LINK), APART) == loads
+
+
+def test_each_boundary_has_the_link_of_its_ranks() -> None:
+    fast, slow = Link(bandwidth_bytes_per_s=10**9), Link(bandwidth_bytes_per_s=10**8, latency_ns=1)
+    matrix = ((fast, fast, fast), (slow, fast, slow), (fast, fast, fast))
+    assert stage_loads(Problem(SKIP, 3, link=matrix), APART) == (17, 17 + 72, 10 + 72)
+
+
+def test_nothing_is_charged_within_a_rank_and_ranks_add_up() -> None:
+    problem = Problem(SKIP, 3, link=LINK, placement=(0, 0, 1))
+    loads = stage_loads(problem, APART)
+    assert (loads, rank_loads(problem, loads)) == ((10, 17, 17), (27, 17))
+    endpoint = Problem(SKIP, 3, link=LINK, placement=(0, 0, 1), communication="endpoint")
+    assert rank_loads(endpoint, stage_loads(endpoint, APART)) == (27, 17)
+
+
+def test_slow_ranks_take_longer_rounded_up() -> None:
+    problem = Problem(chain([10, 10, 10]), 3, speeds=(Fraction(3), Fraction(1), Fraction(1, 2)))
+    assert stage_loads(problem, APART) == (4, 10, 20)
+
+
+def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
+    graph = chain([12, 12], size=4, held=[30, 0])
+    problem = Problem(graph, 2, link=LINK, replica_ranks=4, microbatches=5)
+    # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes in 5 parts: 2 · 2/3 · 30 = 40 bytes.
+    assert stage_loads(problem, {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
+
+
+def test_the_last_stage_does_not_recompute() -> None:
+    graph = CostGraph(nodes=tuple(node(f"n{i}", 1, 1) for i in range(5)), tensors=chain([0] * 5).tensors)
+    assert solve(Problem(graph, 2, recompute=True)).loads_ns == (6, 6)
+
+
+def test_the_measures_of_loads() -> None:
+    assert measures([1, 2, 6]) == {"max_load_ns": 6, "sum_of_squares_ns2": 41, "variance_ns2": 4}
+
+
+def test_large_units_stand_alone_in_the_bound() -> None:
+    graph = chain([9, 8, 1, 1, 1])
+    assert lower_bound(Problem(graph, 3)) == 81 + 64 + 9
+    assert lower_bound(Problem(graph, 3, objective="max-load")) == 9

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -169,20 +171,202 @@ def test_verify(form: str) -> None:
         assert result.stdout.rstrip().endswith("equal\n```" if form == "github" else "equal")
 
 
-def test_reading_a_plan_needs_no_torch(plan_file: str) -> None:
+def imported(*arguments: str) -> list[str]:
+    """Which of the large libraries a command has imported when it is done."""
     code = (
         "import sys\nfrom pipecompile.cli import commands\n"
         "try:\n    commands([*sys.argv[1:]])\nexcept SystemExit as end:\n    assert end.code == 0\n"
-        "print(sorted({'torch', 'ortools', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+        "print(*sorted({'torch', 'ortools', 'transformers'} & set(sys.modules)), file=sys.stderr)"
     )
-    for command in ("show", "check", "simulate"):
-        result = fresh("-c", code, command, plan_file)
+    result = fresh("-c", code, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+    return result.stderr.split()
+
+
+@pytest.mark.parametrize("command", ["show", "check", "simulate"])
+def test_reading_a_plan_needs_no_torch(plan_file: str, command: str) -> None:
+    assert imported(command, plan_file) == []
+
+
+def linked(bandwidth: int | None) -> str:
+    """A file of links between two ranks."""
+    rows = [[None, bandwidth], [bandwidth, None]]
+    return json.dumps(
+        {"schema": "pipecompile/links/1", "bandwidth_bytes_per_s": rows, "latency_ns": [[0, 50], [50, 0]]}
+    )
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> str:
+    """A cost graph of eight nodes in a chain, and a file of links beside it."""
+    names = [f"n{index}" for index in range(8)]
+    nodes = [
+        {"name": name, "forward_ns": 100 + 7 * index, "backward_ns": 200, "parameter_bytes": 100, "saved_bytes": 10}
+        for index, name in enumerate(names)
+    ]
+    tensors = [{"producer": a, "consumers": [b], "bytes": 1000, "gradient_bytes": 1000} for a, b in pairwise(names)]
+    graph = {"schema": "pipecompile/cost-graph/1", "nodes": [{**node, "group": None} for node in nodes]}
+    (tmp_path / "links.json").write_text(linked(10**9))
+    (tmp_path / "graph.json").write_text(json.dumps({**graph, "tensors": tensors}))
+    return str(tmp_path / "graph.json")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_partition(graph_file: str, form: str) -> None:
+    result = invoke("partition", graph_file, "-k", "3", "--format", form)
+    assert (result.exit_code, result.stderr) == (0, "")
+    if form == "json":
+        found = json.loads(result.stdout)
+        # loads of 3, 3 and 2 nodes; times of node i are 300 + 7 i
+        assert found["stages"] == dict(zip([f"n{i}" for i in range(8)], [0, 0, 0, 1, 1, 1, 2, 2], strict=True))
+        assert found["loads_ns"] == [921, 984, 691]
+        assert found["value"] == found["bound"] == found["sum_of_squares_ns2"] == 921**2 + 984**2 + 691**2
+        assert (found["max_load_ns"], found["gap"], found["proven"]) == (984, 0.0, True)
+        assert found["variance_ns2"] == (3 * found["value"] - 2596**2) // 9
+    else:
+        assert result.stdout.startswith("```\n") == (form == "github")
+        assert "3 stages of 8 nodes on 3 ranks" in result.stdout
+        assert "proven" in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_the_fields_of_a_partition(graph_file: str) -> None:
+    result = invoke("partition", graph_file, "-k", "2", "--format", "json")
+    assert set(json.loads(result.stdout)) == {
+        *("stages", "loads_ns", "max_load_ns", "sum_of_squares_ns2", "variance_ns2", "objective", "value", "bound"),
+        *("gap", "proven", "method", "seconds", "replicas"),
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-k", "3"],
+        ["-k", "4", "--objective", "max-load", "--comm", "relay", "--bandwidth", "1e9", "--latency", "20"],
+        ["-k", "2", "--comm", "relay", "--links", "links.json", "--speeds", "1,1/2"],
+        ["-k", "3", "--objective", "step-time", "--schedule", "1f1b", "--microbatches", "4", "--memory", "1KiB"],
+        ["-k", "4", "--stages-per-rank", "2", "--placement", "v"],
+        ["-k", "3", "--ranks", "5", "--bandwidth", "1e9"],
+        ["-k", "3", "--time-limit", "0.001", "--no-split", "n2,n4", "--pin", "n7=-1"],
+    ],
+)
+def test_the_same_graph_is_cut_in_the_same_way(graph_file: str, arguments: list[str]) -> None:
+    with_path = [str(Path(graph_file).parent / word) if word.endswith(".json") else word for word in arguments]
+
+    def cut() -> dict[str, object]:
+        result = fresh("-m", "pipecompile", "partition", graph_file, *with_path, "--format", "json")
         assert result.returncode == 0, result.stderr
-        assert result.stderr.strip() == "[]"
-        assert result.stdout
+        return {name: value for name, value in json.loads(result.stdout).items() if name != "seconds"}
+
+    assert cut() == cut()
+
+
+def test_options_reach_the_partition(graph_file: str) -> None:
+    def cut(*arguments: str) -> dict[str, Any]:
+        result = invoke("partition", graph_file, *arguments, "--format", "json")
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
+
+    free = cut("-k", "2")["loads_ns"]
+    # each stage pays 1000 bytes and as many of gradient at 1 ns each, and twice the latency
+    assert cut("-k", "2", "--bandwidth", "1e9", "--latency", "50")["loads_ns"] == [load + 2100 for load in free]
+    links = str(Path(graph_file).parent / "links.json")
+    assert cut("-k", "2", "--links", links, "--comm", "relay")["loads_ns"] == [load + 2100 for load in free]
+    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "overlap")["loads_ns"] == [2000, 2000]
+    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "none")["loads_ns"] == free
+    assert cut("-k", "2", "--pin", "n1=-1")["stages"]["n1"] == 1
+    assert len(set(map(cut("-k", "2", "--no-split", "n0,n5")["stages"].get, ("n0", "n3", "n5")))) == 1
+    assert sum(cut("-k", "2", "--ranks", "5")["replicas"]) <= 5
+    assert len(cut("-k", "4", "--stages-per-rank", "2")["loads_ns"]) == 2
+    assert cut("-k", "2", "--speeds", "1/2,1")["stages"]["n3"] == 1
+    # in flight two microbatches in stage 0 and one in stage 1: 3 · 120 ≤ 360, 5 · 110 ≤ 550
+    memory = ("--memory", "360,550", "--schedule", "1f1b", "--microbatches", "4")
+    assert sum(cut("-k", "2", *memory)["stages"].values()) == 5
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_partition_that_does_not_fit_is_answered_with_what_would(graph_file: str, form: str) -> None:
+    result = invoke("partition", graph_file, "-k", "2", "--memory", "400", "--format", form)
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pipecompile: a rank may hold 400 bytes, but ")
+    assert "needs 440, 40 more, in stage 0, where n0 is the largest node (110 alone)" in line
+    assert line.endswith("this would fit: k=3 or k=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["-k", "2", "--objective", "fastest"], 2, "choose one of variance, max-load, step-time"),
+        (["-k", "2", "--comm", "smoke"], 2, "choose one of relay, endpoint, overlap, none"),
+        (["-k", "2", "--speeds", "1,1,1"], 2, "one value, or one for each of the 2 ranks"),
+        (["-k", "2", "--speeds", "1,fast"], 2, "'fast' is not a number; write 1, 0.5 or 3/2"),
+        (["-k", "2", "--speeds", "1,0"], 2, "must be 2 positive numbers, one a rank"),
+        (["-k", "2", "--links", "links.json", "--bandwidth", "1e9"], 2, "leave --bandwidth and --latency out"),
+        (["-k", "2", "--links", "nothing.json"], 2, "cannot be read"),
+        (["-k", "3", "--links", "links.json", "--comm", "relay"], 2, "must have 3 rows and columns, one a rank"),
+        (["-k", "2", "--bandwidth", "0"], 2, "at least 1, or leave it out"),
+        (["-k", "2", "--latency", "-1"], 2, "give nanoseconds, 0 or more"),
+        (["-k", "2", "--memory", "much"], 2, "write 16GiB"),
+        (["-k", "2", "--memory", "1KB", "--state-factor", "x"], 2, "'x' is not a number"),
+        (["-k", "2", "--schedule", "1f1b"], 2, "--schedule and --microbatches go together"),
+        (["-k", "2", "--microbatches", "4"], 2, "--schedule and --microbatches go together"),
+        (["-k", "2", "--objective", "step-time"], 2, "needs a schedule to simulate"),
+        (["-k", "4", "--stages-per-rank", "3"], 2, "choose a divisor of k"),
+        (["-k", "2", "--ranks", "1"], 2, "fewer than the k=2 stages"),
+        (["-k", "2", "--pin", "nobody=1"], 2, "the graph has no such node"),
+        (["-k", "2", "--pin", "n0"], 2, "write NODE=STAGE"),
+        (["-k", "2", "--pin", "n0=2"], 2, "the stages are 0 … 1"),
+        (["-k", "2", "--pin", "n0=1"], 1, "no cut into k=2 non-empty stages meets the pins n0=1"),
+        (["-k", "2", "--pin", "n7=0", "--pin", "n0=1"], 1, "but n7 comes after n0"),
+        (["-k", "2", "--no-split", "nobody"], 2, "the graph has no node 'nobody'"),
+        (["-k", "0"], 2, "k=0"),
+        (["-k", "-1"], 2, "k=-1"),
+        (["-k", "9"], 1, "at most 8 stages; choose k ≤ 8"),
+        (["-k", "2", "--time-limit", "0"], 2, "give a positive number"),
+    ],
+)
+def test_what_cannot_be_cut_is_answered_in_one_line(
+    graph_file: str, arguments: list[str], code: int, message: str
+) -> None:
+    with_path = [str(Path(graph_file).parent / word) if word.endswith(".json") else word for word in arguments]
+    result = invoke("partition", graph_file, *with_path)
+    assert (result.exit_code, result.stdout) == (code, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pipecompile: ")
+    assert message in line
+    assert "PIPECOMPILE_DEBUG" not in line
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("{", "truncated"),
+        ('{"schema": "pipecompile/cost-graph/2"}', "`$.schema`"),
+        ('{"nodes": [], "tensors": [], "edges": []}', "unknown field `edges`"),
+        ('{"nodes": [{"name": "a", "forward_ns": -1}], "tensors": []}', "`$.nodes[0].forward_ns`"),
+    ],
+)
+def test_a_damaged_cost_graph_is_answered_with_the_place(tmp_path: Path, graph: str | None, message: str) -> None:
+    path = tmp_path / "graph.json"
+    if graph is not None:
+        path.write_text(graph)
+    result = invoke("partition", str(path), "-k", "2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"pipecompile: {path}: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_partition_needs_no_torch(graph_file: str, form: str) -> None:
+    assert "torch" not in imported("partition", graph_file, "-k", "3", "--format", form)
 
 
 def test_help_lists_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("plan", "show", "check", "simulate", "verify"))
+    assert all(name in result.stdout for name in ("plan", "show", "check", "simulate", "partition", "verify"))

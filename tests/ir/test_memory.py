@@ -172,6 +172,21 @@ def test_a_storage_saved_by_many_nodes_and_a_parameter_read_twice_are_held_once(
     assert (footprint.kept.expected, footprint.parameters.expected, footprint.gradients.expected) == (5, 9, 9)
 
 
+def test_only_a_storage_with_one_producer_is_a_floor_of_it() -> None:
+    """Where two nodes write one storage, or a node saves it that does not take it, its stage is not known."""
+    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
+    saves = {"a": (0, 1), "b": (1,), "c": (0, 2), "d": (2,)}
+    nodes = tuple(Node(name=name, saved=saved, **node) for name, saved in saves.items())  # type: ignore[arg-type]
+    tensors = tuple(
+        Tensor(producer=name, consumers=("c",), bytes=512, gradient_bytes=512, storage=storage)
+        for name, storage in (("a", 0), ("b", 1), ("d", 1))
+    )
+    graph = CostGraph(nodes=nodes, tensors=tensors, storages=(512,) * 3)
+    nothing = dict.fromkeys("abcd", 0)
+    assert floors(graph, recompute=False) == (nothing, {**nothing, "a": 512})
+    assert floors(graph, recompute=True) == ({**nothing, "a": 512}, nothing)
+
+
 def test_a_relayed_tensor_is_received_by_every_stage_on_its_way() -> None:
     node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
     nodes = tuple(Node(name=name, **node) for name in "abc")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.plan import Faster, Link, Plan
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
-from pipecompile.report.text import size_text, summary, time_text, timeline_text
+from pipecompile.report.text import gap_text, objective_text, size_text, summary, time_text, timeline_text
 from pipecompile.schedule.simulate import simulate_plan
 
 MakePlan = Callable[..., Plan]
@@ -95,6 +95,25 @@ def test_times_adapt_their_unit(nanoseconds: int, text: str) -> None:
 )
 def test_sizes_adapt_their_unit(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "text"),
+    [
+        ("variance", 999_949, "1.0 µs²"),
+        ("variance", 7 * 10**14, "700.0 ms²"),
+        ("variance", 2 * 10**21, "2,000.0 s²"),
+        ("max-load", 1500, "1.5 µs"),
+        ("step-time", 12_340_000, "12.3 ms"),
+    ],
+)
+def test_values_of_objectives_adapt_their_unit(objective: str, value: int, text: str) -> None:
+    assert objective_text(objective, value) == text
+
+
+@pytest.mark.parametrize(("gap", "text"), [(0.0, "0.00%"), (1e-9, "<0.01%"), (0.0001, "0.01%"), (0.25, "25.00%")])
+def test_a_small_gap_is_not_none(gap: float, text: str) -> None:
+    assert gap_text(gap) == text
 
 
 def test_a_timeline_in_letters() -> None:

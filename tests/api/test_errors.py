@@ -77,7 +77,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         1,
         ["-k", "2", "--memory", "2KB"],
         {"k": 2, "memory": "2KB"},
-        r"a rank may hold 2,000 bytes, but the best cut into k=2 stages needs [\d,]+, [\d,]+ more, in stage \d",
+        r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, [\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
     "schedule": (
@@ -114,8 +114,9 @@ def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> 
     assert needed - 2000 == more
     assert match[3] in compiled(k=2).plan.assignment
     assert compiled(k=2, memory=needed).plan.options.memory_bytes == needed
-    with pytest.raises(InfeasibleError, match=rf"{needed:,}, 1 more"):
-        compiled(k=2, memory=needed - 1)
+    # What is short is found by bisection, to a thousandth.
+    with pytest.raises(InfeasibleError, match="more, in stage"):
+        compiled(k=2, memory=needed - max(1, more // 1000))
 
 
 @pytest.mark.parametrize("batch", [3, 7, 9])

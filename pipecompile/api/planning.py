@@ -13,7 +13,7 @@ import msgspec
 
 from pipecompile.errors import InfeasibleError, PipecompileError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.memory import Layout, floors, rank_memory
+from pipecompile.ir.memory import Layout, buffers, floors, rank_memory
 from pipecompile.ir.plan import (
     Boundary,
     Faster,
@@ -110,13 +110,19 @@ def _partition(graph: CostGraph, options: Options, link: Link) -> Partition:
 
 def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
     """What the options ask of the partitioner."""
-    from pipecompile.partition.problem import Memory, Problem
+    from pipecompile.partition.problem import Floor, Memory, Problem
 
     recompute, memory = options.recompute == "stage", None
     if options.memory_bytes is not None:
         flights = [in_flight(options.schedule, options.k, options.microbatches, stage) for stage in range(options.k)]
         caps = (options.memory_bytes,) * options.k
-        memory = Memory(caps, tuple(flights), *floors(graph, recompute=recompute), price=_price(graph, options))
+        memory = Memory(
+            caps,
+            tuple(flights),
+            *floors(graph, recompute=recompute),
+            price=_price(graph, options),
+            floor=Floor(*buffers(graph, options.microbatches)),
+        )
     return Problem(
         graph,
         options.k,

@@ -18,7 +18,7 @@ from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "floors", "rank_memory"]
+__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "buffers", "floors", "rank_memory"]
 
 BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 
@@ -177,6 +177,13 @@ class Layout:
         )
 
 
+def buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """As `Footprint.bound` counts them: by producer the buffers of a tensor and of its gradient, by node its workspace."""
+    arriving = {tensor.producer: microbatches * _rounded(tensor.bytes) for tensor in graph.tensors}
+    returning = {tensor.producer: microbatches * _rounded(tensor.gradient_bytes) for tensor in graph.tensors}
+    return arriving, returning, {node.name: 2 * _rounded(node.workspace_bytes) for node in graph.nodes}
+
+
 def floors(graph: CostGraph, *, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
 
@@ -198,20 +205,26 @@ def floors(graph: CostGraph, *, recompute: bool) -> tuple[dict[str, int], dict[s
         for reader in nodes:
             resident[reader] += _rounded(parameter.bytes) * (1 + parameter.trainable) // len(nodes)
     kept = resident if recompute else saved
-    for producer, storage in _only_producers(graph, savers):
+    for producer, storage in _roots(graph, savers):
         kept[producer] += _rounded(graph.storages[storage])
     return resident, saved
 
 
-def _only_producers(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
-    """Saved storages that are one tensor, saved by its producer and its consumers alone."""
+def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
+    """Saved storages with the node that all others that make a view of them or save them come after."""
     tensors: dict[int, list[Tensor]] = {}
     for tensor in graph.tensors:
         if tensor.storage is not None:
             tensors.setdefault(tensor.storage, []).append(tensor)
-    for storage, (tensor, *others) in tensors.items():
-        if not others and storage in savers and savers[storage] <= {tensor.producer, *tensor.consumers}:
-            yield tensor.producer, storage
+    for storage, (first, *views) in tensors.items():
+        after = {first.producer, *first.consumers}
+        for view in views:
+            after |= set(view.consumers) if view.producer in after else {""}
+        if storage in savers and savers[storage] <= after and "" not in after:
+            yield first.producer, storage
+    for storage, nodes in savers.items():
+        if storage not in tensors and len(nodes) == 1:  # what a node saves for itself, such as a mask
+            yield next(iter(nodes)), storage
 
 
 def _rounded(size: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipecompile.ir.plan import Link
-from pipecompile.partition.instance import Instance, Integers, Mask
+from pipecompile.partition.instance import Crossing, Instance, Integers, Mask
 
 __all__ = ["Boundaries", "Ideals", "Listed", "Prefixes", "Rows", "enumerate_ideals"]
 
@@ -32,12 +32,20 @@ class Sums:
     resident: Integers
     saved: Integers
     parameters: Integers
-    crossing: Mapping[Link, Integers]
+    workspaces: Integers  # (sizes, members): how many units need so much
+    crossing: Mapping[Crossing, Integers]
 
     def each(self, change: Callable[[Integers], Integers]) -> Sums:
         """These with each array changed."""
         crossing = {link: change(values) for link, values in self.crossing.items()}
-        return Sums(change(self.compute), change(self.resident), change(self.saved), change(self.parameters), crossing)
+        return Sums(
+            change(self.compute),
+            change(self.resident),
+            change(self.saved),
+            change(self.parameters),
+            change(self.workspaces),
+            crossing,
+        )
 
     def with_those_of(self, others: Sequence[Sums]) -> Sums:
         """These and then those of others."""
@@ -46,6 +54,7 @@ class Sums:
             np.concatenate([self.resident, *(o.resident for o in others)]),
             np.concatenate([self.saved, *(o.saved for o in others)]),
             np.concatenate([self.parameters, *(o.parameters for o in others)]),
+            np.concatenate([self.workspaces, *(o.workspaces for o in others)], axis=1),
             {
                 link: np.concatenate([values, *(o.crossing[link] for o in others)])
                 for link, values in self.crossing.items()
@@ -116,7 +125,8 @@ class Prefixes(Boundaries):
             resident=_running(instance.resident[self.order]),
             saved=_running(instance.saved[self.order]),
             parameters=_running(instance.parameters[self.order]),
-            crossing={link: self._crossing(instance.weights(link)) for link in instance.links},
+            workspaces=_running(_needing(instance)[:, self.order]),
+            crossing={crossing: self._crossing(instance.weights(crossing)) for crossing in instance.crossings},
         )
 
     @cached_property
@@ -253,17 +263,15 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
 
 def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
-    compute, resident, saved, parameters = (
-        _inherited(values, values[..., below].sum(axis=-1), births, len(bits))
-        for values in (instance.compute, instance.resident, instance.saved, instance.parameters)
-    )
+    held = (instance.compute, instance.resident, instance.saved, instance.parameters, _needing(instance))
+    sums = [_inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held]
     inside = np.zeros(instance.count, np.bool_)
     inside[below] = True
     crosses = instance.crosses(inside)
     completed = list(_completed(instance, bits, births))
     crossing = {}
-    for link in instance.links:
-        weights, values = instance.weights(link), np.zeros(len(bits), np.int64)
+    for key in instance.crossings:
+        weights, values = instance.weights(key), np.zeros(len(bits), np.int64)
         values[0], start = weights[crosses].sum(), 1
         for (unit, parents), done in zip(births, completed, strict=True):
             new = values[parents] + weights[list(instance.produced[unit])].sum()
@@ -271,8 +279,13 @@ def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[in
                 new -= complete * weights[flow]
             values[start : start + len(parents)] = new
             start += len(parents)
-        crossing[link] = values
-    return Sums(compute, resident, saved, parameters, crossing)
+        crossing[key] = values
+    return Sums(*sums, crossing)
+
+
+def _needing(instance: Instance) -> Integers:
+    """Per size of workspace, 1 for the units that need as much."""
+    return np.array([needs for _, needs in instance.workspaces], np.int64).reshape(-1, instance.count)
 
 
 def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Rows]], count: int) -> Integers:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from pipecompile.partition.boundaries import Boundaries, Rows
 from pipecompile.partition.instance import Integers, Mask
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import Memory, Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Chain", "Chains"]
 
+NEVER = -1  # the price of a stage that cannot be
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
 
 
@@ -45,6 +46,7 @@ class Chains:
     family: Boundaries
     near: dict[int, Rows] = field(default_factory=dict)
     priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
+    _prices: dict[int, Integers] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -144,21 +146,40 @@ class Chains:
         problem, sums = self.problem, self.family.sums
         fits = self.family.inside(a, b)
         if problem.memory is not None:
-            held = sums.resident + problem.memory.in_flight[stage] * sums.saved
-            fits &= held[b][None, :] - held[a][:, None] <= problem.memory.caps[problem.stage_ranks[stage]]
+            fits &= self._held(problem.memory, a, b, stage) <= problem.memory.caps[problem.stage_ranks[stage]]
         if problem.parameters_everywhere:
             fits &= sums.parameters[b][None, :] > sums.parameters[a][:, None]
         return fits
 
+    def _held(self, memory: Memory, a: Rows, b: Rows, stage: int) -> Integers:
+        """What every pair holds at the least, bytes."""
+        sums = self.family.sums
+        each = sums.resident + memory.in_flight[stage] * sums.saved
+        held: Integers = each[b][None, :] - each[a][:, None]
+        if memory.floor is None:
+            return held
+        largest = np.zeros_like(held)
+        for (size, _), count in zip(self.family.instance.workspaces, sums.workspaces, strict=True):
+            largest = np.where((largest == 0) & (count[b][None, :] > count[a][:, None]), size, largest)
+        return held + largest + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
+
+    def pay(self, stage: int, a: int, b: int, extra: int | None) -> None:
+        """Notes what the stage between two rows was found to pay."""
+        self.priced[stage, a, b] = extra
+        known = self._prices.get(stage, np.zeros((0, 3), np.int64))
+        self._prices[stage] = np.concatenate([known, [[a, b, NEVER if extra is None else extra]]])
+
     def _add_prices(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
         """Adds what stages were found to pay, in place."""
-        for (where, before, after), extra in self.priced.items():
-            i, j = np.searchsorted(a, before), np.searchsorted(b, after)
-            if where == stage and i < len(a) and j < len(b) and a[i] == before and b[j] == after:
-                if extra is None:
-                    fits[i, j] = False
-                else:
-                    load[i, j] += extra
+        if stage not in self._prices:
+            return
+        before, after, extra = self._prices[stage].T
+        i, j = np.searchsorted(a, before), np.searchsorted(b, after)
+        here = (i < len(a)) & (j < len(b))
+        here[here] = (a[i[here]] == before[here]) & (b[j[here]] == after[here])
+        i, j, extra = i[here], j[here], extra[here]
+        fits[i, j] &= extra != NEVER
+        load[i, j] += np.where(extra == NEVER, 0, extra)
 
     def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
         """The chain of least Σ load², then least maximum; or of least maximum alone."""
@@ -226,7 +247,7 @@ class _Squares:
     def of(chains: Chains, limit: Limit) -> _Squares:
         problem, sums = chains.problem, chains.family.sums
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
-        crossing = max((int(values.max()) for values in sums.crossing.values()), default=0)
+        crossing = max((int(sums.crossing[link].max()) for link in chains.family.instance.links), default=0)
         priced = max((extra or 0 for extra in chains.priced.values()), default=0)
         load = int(total / min(speeds)) + 1 + 2 * crossing + priced if limit.load is None else limit.load
         mean, own = total // chains.ranks, int(load * max([*speeds, Fraction(1)])) * chains.ranks

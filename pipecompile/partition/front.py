@@ -42,7 +42,7 @@ ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
-PRICES_PER_SECOND = 100
+PRICES_PER_SECOND = 200
 STEPS_PER_SECOND = 10_000  # actions that are simulated
 
 
@@ -86,7 +86,8 @@ class _Search:
 
     @cached_property
     def pricing(self) -> Pricing:
-        return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k)
+        pairs = int(self.seconds * PAIRS_PER_SECOND)
+        return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k, pairs_limit=pairs)
 
     @property
     def spent(self) -> float:

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipecompile.errors import InfeasibleError
+from pipecompile.ir.graph import Tensor
 from pipecompile.ir.plan import Link
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.units import Unit
 
 __all__ = ["Flow", "Instance", "Integers", "Mask"]
 
+Crossing = Link | str
+WORKSPACES = 8
 REACH_MAX = 16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
 
 Integers = NDArray[Any]  # int64, or Python integers where squares do not fit
@@ -25,11 +28,12 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The tensors from one unit to the same other ones: (bytes, gradient bytes) of each."""
+    """The tensors from one unit to the same other ones: (bytes, gradient bytes) of each, and their producers."""
 
     producer: int
     consumers: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
+    names: tuple[str, ...]
 
     def transfer_ns(self, link: Link) -> int:
         """What the values and their gradients take."""
@@ -68,14 +72,21 @@ class Instance:
     @cached_property
     def flows(self) -> tuple[Flow, ...]:
         """Tensors that go from unit to unit, those with the same ends together."""
-        joined: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}
+        joined: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         for tensor in self.problem.graph.tensors:
             producer = self.position[tensor.producer]
             ends = {self.position[name] for name in tensor.consumers} - {producer}
             if ends:
-                size = (tensor.bytes, tensor.gradient_bytes)
-                joined.setdefault((producer, tuple(sorted(ends))), []).append(size)
-        return tuple(Flow(producer, ends, tuple(sizes)) for (producer, ends), sizes in joined.items())
+                joined.setdefault((producer, tuple(sorted(ends))), []).append(tensor)
+        return tuple(
+            Flow(
+                producer,
+                ends,
+                tuple((tensor.bytes, tensor.gradient_bytes) for tensor in tensors),
+                tuple(tensor.producer for tensor in tensors),
+            )
+            for (producer, ends), tensors in joined.items()
+        )
 
     @cached_property
     def ends(self) -> tuple[Integers, Integers, Integers]:
@@ -140,15 +151,38 @@ class Instance:
         found = [self.problem.boundary_link(stage) for stage in range(self.k - 1)]
         return tuple(dict.fromkeys(link for link in found if link is not None))
 
-    def weights(self, link: Link) -> Integers:
-        """Per flow the time of its transfers over a link."""
-        if link not in self._weights:
-            self._weights[link] = self._array([flow.transfer_ns(link) for flow in self.flows])
-        return self._weights[link]
+    @cached_property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What is added up over the flows that cross a boundary: the times of all links, and bytes of buffers."""
+        floor = self.problem.memory.floor if self.problem.memory else None
+        return (*self.links, *(("arriving", "returning") if floor else ()))
+
+    def weights(self, crossing: Crossing) -> Integers:
+        """Per flow the time of its transfers over a link, or the bytes of its buffers."""
+        if crossing not in self._weights:
+            self._weights[crossing] = self._array([self._weight(flow, crossing) for flow in self.flows])
+        return self._weights[crossing]
 
     @cached_property
-    def _weights(self) -> dict[Link, Integers]:
+    def _weights(self) -> dict[Crossing, Integers]:
         return {}
+
+    def _weight(self, flow: Flow, crossing: Crossing) -> int:
+        if isinstance(crossing, Link):
+            return flow.transfer_ns(crossing)
+        assert self.problem.memory is not None and self.problem.memory.floor is not None
+        held = getattr(self.problem.memory.floor, crossing)
+        return sum(held[name] for name in flow.names)
+
+    @cached_property
+    def workspaces(self) -> tuple[tuple[int, Integers], ...]:
+        """Up to eight sizes of workspace, the largest first, each with 1 for the units that need as much."""
+        memory = self.problem.memory
+        if memory is None or memory.floor is None:
+            return ()
+        needed = self._array([max(memory.floor.workspace[name] for name in unit) for unit in self.units])
+        sizes = sorted(set(needed.tolist()) - {0}, reverse=True)[:WORKSPACES]
+        return tuple((size, (needed >= size).astype(np.int64)) for size in sizes)
 
     @cached_property
     def resident(self) -> Integers:

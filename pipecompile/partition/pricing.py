@@ -29,6 +29,7 @@ class Pricing:
     limit: int
     known: dict[Key, int | None] = field(default_factory=dict)
     complete: bool = True
+    pairs_limit: int = 1 << 62
     pairs: int = 0  # that chains were made of
 
     def best(self, chains: Chains, limit: Limit) -> Chain | None:
@@ -42,8 +43,11 @@ class Pricing:
             new = [stage for stage in stages if stage not in chains.priced]
             if not new:
                 return chain
+            if self.pairs > self.pairs_limit:
+                self.complete = False
+                return None
             for stage in new:
-                chains.priced[stage] = self.price(chains.family, *stage)
+                chains.pay(*stage, self.price(chains.family, *stage))
 
     def price(self, family: Boundaries, stage: int, a: int, b: int) -> int | None:
         """What the units between two ideals pay as `stage`; a stage that can no longer be asked for cannot be."""

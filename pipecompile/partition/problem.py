@@ -12,7 +12,7 @@ from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.plan import Link
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
-__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Memory", "Problem"]
+__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
@@ -31,12 +31,25 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """What a stage holds at least besides the sums of `Memory`, so that fewer stages need to be priced.
+
+    For each tensor that enters it (by its producer), relayed ones included, `arriving` bytes, and for each that leaves
+    it `returning` bytes; and the largest `workspace` of its nodes.
+    """
+
+    arriving: Mapping[str, int]
+    returning: Mapping[str, int]
+    workspace: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a stage holds, and what its rank may.
 
     A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
-    stage. With `price` that sum is only a floor: `price(candidate)` then says how many ns the stage must spend more
-    per microbatch to fit its budget (it may recompute), or None if it cannot.
+    stage. With `price` that sum, and `floor`, are only what it holds at the least: `price(candidate)` then says how
+    many ns the stage must spend more per microbatch to fit its budget (it may recompute), or None if it cannot.
     """
 
     caps: tuple[int, ...]
@@ -44,6 +57,7 @@ class Memory:
     resident: Mapping[str, int]
     saved: Mapping[str, int]
     price: Callable[[Candidate], int | None] | None = None
+    floor: Floor | None = None
 
     @staticmethod
     def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int) -> Memory:

@@ -109,7 +109,10 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     """Command line options as `options_for` takes them."""
-    pins = dict(_pin(text) for text in options.pop("pin"))
+    pins: dict[str, int] = {}
+    for node, stage in map(_pin, options.pop("pin")):
+        if pins.setdefault(node, stage) != stage:
+            raise InputError(f"--pin {node}={pins[node]} and {node}={stage}: a node has one stage")
     groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
     return {**options, "pin": pins, "groups": groups}
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -53,9 +54,18 @@ class Request:
     def __post_init__(self) -> None:
         if (self.schedule is None) != (self.microbatches is None):
             raise InputError("--schedule and --microbatches go together: how many are in flight depends on both")
+        if self.microbatches is not None and self.microbatches < 1:
+            raise InputError(f"--microbatches {self.microbatches}: a step has at least one")
+        if self.schedule is not None:
+            in_flight(self.schedule, 1, 1, 0)  # refuses an unknown name
+        if self.objective == "step-time" and self.schedule == "forward-only":
+            raise InputError("step-time weighs a step with backwards, which forward-only has not; choose max-load")
+        _fraction(self.state_factor)
         if self.schedule is not None and self.stages_per_rank > 1:
             raise InputError("--schedule knows one stage a rank; leave it out, or use --stages-per-rank 1")
-        if self.k < 1 or self.stages_per_rank < 1 or self.k % self.stages_per_rank:
+        if self.k < 1:
+            raise InputError(f"k={self.k}, but a pipeline has at least one stage")
+        if self.stages_per_rank < 1 or self.k % self.stages_per_rank:
             raise InputError(f"k={self.k} stages cannot lie {self.stages_per_rank} on each rank: choose a divisor of k")
 
     @property
@@ -67,6 +77,8 @@ class Request:
 
     def problem(self, graph: CostGraph) -> Problem:
         """The problem for a graph; InputError says what does not fit."""
+        if self.k > len(graph.nodes):
+            raise InfeasibleError(f"k={self.k}, but the graph can be cut into at most {len(graph.nodes)} stages")
         if self.objective == "step-time" and (isinstance(self.link, tuple) or self.speeds is not None):
             raise InputError("objective step-time is simulated with one link and equal ranks; choose max-load")
         return Problem(
@@ -118,12 +130,14 @@ class Request:
 
 def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> Cut:
     """Cuts the cost graph in a file; InfeasibleError says what is in the way and what would fit."""
-    if seconds <= 0:
-        raise InputError(f"a time limit of {seconds:g} s leaves no time: give a positive number")
+    if not 0 < seconds < inf:
+        raise InputError(f"a time limit of {seconds:g} s: give a positive number")
     graph, began = read(path, CostGraph), time.perf_counter()
     try:
         found = solve(request.problem(graph), seconds=seconds)
     except InfeasibleError as error:
+        if request.k > len(graph.nodes):
+            raise
         raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
     search = found.search
     return Cut(
@@ -149,7 +163,7 @@ def link_of(path: str | None, bandwidth: float | None, latency_ns: int) -> Link 
         if bandwidth is not None or latency_ns:
             raise InputError("--links says all about bandwidth and latency: leave --bandwidth and --latency out")
         return read(path, Links).matrix
-    if bandwidth is not None and not bandwidth >= 1:
+    if bandwidth is not None and not 1 <= bandwidth < inf:
         raise InputError(
             f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
         )
@@ -176,6 +190,9 @@ def _is_feasible(graph: CostGraph, request: Request) -> bool:
 
 def _fraction(text: str) -> Fraction:
     try:
-        return Fraction(text)
+        number = Fraction(text)
     except (ValueError, ZeroDivisionError):
         raise InputError(f"{text!r} is not a number; write 1, 0.5 or 3/2") from None
+    if number < 0:
+        raise InputError(f"{text!r} is negative; write 1, 0.5 or 3/2")
+    return number

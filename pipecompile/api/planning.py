@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipecompile.errors import InfeasibleError, PipecompileError
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.memory import Layout, buffers, floors, rank_memory
 from pipecompile.ir.plan import (
@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from pipecompile.partition.problem import Candidate, Problem
     from pipecompile.partition.result import Partition
 
-__all__ = ["block_of", "costs_digest", "draft", "over_limits", "problem_of", "schedule_for", "step_ns", "violations"]
+__all__ = [
+    "block_of",
+    "costs_digest",
+    "draft",
+    "over_limits",
+    "problem_of",
+    "schedule_for",
+    "step_ns",
+    "sums_in_order",
+    "violations",
+]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 OTHERS_SECONDS = 2.0  # of work on each objective that was not asked for
@@ -96,7 +106,7 @@ def _partition(graph: CostGraph, options: Options, link: Link) -> Partition:
     others = [
         Faster(objective=objective, step_ns=problem.step_ns(solve(other, seconds=OTHERS_SECONDS).assignment))
         for objective in OBJECTIVES
-        if objective != options.objective
+        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only")
         for other in [replace(problem, objective=objective)]
     ]
     fastest = min(others, key=lambda other: other.step_ns)
@@ -110,6 +120,8 @@ def _partition(graph: CostGraph, options: Options, link: Link) -> Partition:
 
 def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
     """What the options ask of the partitioner."""
+    if options.objective == "step-time" and options.schedule == "forward-only":
+        raise InputError("step-time weighs a step with backwards, which forward-only has not; choose max-load")
     from pipecompile.partition.problem import Floor, Memory, Problem
 
     recompute, memory = options.recompute == "stage", None
@@ -131,10 +143,25 @@ def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
         recompute=recompute,
         memory=memory,
         pin=options.pin,
+        precedence=tuple(sums_in_order(graph)),
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         step_ns=lambda assignment: step_ns(graph, assignment, options, link),
     )
+
+
+def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
+    """Pairs of nodes whose stages must not fall, so that gradients are summed in the order of the unsplit model.
+
+    Autograd adds what the consumers of a tensor give from the last in the forward to the first, and what later stages
+    give comes before what the tensor's own stage adds. Only the first two summands may change places.
+    """
+    place = {node.name: index for index, node in enumerate(graph.nodes)}
+    for tensor in graph.tensors:
+        consumers = sorted(set(tensor.consumers), key=place.__getitem__)
+        if tensor.gradient_bytes and len(consumers) > 2:
+            yield from pairwise(consumers[:-1])
+            yield consumers[-3], consumers[-1]
 
 
 def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | None]:

@@ -11,7 +11,7 @@ __all__ = ["Cut", "Links"]
 
 
 class Cut(Value, frozen=True, kw_only=True):
-    """Which stage runs what, and how good that is; loads are per rank. `step_ns` is the objective step-time's.
+    """Which stage runs what, and how good that is; loads are per rank, and `replicas` the ranks of each stage.
 
     `seconds` are those the search took: for people, never for a plan.
     """

@@ -18,7 +18,17 @@ from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["BLOCK_BYTES", "Amount", "Footprint", "Layout", "RankMemory", "activation_curve", "buffers", "floors", "rank_memory"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Amount",
+    "Footprint",
+    "Layout",
+    "RankMemory",
+    "activation_curve",
+    "buffers",
+    "floors",
+    "rank_memory",
+]
 
 BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 
@@ -178,7 +188,7 @@ class Layout:
 
 
 def buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """As `Footprint.bound` counts them: by producer the buffers of a tensor and of its gradient, by node its workspace."""
+    """As `Footprint.bound` counts them: buffers of values and of gradients by producer, workspace by node."""
     arriving = {tensor.producer: microbatches * _rounded(tensor.bytes) for tensor in graph.tensors}
     returning = {tensor.producer: microbatches * _rounded(tensor.gradient_bytes) for tensor in graph.tensors}
     return arriving, returning, {node.name: 2 * _rounded(node.workspace_bytes) for node in graph.nodes}

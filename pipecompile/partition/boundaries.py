@@ -105,11 +105,13 @@ class Boundaries(ABC):
         flows = self.crossing_flows(a, b)
         if link is None or not flows:
             return np.zeros((len(a), len(b)), np.int64)
-        weights = self.instance.weights(link)[list(flows)].astype(np.float64)  # exact: sums stay below 2^53
+        weights = self.instance.weights(link)[list(flows)]
+        # Products of floating point matrices are fast, and exact while sums stay below 2^53.
+        kind = np.float64 if 2 * int(weights.sum()) < 2**53 else np.int64
         left, right = self.states(a, flows), self.states(b, flows)
-        total = ((left > 0) * weights) @ (right > 0).T.astype(np.float64)
+        total = ((left > 0) * weights).astype(kind) @ (right > 0).T.astype(kind)
         for state in range(1, int(max(left.max(), right.max())) + 1):
-            total += ((left == state) * weights) @ (right == state).T.astype(np.float64)
+            total += ((left == state) * weights).astype(kind) @ (right == state).T.astype(kind)
         return total.astype(np.int64)
 
 

@@ -40,11 +40,14 @@ class Chain:
 class Chains:
     """Chains of a family. `near` restricts boundary s to some rows; `priced` holds what stages were found to pay.
 
+    With `rough`, `endpoint` is taken for `relay`, which is faster and never charges less.
+
     `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be.
     """
 
     family: Boundaries
     near: dict[int, Rows] = field(default_factory=dict)
+    rough: bool = False
     priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
     _prices: dict[int, Integers] = field(default_factory=dict)
 
@@ -98,14 +101,21 @@ class Chains:
         return below, above
 
     def pairs(self, limit: Limit) -> int:
-        """How many stages the search would look at, at most."""
+        """How many stages the search would look at, at most; those that are harder to price count more."""
         bands, compute = self.bands(limit), self.family.sums.compute[0]
         total = 0
         for stage in range(self.problem.k):
             a, b, most = compute[bands[stage]], compute[bands[stage + 1]], self._most_compute(stage, limit)
             low = 0 if most is None else np.searchsorted(a, b - most)
             total += int((np.searchsorted(a, b, side="right") - low).sum())
-        return total
+        return total * self.effort
+
+    @property
+    def effort(self) -> int:
+        """How much more than one a pair costs to look at."""
+        exact = self.problem.communication == "endpoint" and not self.rough
+        choices = (self.ranks - self.problem.k + 1) ** 2
+        return choices * (1 + self.family.instance.width // 8) if exact else choices
 
     def _blocks(self, a: Rows, b: Rows, stage: int, limit: Limit) -> Iterator[tuple[Rows, Rows]]:
         """Pairs of rows in blocks, without those whose compute alone is too much or negative."""
@@ -136,7 +146,7 @@ class Chains:
         before = problem.boundary_link(stage - 1) if stage else None
         after = problem.boundary_link(stage) if stage < problem.k - 1 else None
         transfers = self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
-        if problem.communication == "endpoint":
+        if problem.communication == "endpoint" and not self.rough:
             transfers = transfers - self.family.passing(a, b, before and after)
         result: Integers = np.maximum(load, transfers) if problem.communication == "overlap" else load + transfers
         return result
@@ -249,7 +259,10 @@ class _Squares:
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
         crossing = max((int(sums.crossing[link].max()) for link in chains.family.instance.links), default=0)
         priced = max((extra or 0 for extra in chains.priced.values()), default=0)
-        load = int(total / min(speeds)) + 1 + 2 * crossing + priced if limit.load is None else limit.load
+        spare = chains.ranks - problem.k
+        reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
+        most = int(total / min(speeds)) + 1 + 2 * crossing + priced + reduction
+        load = most if limit.load is None else limit.load
         mean, own = total // chains.ranks, int(load * max([*speeds, Fraction(1)])) * chains.ranks
         fits = problem.k * (max(load, mean) ** 2 + 2 * mean * max(load, own)) < 2**62
         return _Squares(sums.compute[0], mean, np.int64 if fits else object)

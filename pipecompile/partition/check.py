@@ -28,6 +28,9 @@ def _order(problem: Problem, assignment: Mapping[str, int]) -> Iterator[str]:
         for name in tensor.consumers:
             if assignment[name] < assignment[tensor.producer]:
                 yield f"{name} runs before {tensor.producer}, which it needs"
+    for first, then in problem.precedence:
+        if assignment[then] < assignment[first]:
+            yield f"{then} lies in an earlier stage than {first}"
     for unit in problem.units:
         if len({assignment[name] for name in unit}) > 1:
             yield f"{unit[0]} and others that must stay together are separated"

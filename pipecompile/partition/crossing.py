@@ -12,13 +12,14 @@ from dataclasses import replace
 import numpy as np
 from ortools.graph.python import max_flow
 
-from pipecompile.partition.boundaries import Rows
-from pipecompile.partition.instance import Instance, Integers
+from pipecompile.partition.instance import Instance, Integers, Mask
 from pipecompile.partition.windows import Limit, windows
 
 __all__ = ["crossing_bound", "informed"]
 
 FOREVER = 1 << 60  # a capacity that no cut pays
+SOURCE, SINK = 0, 1
+UNDECIDED_MAX = 200_000  # units on no side of a boundary yet, over all boundaries, for which cuts are found
 
 
 def informed(instance: Instance, limit: Limit, rounds: int = 3) -> Limit:
@@ -27,6 +28,8 @@ def informed(instance: Instance, limit: Limit, rounds: int = 3) -> Limit:
         return limit
     for _ in range(rounds):
         low, high = windows(instance, limit)
+        if int(np.maximum(high - low, 0).sum()) > UNDECIDED_MAX:
+            break
         found = tuple(_least_at(instance, boundary, low, high) for boundary in range(1, instance.k))
         if found == limit.crossing or (low > high).any():
             break
@@ -73,35 +76,31 @@ def _least_value(instance: Instance, limit: Limit) -> int:
 
 
 def _least_at(instance: Instance, boundary: int, low: Integers, high: Integers) -> int:
+    """The least weight of flows that cross an ideal with the units below a boundary and without those above it."""
     link = instance.problem.boundary_link(boundary - 1)
-    if link is None:
+    below, above = high < boundary, low >= boundary
+    if link is None or not below.any() or not above.any():
         return 0
-    below, above = np.flatnonzero(high < boundary), np.flatnonzero(low >= boundary)
-    return _least_crossing(instance, instance.weights(link), below, above)
-
-
-def _least_crossing(instance: Instance, weights: Integers, below: Rows, above: Rows) -> int:
-    """The least weight of flows that cross an ideal with the units `below` and without those `above`."""
-    if not len(below) or not len(above):
-        return 0
-    flow, count = max_flow.SimpleMaxFlow(), instance.count
-    source, sink = count + len(weights), count + len(weights) + 1
-    tails, heads, capacities = _arcs(instance, weights)
-    flow.add_arcs_with_capacity(
-        np.concatenate([tails, np.full(len(below), source), above]),
-        np.concatenate([heads, below, np.full(len(above), sink)]),
-        np.concatenate([capacities, np.full(len(below) + len(above), FOREVER)]),
-    )
-    status = flow.solve(source, sink)
+    weights, flow = instance.weights(link), max_flow.SimpleMaxFlow()
+    flow.add_arcs_with_capacity(*_arcs(instance, weights, below, above))
+    status = flow.solve(SOURCE, SINK)
     return int(flow.optimal_flow()) if status == flow.OPTIMAL else 0
 
 
-def _arcs(instance: Instance, weights: Integers) -> tuple[Integers, Integers, Integers]:
-    """Producer → tensor → each consumer, and from each consumer back to its producer for ever."""
+def _arcs(instance: Instance, weights: Integers, below: Mask, above: Mask) -> tuple[Integers, Integers, Integers]:
+    """Producer → tensor → each consumer, and from each consumer back to its producer for ever.
+
+    All units below the boundary are the source and all above it the sink.
+    """
     producers, consumers, starts = instance.ends
+    vertex = np.arange(2, instance.count + 2)
+    vertex[below], vertex[above] = SOURCE, SINK
     each = np.arange(len(weights))
     tensors = np.repeat(each, np.diff(starts, append=len(consumers)))
-    tails = np.concatenate([producers, instance.count + tensors, consumers])
-    heads = np.concatenate([instance.count + each, consumers, producers[tensors]])
+    tails = np.concatenate([vertex[producers], instance.count + 2 + tensors, vertex[consumers]])
+    heads = np.concatenate([instance.count + 2 + each, vertex[consumers], vertex[producers[tensors]]])
     capacities = np.concatenate([weights, np.full(2 * len(consumers), FOREVER)])
-    return tails, heads, capacities
+    # What lies on one side with all its ends cannot cross.
+    inside = np.logical_or.reduceat(vertex[consumers] != SOURCE, starts) & (vertex[producers] != SINK)
+    kept = np.concatenate([inside, inside[tensors], inside[tensors]]) & (tails != heads)
+    return tails[kept], heads[kept], capacities[kept]

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pipecompile.ir.plan import Link
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.linear import cut_order
+from pipecompile.partition.orders import orders
 from pipecompile.partition.pricing import Pricing
 from pipecompile.partition.problem import Memory, Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["why_infeasible"]
 
-PRICES = 2000  # stages priced to find how much memory is short
+PRICES = 300  # stages priced, and pairs looked at, for each guess of how much memory is short
+PAIRS = 20_000_000
 LARGEST = 1 << 60  # bytes: more than any rank has
 
 
 def why_infeasible(instance: Instance, *, proven: bool) -> str:
     """One line. The constraints are dropped one after the other until a cut of the graph's own order is found."""
+    return _why(instance) + ("" if proven else "; that there is no other cut is not proven")
+
+
+def _why(instance: Instance) -> str:
     problem = instance.problem
     if problem.memory is not None and _cut(instance, replace(problem, memory=None)) is not None:
-        return _memory(instance, problem.memory) + ("" if proven else "; that no other cut fits is not proven")
-    if problem.parameters_everywhere:
+        return _shared_memory(instance, problem.memory) or _memory(instance, problem.memory)
+    plain = replace(problem, memory=None, parameters_everywhere=False)
+    if problem.parameters_everywhere and _cut(instance, plain) is not None:
         bearing = int((instance.parameters > 0).sum())
         return (
             f"k={problem.k} stages must each have parameters, but no cut has that: only {bearing} of {instance.count} "
@@ -34,8 +42,24 @@ def why_infeasible(instance: Instance, *, proven: bool) -> str:
 
 
 def _cut(instance: Instance, problem: Problem) -> Chain | None:
-    prefixes = Prefixes(Instance(problem, instance.units), range(instance.count))
-    return cut_order(prefixes, Limit(), Pricing(problem, PRICES).best)
+    """A cut of one order; stages that share ranks are looked at one by one."""
+    alone = replace(problem, placement=None, speeds=None) if problem.ranks != problem.k else problem
+    plain = Instance(replace(alone, link=Link()) if alone is not problem else problem, instance.units)
+    prefixes = Prefixes(plain, next(iter(orders(plain))))
+    return cut_order(prefixes, Limit(), Pricing(problem, PRICES, pairs_limit=PAIRS).best)
+
+
+def _shared_memory(instance: Instance, memory: Memory) -> str | None:
+    """Where stages share ranks, what all nodes hold at the least is compared with what all ranks may."""
+    problem = instance.problem
+    if problem.ranks == problem.k:
+        return None
+    flight = min(memory.in_flight)
+    needed, caps = int((instance.resident + flight * instance.saved).sum()), sum(memory.caps)
+    return (
+        f"the {problem.ranks} ranks may hold {caps:,} bytes together and all nodes need at least {needed:,}, "
+        f"but no cut into k={problem.k} stages was found that shares them out within each rank's cap"
+    )
 
 
 def _memory(instance: Instance, memory: Memory) -> str:
@@ -69,9 +93,9 @@ def _tightest(instance: Instance, memory: Memory, chain: Chain) -> tuple[int, in
     def held(unit: int, stage: int) -> int:
         return memory.held(instance.units[unit], stage)
 
-    room = []
+    room, order = [], next(iter(orders(instance)))
     for stage, (start, stop) in enumerate(zip(chain.rows, chain.rows[1:], strict=False)):
         cap = memory.caps[instance.problem.stage_ranks[stage]]
-        room.append((cap - sum(held(unit, stage) for unit in range(start, stop)), stage, start, stop))
+        room.append((cap - sum(held(unit, stage) for unit in order[start:stop]), stage, start, stop))
     _, stage, start, stop = min(room)
-    return stage, max(range(start, stop), key=lambda unit: held(unit, stage))
+    return stage, max(order[start:stop], key=lambda unit: held(unit, stage))

@@ -34,7 +34,7 @@ from pipecompile.partition.windows import Limit
 __all__ = ["solve"]
 
 SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
-PAIRS_PER_SECOND = 10_000_000  # that a search looks at, on one core of 2020 or later
+PAIRS_PER_SECOND = 6_000_000  # that a search looks at, on one core of 2020 or later
 IDEALS_PER_SECOND = 1_000_000  # that are listed
 CUTS_PER_SECOND = 100_000  # units times boundaries, for which minimum cuts are found
 UNITS_PER_SECOND = 40_000  # that are put in order and laid out
@@ -113,7 +113,12 @@ class _Search:
         self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
         for near, every, integer in SHARES:
-            for step, share in ((self._refine, near), (self._bound, 0.0), (self._exact, every), (self._integer, integer)):
+            for step, share in (
+                (self._refine, near),
+                (self._bound, 0.0),
+                (self._exact, every),
+                (self._integer, integer),
+            ):
                 if not self.done and not self._is_close():
                     step(share)
 

@@ -111,6 +111,9 @@ class Instance:
         for flow in self.flows:
             for consumer in flow.consumers:
                 feeds[consumer].add(flow.producer)
+        for first, then in self.problem.precedence:
+            if self.position[first] != self.position[then]:
+                feeds[self.position[then]].add(self.position[first])
         return tuple(tuple(sorted(feed)) for feed in feeds)
 
     @cached_property
@@ -219,6 +222,15 @@ class Instance:
         return low, high
 
     @cached_property
+    def width(self) -> int:
+        """How many flows cross a boundary of the graph's own order, at the most."""
+        change = np.zeros(self.count + 1, np.int64)
+        for flow in self.flows:
+            change[flow.producer + 1] += 1
+            change[flow.consumers[-1] + 1 :][:1] -= 1
+        return int(change.cumsum().max())
+
+    @cached_property
     def needed_compute(self) -> NDArray[np.float64]:
         """Per unit the compute of it and of all that it needs, in stages that are not the last."""
         return _reached(range(self.count), self.before, self.compute[0])
@@ -248,7 +260,8 @@ class Instance:
                 then = self._pinned(unit, self.after, min)
                 (a, s), (b, t) = ((self.units[u][0], stage) for u, stage in (first, then))
                 raise InfeasibleError(
-                    f"pins put {a} in stage {s} and {b} in stage {t}, but {b} comes after {a}; swap or drop one"
+                    f"pins (or the groups inputs and outputs) put {a} in stage {s} and {b} in stage {t}, "
+                    f"but {b} comes after {a}; swap or drop one"
                 )
 
     def _pinned(

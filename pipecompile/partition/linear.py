@@ -16,7 +16,7 @@ from pipecompile.partition.windows import Limit
 
 __all__ = ["PAIRS_MAX", "cut_order"]
 
-PAIRS_MAX = 10_000_000  # pairs of prefixes per dynamic program: about a second
+PAIRS_MAX = 5_000_000  # pairs of prefixes per dynamic program: about a second
 
 Best = Callable[[Chains, Limit], Chain | None]
 
@@ -27,7 +27,8 @@ def cut_order(prefixes: Prefixes, limit: Limit, best: Best, pairs: int = PAIRS_M
     if chains.pairs(limit) <= pairs:
         return best(chains, limit)
     width = max(2, int((pairs / chains.problem.k) ** 0.5))
-    found = best(Chains(prefixes, _spread(prefixes, width)), limit)
+    found = best(Chains(prefixes, _spread(prefixes, width), rough=True), limit)
+    width = max(2, int((pairs / chains.problem.k / chains.effort) ** 0.5))
     while found is not None:
         near = {s: _around(prefixes, row, width) for s, row in enumerate(found.rows)}
         better = best(Chains(prefixes, near), limit)

@@ -16,6 +16,7 @@ __all__ = ["orders", "reordered"]
 def orders(instance: Instance) -> Iterator[list[int]]:
     """The graph's own order first, then others that differ from it in kind, each once."""
     seen = set()
+    low, high = instance.windows
     own = range(instance.count)
     depth, height = _levels(own, instance.before), _levels(reversed(own), instance.after)
     deepest = max(depth, default=0)
@@ -29,6 +30,9 @@ def orders(instance: Instance) -> Iterator[list[int]]:
         list(reversed(_depth_first(instance, instance.after, list(reversed(own))))),
         list(reversed(_depth_first(instance, instance.after, own))),
     ):
+        if instance.decided:  # what pins put early comes early: stages of what needs and feeds it never decrease
+            place = {unit: index for index, unit in enumerate(order)}
+            order = topological(instance, lambda unit, place=place: (low[unit] + high[unit], place[unit]))
         if tuple(order) not in seen:
             seen.add(tuple(order))
             yield order

@@ -16,7 +16,8 @@ __all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Prob
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
-LARGEST_NS = 2**61  # sums of times are held in 64 bits
+REPLICAS_MAX = 256
+LARGEST = 2**61  # sums of times and of bytes are held in 64 bits
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Problem:
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
     costs say), `link` how ranks are connected (one link, or a matrix from rank to rank). Under `recompute` every
     stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
-    from the end; the nodes of each of `together` share a stage, whichever it is; with `parameters_everywhere` each
+    from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
+    first lies in no later stage than the second; with `parameters_everywhere` each
     stage has a node with parameters.
 
     With `replica_ranks` a stage may run on several data-parallel ranks, as many in all: its load is divided among
@@ -98,6 +100,7 @@ class Problem:
     memory: Memory | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
+    precedence: tuple[tuple[str, str], ...] = ()
     parameters_everywhere: bool = False
     replica_ranks: int | None = None
     microbatches: int = 1
@@ -108,6 +111,10 @@ class Problem:
         _refuse_unknown("communication", self.communication, COMMUNICATIONS)
         if self.k < 1:
             raise InputError(f"k={self.k}, but a pipeline has at least one stage")
+        if not self.graph.nodes:
+            raise InputError("the graph has no nodes, so there is nothing to cut")
+        if self.k > len(self.graph.nodes):
+            raise InfeasibleError(f"k={self.k}, but the graph can be cut into at most {len(self.graph.nodes)} stages")
         if self.microbatches < 1:
             raise InputError(f"microbatches={self.microbatches}, but a step has at least one")
         if self.objective == "step-time" and self.step_ns is None:
@@ -116,8 +123,27 @@ class Problem:
         self._check_memory()
         self._check_replicas()
         self._check_pins()
-        if 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST_NS:
-            raise InputError(f"the times of all nodes must sum to less than {LARGEST_NS // 4} ns; scale them down")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Sums are held in 64 bits."""
+        slowest = min(map(self.speed, range(self.k)))
+        if max(1, 1 / slowest) * 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST:
+            raise InputError(f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale them down")
+        if max(number for s in range(self.k) for number in self.speed(s).as_integer_ratio()) > 10**6:
+            raise InputError("speeds must be fractions of numbers up to 10⁶")
+        if sum(node.parameter_bytes for node in self.graph.nodes) > LARGEST:
+            raise InputError(f"the parameters of all nodes must sum to less than {LARGEST} bytes")
+        links = [self.boundary_link(stage) for stage in range(self.k - 1)]
+        sent = (link.transfer_ns(t.bytes + t.gradient_bytes) for link in set(links) if link for t in self.graph.tensors)
+        if 4 * self.k * sum(sent) > LARGEST:
+            raise InputError(
+                f"all transfers must sum to less than {LARGEST // 4 // self.k} ns; scale times and bytes down"
+            )
+        if self.memory is not None:
+            flight = max(self.memory.in_flight)
+            if sum(self.memory.resident.values()) + flight * sum(self.memory.saved.values()) > LARGEST:
+                raise InputError(f"all nodes must hold less than {LARGEST} bytes together")
 
     def _check_ranks(self) -> None:
         if self.placement is not None and len(self.placement) != self.k:
@@ -144,6 +170,8 @@ class Problem:
             return
         if self.replica_ranks < self.k:
             raise InputError(f"{self.replica_ranks} ranks are fewer than the k={self.k} stages")
+        if self.replica_ranks > REPLICAS_MAX:
+            raise InputError(f"{self.replica_ranks} ranks are more than replicas are searched for: {REPLICAS_MAX}")
         if self.ranks != self.k or self.speeds is not None or isinstance(self.link, tuple):
             raise InputError("replicated stages need one stage a rank, equal speeds and one link")
         if self.objective == "step-time":
@@ -152,12 +180,14 @@ class Problem:
             raise InputError("replicated stages need the same memory on every rank")
 
     def _check_pins(self) -> None:
-        for name in (name for names in self.together for name in names):
+        for name in (name for names in (*self.together, *self.precedence) for name in names):
             if name not in self.graph.by_name:
                 raise InputError(f"the graph has no node {name!r} to keep together with others")
         for name, stage in self.pin.items():
             if name not in self.graph.by_name:
-                raise InputError(f"pin {name}={stage}: the graph has no such node; `pipecompile show` lists its nodes")
+                raise InputError(
+                    f"pin {name}={stage}: the graph has no such node; names are those of the graph or plan"
+                )
             if not -self.k <= stage < self.k:
                 raise InputError(f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from the end")
 
@@ -191,7 +221,7 @@ class Problem:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """See `units`; InfeasibleError if there are fewer than `k`."""
-        found = units(self.graph, self.together)
+        found = units(self.graph, self.together, self.precedence)
         if self.k > len(found):
             raise InfeasibleError(
                 f"k={self.k}, but the graph can be cut into at most {len(found)} stages{self._largest(found)}; "

@@ -14,12 +14,14 @@ Unit = tuple[str, ...]
 FIRST, LAST = "inputs", "outputs"  # groups that lie in the first and in the last stage
 
 
-def units(graph: CostGraph, together: Iterable[Sequence[str]] = ()) -> tuple[Unit, ...]:
+def units(
+    graph: CostGraph, together: Iterable[Sequence[str]] = (), precedence: Iterable[tuple[str, str]] = ()
+) -> tuple[Unit, ...]:
     """The nodes that must stay together, in a topological order as near as possible to the graph's own.
 
     Nodes of one group are one unit, and so are those of each of `together` and units on a cycle: stages never
-    decrease along a tensor, so a cycle lies in one stage in every cut. The merge is exact. The group "inputs" comes
-    first and "outputs" last.
+    decrease along a tensor, so a cycle lies in one stage in every cut. Pairs of `precedence` order nodes as a tensor
+    between them would. The merge is exact. The group "inputs" comes first and "outputs" last.
     """
     index = {node.name: position for position, node in enumerate(graph.nodes)}
     first: dict[str, int] = {}
@@ -30,6 +32,7 @@ def units(graph: CostGraph, together: Iterable[Sequence[str]] = ()) -> tuple[Uni
     merged = nx.DiGraph()
     merged.add_nodes_from(owner.values())
     merged.add_edges_from((owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers)
+    merged.add_edges_from((owner[a], owner[b]) for a, b in precedence)
     for names in together:
         merged.add_edges_from((owner[a], owner[b]) for a, b in zip(names, (*names[1:], names[0]), strict=True))
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))

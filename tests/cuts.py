@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -36,8 +37,11 @@ def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None
 
 
 @st.composite
-def graphs(draw: st.DrawFn, most: int, scale: int = 1) -> CostGraph:
-    """Up to `most` nodes with tensors of several consumers, and perhaps a group; nodes need not be connected."""
+def graphs(draw: st.DrawFn, most: int, scale: int = 1, narrow: bool = False) -> CostGraph:
+    """Up to `most` nodes with tensors of several consumers, and perhaps a group.
+
+    Nodes need not be connected, unless the graph is `narrow`: then most feed the next one, and few cuts are possible.
+    """
     size, times = draw(st.integers(1, most)), st.integers(0, 12).map(lambda time: time * scale)
     group, held = st.sampled_from([None] * 5 + ["g"]), st.integers(0, 5)
     nodes = [
@@ -47,6 +51,8 @@ def graphs(draw: st.DrawFn, most: int, scale: int = 1) -> CostGraph:
     tensors = []
     for i in range(size - 1):
         consumers = draw(st.sets(st.integers(i + 1, size - 1), max_size=3))
+        if narrow and draw(st.integers(0, 4)):
+            consumers.add(i + 1)
         if consumers:
             sizes = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
             names = tuple(f"n{consumer}" for consumer in sorted(consumers))
@@ -61,9 +67,9 @@ def links(draw: st.DrawFn, scale: int) -> Link:
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False) -> Problem:
+def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False, narrow: bool = False) -> Problem:
     """One stage a rank, or with `shared` several; every kind of communication and constraint."""
-    graph, k = draw(graphs(most, scale)), draw(st.integers(1, 4))
+    graph, k = draw(graphs(most, scale, narrow)), draw(st.integers(1, 4))
     around, back = tuple(s % 2 for s in range(k)), (0, 1, 1, 0)[:k]
     placement = draw(st.sampled_from([(0,) * k, around, back])) if shared else tuple(range(k))
     ranks, communication = max(placement) + 1, draw(st.sampled_from(COMMUNICATIONS))
@@ -82,6 +88,7 @@ def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = Fals
         memory=draw(st.none() | memories(graph, k, ranks)),
         pin=draw(st.dictionaries(names, st.integers(-k, k - 1), max_size=1)),
         together=draw(st.just(()) | st.tuples(st.tuples(names, names))),
+        precedence=draw(st.just(()) | st.tuples(st.tuples(names, names))),
         parameters_everywhere=draw(st.sampled_from([False, False, True])),
     )
 
@@ -106,13 +113,15 @@ def prices(seed: int) -> Callable[[Candidate], int | None]:
 
 def cuts(problem: Problem) -> Iterator[dict[str, int]]:
     """Every assignment that the problem allows; none if there are too few units."""
-    if problem.k > len(Problem(problem.graph, 1, together=problem.together).units):
+    if problem.k > len(replace(problem, k=1, placement=(0,), speeds=None, link=Link(), memory=None, pin={}).units):
         return
     place = {name: index for index, unit in enumerate(problem.units) for name in unit}
     before: list[set[int]] = [set() for _ in problem.units]
     for tensor in problem.graph.tensors:
         for name in tensor.consumers:
             before[place[name]] |= {place[tensor.producer]} - {place[name]}
+    for first, then in problem.precedence:
+        before[place[then]] |= {place[first]} - {place[then]}
 
     def extended(stages: list[int]) -> Iterator[list[int]]:
         if len(stages) == len(before):

@@ -266,7 +266,9 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
 def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
     held = (instance.compute, instance.resident, instance.saved, instance.parameters, _needing(instance))
-    sums = [_inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held]
+    compute, resident, saved, parameters, workspaces = (
+        _inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held
+    )
     inside = np.zeros(instance.count, np.bool_)
     inside[below] = True
     crosses = instance.crosses(inside)
@@ -282,7 +284,7 @@ def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[in
             values[start : start + len(parents)] = new
             start += len(parents)
         crossing[key] = values
-    return Sums(*sums, crossing)
+    return Sums(compute, resident, saved, parameters, workspaces, crossing)
 
 
 def _needing(instance: Instance) -> Integers:

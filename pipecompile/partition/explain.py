@@ -43,8 +43,9 @@ def _why(instance: Instance) -> str:
 
 def _cut(instance: Instance, problem: Problem) -> Chain | None:
     """A cut of one order; stages that share ranks are looked at one by one."""
-    alone = replace(problem, placement=None, speeds=None) if problem.ranks != problem.k else problem
-    plain = Instance(replace(alone, link=Link()) if alone is not problem else problem, instance.units)
+    if problem.ranks != problem.k:
+        problem = replace(problem, placement=None, speeds=None, link=Link(), memory=None)
+    plain = Instance(problem, instance.units)
     prefixes = Prefixes(plain, next(iter(orders(plain))))
     return cut_order(prefixes, Limit(), Pricing(problem, PRICES, pairs_limit=PAIRS).best)
 

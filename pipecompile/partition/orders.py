@@ -31,8 +31,7 @@ def orders(instance: Instance) -> Iterator[list[int]]:
         list(reversed(_depth_first(instance, instance.after, own))),
     ):
         if instance.decided:  # what pins put early comes early: stages of what needs and feeds it never decrease
-            place = {unit: index for index, unit in enumerate(order)}
-            order = topological(instance, lambda unit, place=place: (low[unit] + high[unit], place[unit]))
+            order = sorted(order, key=lambda unit: low[unit] + high[unit])
         if tuple(order) not in seen:
             seen.add(tuple(order))
             yield order

@@ -113,8 +113,6 @@ class Problem:
             raise InputError(f"k={self.k}, but a pipeline has at least one stage")
         if not self.graph.nodes:
             raise InputError("the graph has no nodes, so there is nothing to cut")
-        if self.k > len(self.graph.nodes):
-            raise InfeasibleError(f"k={self.k}, but the graph can be cut into at most {len(self.graph.nodes)} stages")
         if self.microbatches < 1:
             raise InputError(f"microbatches={self.microbatches}, but a step has at least one")
         if self.objective == "step-time" and self.step_ns is None:
@@ -128,7 +126,7 @@ class Problem:
     def _check_sizes(self) -> None:
         """Sums are held in 64 bits."""
         slowest = min(map(self.speed, range(self.k)))
-        if max(1, 1 / slowest) * 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST:
+        if max(Fraction(1), 1 / slowest) * 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST:
             raise InputError(f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale them down")
         if max(number for s in range(self.k) for number in self.speed(s).as_integer_ratio()) > 10**6:
             raise InputError("speeds must be fractions of numbers up to 10⁶")

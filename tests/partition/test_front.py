@@ -62,6 +62,11 @@ def test_the_best_of_all_cuts_is_found_and_proven(problem: Problem) -> None:
     _is_best(problem)
 
 
+@given(problems(most=12, narrow=True))
+def test_the_same_on_narrow_graphs_of_up_to_twelve_nodes(problem: Problem) -> None:
+    _is_best(problem)
+
+
 @given(problems(scale=10**12))
 def test_the_same_where_squares_exceed_64_bits(problem: Problem) -> None:
     _is_best(problem)
@@ -78,6 +83,15 @@ def test_the_best_value_is_found_where_stages_share_ranks(problem: Problem) -> N
     assert found.search.value == best[0]
     assert found.search.bound <= best[0]
     assert not list(faults(problem, found.assignment))
+
+
+@given(problems(shared=True, scale=10**8))
+def test_bounds_hold_where_times_are_rounded_for_the_integer_program(problem: Problem) -> None:
+    best = _best(problem)
+    assume(best is not None)
+    assert best is not None
+    found = solve(problem, seconds=1.0)
+    assert found.search.bound <= best[0] <= found.search.value <= 1.001 * best[0]
 
 
 @given(graphs(6), st.data())

@@ -41,7 +41,7 @@ UNITS_PER_SECOND = 40_000  # that are put in order and laid out
 ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
-INTEGER_UNITS = 1500  # of a graph that CP-SAT is given as a whole
+INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
 PRICES_PER_SECOND = 200
 STEPS_PER_SECOND = 10_000  # actions that are simulated
 
@@ -230,7 +230,7 @@ class _Search:
 
     def _integer(self, share: float) -> None:
         """CP-SAT on the whole graph: a bound where there was none, and perhaps a better cut."""
-        if self.instance.count > INTEGER_UNITS or self.problem.replica_ranks is not None:
+        if self.instance.count * self.problem.k > INTEGER_SIZE or self.problem.replica_ranks is not None:
             return
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer
 

@@ -19,7 +19,7 @@ __all__ = ["crossing_bound", "informed"]
 
 FOREVER = 1 << 60  # a capacity that no cut pays
 SOURCE, SINK = 0, 1
-UNDECIDED_MAX = 200_000  # units on no side of a boundary yet, over all boundaries, for which cuts are found
+UNDECIDED_MAX = 1_000_000  # units on no side of a boundary yet, over all boundaries, for which cuts are found
 
 
 def informed(instance: Instance, limit: Limit, rounds: int = 3) -> Limit:

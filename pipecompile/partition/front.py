@@ -78,6 +78,7 @@ class _Search:
     done: bool = False
     other_work: float = 0.0
     crossing: tuple[int, ...] = ()  # what every cut as good as the best sends over each boundary, at the least
+    bounded_at: int = -1  # the value for which minimum cuts were found
     too_many: Limit | None = None  # a limit within which there are too many ideals to list
 
     @property
@@ -217,10 +218,11 @@ class _Search:
 
     def _bound(self, _: float) -> None:
         """A better bound from what must cross each boundary, which also leaves fewer ideals to list."""
-        if self.best is None or self.problem.communication != "relay":
+        if self.best is None or self.problem.communication != "relay" or self.bounded_at == self.best.value[0]:
             return
         from pipecompile.partition.crossing import crossing_bound, informed
 
+        self.bounded_at = self.best.value[0]
         size = self.instance.count * self.problem.k
         self.crossing = informed(self.instance, self.limit).crossing
         tests = min(6, int(self.seconds * CUTS_PER_SECOND / size))

@@ -43,7 +43,7 @@ INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic sec
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
 PRICES_PER_SECOND = 200
-STEPS_PER_SECOND = 10_000  # actions that are simulated
+STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
 def solve(problem: Problem, *, seconds: float = 10.0) -> Partition:

@@ -78,7 +78,10 @@ class Request:
     def problem(self, graph: CostGraph) -> Problem:
         """The problem for a graph; InputError says what does not fit."""
         if self.k > len(graph.nodes):
-            raise InfeasibleError(f"k={self.k}, but the graph can be cut into at most {len(graph.nodes)} stages")
+            count = len(graph.nodes)
+            raise InfeasibleError(
+                f"k={self.k}, but the graph can be cut into at most {count} stages; choose k ≤ {count}"
+            )
         if self.objective == "step-time" and (isinstance(self.link, tuple) or self.speeds is not None):
             raise InputError("objective step-time is simulated with one link and equal ranks; choose max-load")
         return Problem(

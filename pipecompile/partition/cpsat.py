@@ -30,11 +30,10 @@ LARGEST = 1 << 28  # units of time of a load: the sum of squares over all ranks 
 
 @dataclass(frozen=True)
 class Answer:
-    """The stages of the units of the cut that was found, if any; a bound; whether there is no cut at all."""
+    """The stages of the units of the cut that was found, if any, and a bound."""
 
     stages: tuple[int, ...] | None
     bound: int
-    infeasible: bool = False
 
 
 def solve_integer(
@@ -42,7 +41,7 @@ def solve_integer(
 ) -> Answer:
     """The best cut within `limit`, which a `known` cut meets, for variance or max-load.
 
-    `seconds` is a deterministic budget. That there is no cut is not believed while one is known.
+    `seconds` is a deterministic budget. That there is no cut is not believed.
     """
     model = _Model.of(instance, limit, time_units)
     objective = model.build()
@@ -59,9 +58,9 @@ def solve_integer(
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         stages = tuple(model.stage_of(solver, unit) for unit in range(instance.count))
         return Answer(stages, model.true_bound(solver.best_objective_bound))
-    if status == cp_model.INFEASIBLE:
-        return Answer(None, 0, infeasible=known is None)
-    return Answer(None, model.true_bound(solver.best_objective_bound))
+    if status == cp_model.UNKNOWN:
+        return Answer(None, model.true_bound(solver.best_objective_bound))
+    return Answer(None, 0)
 
 
 @dataclass

@@ -242,7 +242,6 @@ class _Search:
         known = None if self.best is None else self.best.stages
         answer = solve_integer(self.instance, known, self.limit, budget, time_units)
         self.other_work += share * self.seconds
-        self.done = self.done or answer.infeasible
         self.bound = max(self.bound, min(answer.bound, self.best.value[0]) if self.best else answer.bound)
         if answer.stages is not None and self._allowed(answer.stages):
             self._keep(answer.stages, None, {}, "cp-sat")

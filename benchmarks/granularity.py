@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 
 from examples import models
 from pipecompile.api.compile import capture_target, cost_graph, options_for
-from pipecompile.api.planning import block_of
+from pipecompile.api.planning import block_of, problem_of
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Link
 from pipecompile.partition.front import solve
 from pipecompile.partition.problem import Problem
 
@@ -40,7 +42,8 @@ def measure(name: str) -> list[dict[str, Any]]:
     options = options_for(target, k=STAGES, costs="measured")
     graph = cost_graph(target, options, capture_target(target, options, verify=True))
     cuts = {"operators": (), "blocks": blocks(graph)}
-    return [_row(name, kind, Problem(graph, STAGES, together=together)) for kind, together in cuts.items()]
+    asked = problem_of(graph, options, Link())
+    return [_row(name, kind, replace(asked, together=together)) for kind, together in cuts.items()]
 
 
 def blocks(graph: CostGraph) -> tuple[tuple[str, ...], ...]:
@@ -77,7 +80,7 @@ def _row(name: str, kind: str, problem: Problem) -> dict[str, Any]:
 
 def _imbalance(problem: Problem) -> float:
     """No cut between these units has a smaller largest load / mean load than the best for the largest load."""
-    bound = solve(Problem(problem.graph, problem.k, objective="max-load", together=problem.together)).search.bound
+    bound = solve(replace(problem, objective="max-load")).search.bound
     return bound * problem.k / max(1, problem.compute_ns(problem.graph.by_name, last=True))
 
 

@@ -191,7 +191,9 @@ def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, l
 
 
 def _what_would_fit(graph: CostGraph, options: Options, link: Link) -> str:
-    """The options nearest to these that can be met, as a sentence; at most a few are tried."""
+    """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
+    if options.memory_bytes is None:
+        return ""
     more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, 2 * options.k + 3)]
     changed = {f"k={other.k}": other for other in more}
     if options.recompute == "none":

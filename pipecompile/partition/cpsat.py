@@ -19,12 +19,8 @@ from pipecompile.partition.windows import Limit, windows
 
 __all__ = ["COARSE", "FINE", "Answer", "solve_integer"]
 
-COARSE, FINE = (
-    2_000_000,
-    200_000_000,
-)  # all compute in units of time: CP-SAT 9.15 called a feasible model infeasible at 10⁹
-
-
+# All compute in units of time: CP-SAT 9.15 called a feasible model infeasible at 10⁹.
+COARSE, FINE = 2_000_000, 200_000_000
 LARGEST = 1 << 28  # units of time of a load: the sum of squares over all ranks must fit 64 bits
 
 

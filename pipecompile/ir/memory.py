@@ -26,6 +26,7 @@ __all__ = [
     "RankMemory",
     "activation_curve",
     "buffers",
+    "changes",
     "floors",
     "rank_memory",
 ]
@@ -235,6 +236,21 @@ def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[s
     for storage, nodes in savers.items():
         if storage not in tensors and len(nodes) == 1:  # what a node saves for itself, such as a mask
             yield next(iter(nodes)), storage
+
+
+def changes(*, kept: int, recomputed: int, between: int) -> dict[Kind, int]:
+    """What each action of a microbatch adds to the bytes its stage holds of it.
+
+    `kept` from the forward on and `recomputed` from the recompute on, until the backward; `between` of them stay from
+    the gradients of the inputs to those of the weights.
+    """
+    return {
+        Kind.FORWARD: kept,
+        Kind.RECOMPUTE: recomputed,
+        Kind.BACKWARD: -kept - recomputed,
+        Kind.BACKWARD_INPUT: between - kept - recomputed,
+        Kind.BACKWARD_WEIGHT: -between,
+    }
 
 
 def _rounded(size: int) -> int:

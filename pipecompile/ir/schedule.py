@@ -7,6 +7,9 @@ An action is written as torch.distributed.pipelining writes it, `<stage><KIND><m
     0I2, 0W2   gradients of inputs, then of weights         1SEND_B2   send input gradients to stage 0
     0R2        the forward once more, before the backward   1RECV_B2   receive stage 2's gradients
     0REDUCE_GRAD  finish the gradients of stage 0: sum over the ranks that hold them, divide by M
+
+torch has no words for two things: `0STEP` is the optimizer's step of stage 0 (`0STEP2`: after microbatch 2), and a
+version of the weights is written behind, `0F2@1`. Schedules that update weights once, at the end, name no versions.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
-__all__ = ["BACKWARDS", "COMPUTE", "Action", "Event", "Idle", "Kind", "Schedule", "Timeline"]
+__all__ = ["BACKWARDS", "COMPUTE", "TRANSFERS", "Action", "Event", "Idle", "Kind", "Schedule", "Timeline", "Versions"]
 
 
 class Kind(StrEnum):
@@ -36,39 +39,53 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SEND_B"
     RECEIVE_BACKWARD = "RECV_B"
     REDUCE = "REDUCE_GRAD"
+    STEP = "STEP"
+
+    __hash__ = str.__hash__  # that of Enum runs in Python, and schedules hash actions by the hundred thousand
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
-_PATTERN = re.compile(r"(\d+)(REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)(\d*)")
+TRANSFERS = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
+_PATTERN = re.compile(r"(\d+)(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)(\d*)(?:@(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One step of one rank; `microbatch` is None for a reduction, which covers all of them."""
+Versions = Literal["synchronous", "stashed", "vertical-sync", "double-buffered"]
+
+
+class Action(NamedTuple):
+    """One step of one rank. `microbatch` is None for what covers all of them; `version` is that of the weights."""
 
     stage: int
     kind: Kind
     microbatch: int | None = None
+    version: int | None = None
 
     @staticmethod
     @cache
     def parse(text: str) -> Action:
         """Reads torch's notation; ValueError says what is wrong with `text`."""
         match = _PATTERN.fullmatch(text)
-        if match is None or (match[2] == "REDUCE_GRAD") != (match[3] == ""):
-            raise ValueError(f"{text!r} is not an action such as '0F2', '1SEND_B0' or '0REDUCE_GRAD'")
-        return Action(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
+        if match is None or (match[2] != "STEP" and (match[2] == "REDUCE_GRAD") != (match[3] == "")):
+            raise ValueError(f"{text!r} is not an action such as '0F2', '1SEND_B0', '0REDUCE_GRAD' or '0F2@1'")
+        microbatch, version = (None if digits in ("", None) else int(digits) for digits in match.group(3, 4))
+        return Action(int(match[1]), Kind(match[2]), microbatch, version)
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind.value}{microbatch}{'' if self.version is None else f'@{self.version}'}"
 
 
 class Schedule(Value, frozen=True, kw_only=True, dict=True):
-    """Per rank the actions in the order in which it performs them; `placement[stage]` is the stage's rank."""
+    """Per rank the actions in the order in which it performs them; `placement[stage]` is the stage's rank.
+
+    `weight_versions` says which weights a microbatch sees. synchronous: those of the step. stashed: each stage's
+    latest, again in the backward (PipeDream). vertical-sync: on all stages those that the first one had (PipeDream,
+    section 3.3). double-buffered: those of the last but one update (PipeDream-2BW).
+    """
 
     name: str
-    weight_versions: Literal["synchronous"] = "synchronous"
+    weight_versions: Versions = "synchronous"
     microbatches: Positive
     placement: tuple[NonNegative, ...]
     actions: tuple[tuple[str, ...], ...]
@@ -101,10 +118,22 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         return len(self.actions)
 
     @staticmethod
-    def of(name: str, microbatches: int, placement: Sequence[int], rows: Sequence[Sequence[Action]]) -> Schedule:
+    def of(
+        name: str,
+        microbatches: int,
+        placement: Sequence[int],
+        rows: Sequence[Sequence[Action]],
+        weight_versions: Versions = "synchronous",
+    ) -> Schedule:
         """A schedule from parsed actions."""
         actions = tuple(tuple(map(str, row)) for row in rows)
-        return Schedule(name=name, microbatches=microbatches, placement=tuple(placement), actions=actions)
+        return Schedule(
+            name=name,
+            weight_versions=weight_versions,
+            microbatches=microbatches,
+            placement=tuple(placement),
+            actions=actions,
+        )
 
 
 @dataclass(frozen=True, slots=True)

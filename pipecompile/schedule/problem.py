@@ -1,0 +1,178 @@
+"""What a schedule is generated, simulated and searched for: stages on ranks with times, bytes and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from pipecompile.errors import InputError
+from pipecompile.ir.memory import changes
+from pipecompile.ir.problem import ScheduleProblem
+from pipecompile.ir.schedule import Action, Kind
+
+__all__ = ["Network", "Problem", "Skip", "Work", "problem_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One stage and one microbatch: times in ns, and bytes held.
+
+    `kept_bytes` from the forward on, `recomputed_bytes` more from the recompute on, until the backward;
+    `between_bytes` of them from the gradients of the inputs to those of the weights. `splits`: whether there may be
+    two halves of the backward. `recompute`: the forward runs again before the backward.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    backward_input_ns: int = 0
+    backward_weight_ns: int = 0
+    recompute_ns: int = 0
+    reduce_ns: int = 0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    between_bytes: int = 0
+    splits: bool = True
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A tensor sent from one stage to a later one directly; its source holds `bytes` until its own backward."""
+
+    source: int
+    destination: int
+    bytes: int
+    forward_ns: int
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How messages travel: overlapping with compute and with each other unless said otherwise.
+
+    With `blocking` the sender computes nothing meanwhile; with `shared` one message at a time goes from a rank to
+    another.
+    """
+
+    blocking: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Stages on ranks. `placement[s]` is the rank of stage s, `caps` the bytes that each rank may hold, None for any.
+
+    `forward_hops[s]` is the time from stage s to s + 1 in ns, `backward_hops[s]` that of the gradient back; both are
+    zero within a rank. `gradient[s]` says whether a gradient flows back over that boundary.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    work: tuple[Work, ...]
+    forward_hops: tuple[int, ...]
+    backward_hops: tuple[int, ...]
+    gradient: tuple[bool, ...]
+    caps: tuple[int, ...] | None = None
+    skips: tuple[Skip, ...] = ()
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        boundaries = len(self.placement) - 1
+        if len(self.work) != boundaries + 1:
+            raise InputError(f"{len(self.work)} stages, but a placement of {boundaries + 1}")
+        for row in (self.forward_hops, self.backward_hops, self.gradient):
+            assert len(row) == boundaries, "one entry for each boundary between stages"
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return len(self.placement)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many."""
+        return max(self.placement) + 1
+
+    @cached_property
+    def recompute(self) -> tuple[bool, ...]:
+        """Which stages run their forward again."""
+        return tuple(work.recompute for work in self.work)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether every stage can do its backward in two halves."""
+        return all(work.splits for work in self.work)
+
+    @cached_property
+    def _durations(self) -> tuple[dict[Kind, int], ...]:
+        return tuple(
+            {
+                Kind.FORWARD: work.forward_ns,
+                Kind.BACKWARD: work.backward_ns,
+                Kind.BACKWARD_INPUT: work.backward_input_ns,
+                Kind.BACKWARD_WEIGHT: work.backward_weight_ns,
+                Kind.RECOMPUTE: work.recompute_ns,
+            }
+            for work in self.work
+        )
+
+    @cached_property
+    def _changes(self) -> tuple[dict[Kind, int], ...]:
+        own = [0] * self.stages
+        for skip in self.skips:
+            own[skip.source] += skip.bytes
+        return tuple(
+            changes(kept=work.kept_bytes + extra, recomputed=work.recomputed_bytes, between=work.between_bytes)
+            for work, extra in zip(self.work, own, strict=True)
+        )
+
+    def change_bytes(self, action: Action) -> int:
+        """The bytes that a compute action adds to its rank; a forward and a recompute take them as they start."""
+        return self._changes[action.stage][action.kind]
+
+    def duration_ns(self, action: Action) -> int:
+        """How long a compute action occupies its rank."""
+        return self._durations[action.stage][action.kind]
+
+
+def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -> Problem:
+    """The problem in a file, with its own placement or this one."""
+    placement = tuple(placement) if placement is not None else given.placement
+    if placement is None:
+        raise InputError("the problem leaves the placement open (rank: null); choose one of linear, loop and v")
+    forward = [given.hop_ns(a, b) for a, b in pairwise(placement)]
+    backward = [given.hop_ns(b, a) for a, b in pairwise(placement)]
+    return Problem(
+        placement=placement,
+        microbatches=given.microbatches,
+        work=tuple(_work(given, index) for index in range(len(placement))),
+        forward_hops=tuple(forward),
+        backward_hops=tuple(backward),
+        gradient=(True,) * len(forward),
+        caps=given.memory_bytes,
+        skips=tuple(
+            Skip(a, b, size, given.hop_ns(placement[a], placement[b]), given.hop_ns(placement[b], placement[a]))
+            for a, b, size in given.skips
+        ),
+        network=Network(given.blocking_sends, given.shared_links),
+    )
+
+
+def _work(given: ScheduleProblem, index: int) -> Work:
+    stage = given.stages[index]
+    both = stage.backward_input_ns + stage.backward_weight_ns
+    return Work(
+        forward_ns=stage.forward_ns,
+        backward_ns=both if stage.backward_ns is None else stage.backward_ns,
+        backward_input_ns=stage.backward_input_ns,
+        backward_weight_ns=stage.backward_weight_ns,
+        recompute_ns=stage.recompute_ns,
+        reduce_ns=stage.reduce_ns,
+        kept_bytes=stage.activation_bytes,
+        recomputed_bytes=stage.recompute_bytes,
+        between_bytes=stage.weight_gradient_bytes,
+        splits=given.split_backward,
+        recompute=stage.recompute_ns > 0,
+    )

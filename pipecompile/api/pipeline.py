@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_grou
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage
-from pipecompile.schedule.simulate import simulate_plan, simulate_stages
+from pipecompile.schedule.simulate import simulate, simulate_plan
+from pipecompile.schedule.stages import problem_of_stages
 
 __all__ = ["Pipeline", "Program"]
 
@@ -285,7 +287,8 @@ class Pipeline:
 
     def _order(self, schedule: Schedule) -> list[Action]:
         """The compute actions of all ranks in the order in which they begin."""
-        timeline = simulate_stages(schedule, self.plan.stages, self.plan.link)
+        stages, link = self.plan.stages, self.plan.link
+        timeline = simulate(problem_of_stages(stages, link, schedule.placement, schedule.microbatches), schedule)
         events = [
             (event.start_ns, event.end_ns, rank, event.action)
             for rank, row in enumerate(timeline.events)
@@ -302,13 +305,18 @@ class Pipeline:
     @cached_property
     def _eager_stages(self) -> list[EagerStage]:
         """All stages, for one process: tied parameters are one tensor, summed stage by stage."""
-        stages = self._program.stages
+        stages, last = self._program.stages, self.plan.k - 1
         tied: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
+        gathered: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
         for name, parameter in self._tied.items():
-            for index in self._program.ties[name].stages[1:]:
-                tied[index].append(parameter)
-        last = len(stages) - 1
-        return [_eager(s, loss=self._loss if s.index == last else None, tied=tied[s.index]) for s in stages]
+            holders = self._program.ties[name].stages
+            for earlier, later in pairwise(holders):
+                gathered[earlier].append(parameter)
+                tied[later].append(parameter)
+        return [
+            _eager(s, loss=self._loss if s.index == last else None, tied=tied[s.index], gathered=gathered[s.index])
+            for s in stages
+        ]
 
     @cached_property
     def _trainer(self) -> DistributedPipeline:
@@ -357,7 +365,9 @@ class Pipeline:
         )
 
 
-def _eager(stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = ()) -> EagerStage:
+def _eager(
+    stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = (), gathered: Sequence[nn.Parameter] = ()
+) -> EagerStage:
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
@@ -365,6 +375,7 @@ def _eager(stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = ()) 
         buffers=stage.buffers,
         random=stage.random,
         tied=tied,
+        gathered=gathered,
     )
 
 

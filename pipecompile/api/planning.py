@@ -31,7 +31,8 @@ from pipecompile.ir.serde import encode
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import generate, in_flight
-from pipecompile.schedule.simulate import gradient_flows, simulate_plan, simulate_stages
+from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.stages import activation_caps, problem_of_stages
 
 if TYPE_CHECKING:
     from pipecompile.partition.problem import Candidate, Problem
@@ -86,7 +87,7 @@ def draft(
         routes=tuple(_routes(graph, partition.assignment)),
         parameters=tuple(_owners(graph, stages)),
         schedule=schedule,
-        prediction=_prediction(stages, schedule, link),
+        prediction=_prediction(stages, schedule, link, options.memory_bytes),
         search=partition.search,
     )
 
@@ -187,7 +188,7 @@ def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, l
     """The simulated step of an assignment under the schedule of `options`."""
     stages = _stages(graph, assignment, options)
     schedule = schedule_for(options.schedule, stages, link, options.microbatches, options.recompute == "stage")
-    return simulate_stages(schedule, stages, link).makespan_ns
+    return simulate(problem_of_stages(stages, link, schedule.placement, options.microbatches), schedule).makespan_ns
 
 
 def _what_would_fit(graph: CostGraph, options: Options, link: Link) -> str:
@@ -281,15 +282,18 @@ def _owners(graph: CostGraph, stages: Sequence[Stage]) -> Iterable[OwnedParamete
 
 def schedule_for(name: str, stages: Sequence[Stage], link: Link, microbatches: int, recompute: bool) -> Schedule:
     """The named schedule for these stages, with its transfers; AssertionError if it were not sound."""
-    compute = generate(name, tuple(range(len(stages))), microbatches, recompute)
-    lowered = lower(compute, simulate_stages(compute, stages, link), gradient_flows(stages))
-    found = check_schedule(lowered, gradient_flows(stages))
+    placement = tuple(range(len(stages)))
+    problem = problem_of_stages(stages, link, placement, microbatches)
+    lowered = lower(problem, generate(name, placement, microbatches, recompute))
+    found = check_schedule(lowered, problem)
     assert not found, f"the generated schedule is not sound: {found}"
     return lowered
 
 
-def _prediction(stages: Sequence[Stage], schedule: Schedule, link: Link) -> Prediction:
-    timeline = simulate_stages(schedule, stages, link)
+def _prediction(stages: Sequence[Stage], schedule: Schedule, link: Link, memory_bytes: int | None) -> Prediction:
+    caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes)
+    problem = problem_of_stages(stages, link, schedule.placement, schedule.microbatches, caps)
+    timeline = simulate(problem, schedule)
     held = [{i: s.footprint for i, s in enumerate(stages) if schedule.placement[i] == r} for r in range(schedule.ranks)]
     memory = [
         rank_memory(held[rank], row, microbatches=schedule.microbatches) for rank, row in enumerate(schedule.rows)
@@ -306,14 +310,15 @@ def _prediction(stages: Sequence[Stage], schedule: Schedule, link: Link) -> Pred
 
 def violations(plan: Plan) -> list[str]:
     """What is wrong with a plan by itself: its schedule, its prediction, its memory caps. Empty if it is sound."""
+    cap = plan.options.memory_bytes
     try:
-        found = check_schedule(plan.schedule, gradient_flows(plan.stages))
-        timeline = None if found else simulate_plan(plan)
+        problem = problem_of_stages(plan.stages, plan.link, plan.schedule.placement, plan.microbatches)
+        found = check_schedule(plan.schedule, problem)
+        prediction = None if found else _prediction(plan.stages, plan.schedule, plan.link, cap)
     except PipecompileError as error:
         return [str(error)]
-    if timeline is not None and _prediction(plan.stages, plan.schedule, plan.link) != plan.prediction:
+    if prediction not in (None, plan.prediction):
         found.append("the prediction is not what the plan's stages and schedule give: the file was edited; plan again")
-    cap = plan.options.memory_bytes
     for rank, memory in enumerate(plan.prediction.memory):
         if cap is not None and memory.total.bound > cap:
             found.append(f"rank {rank} may need {memory.total.bound} bytes, {memory.total.bound - cap} over its cap")

@@ -136,8 +136,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """An action as it happened on its rank, in nanoseconds since the step began."""
 
     action: Action
@@ -146,23 +145,40 @@ class Event:
 
 
 class Idle(Value, frozen=True, kw_only=True):
-    """How long a rank waited, by cause: for work elsewhere to be done, or for its result to arrive."""
+    """How long a rank computed nothing, by cause; with its busy time they add up to the makespan.
+
+    transfer: what messages that take no time would save of each wait, sends that block the rank, and reductions after
+    its last action. memory: a forward had all its inputs, but its bytes would have been over the rank's cap.
+    imbalance: of the other waits what no order can remove, since another rank has more to do. dependency: the rest.
+    """
 
     dependency_ns: NonNegative
     transfer_ns: NonNegative
+    memory_ns: NonNegative = 0
+    imbalance_ns: NonNegative = 0
+
+    @property
+    def total_ns(self) -> int:
+        """All causes together."""
+        return self.dependency_ns + self.transfer_ns + self.memory_ns + self.imbalance_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step: the compute events of each rank, in order, and why it idled in between."""
+    """A simulated step, per rank: the compute events in order, why it idled, and the bytes held after each event.
+
+    `reductions` are the data-parallel sums of a rank's stages, beside its compute events.
+    """
 
     events: tuple[tuple[Event, ...], ...]
     idle: tuple[Idle, ...]
+    held_bytes: tuple[tuple[int, ...], ...] = ()
+    reductions: tuple[tuple[Event, ...], ...] = ()
 
     @property
     def makespan_ns(self) -> int:
-        """The end of the last event."""
-        return max((row[-1].end_ns for row in self.events if row), default=0)
+        """The end of the last event or reduction."""
+        return max((row[-1].end_ns for row in (*self.events, *self.reductions) if row), default=0)
 
     @property
     def span_ns(self) -> int:
@@ -172,7 +188,7 @@ class Timeline:
     @property
     def busy_ns(self) -> tuple[int, ...]:
         """Per rank, the time spent in actions."""
-        return tuple(sum(event.end_ns - event.start_ns for event in row) for row in self.events)
+        return tuple(sum(end - start for _, start, end in row) for row in self.events)
 
     @property
     def bubble(self) -> float:
@@ -180,3 +196,16 @@ class Timeline:
         if not self.makespan_ns:
             return 0.0
         return 1 - sum(self.busy_ns) / (len(self.events) * self.makespan_ns)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Per rank, the most that it holds."""
+        return tuple(max(row, default=0) for row in self.held_bytes)
+
+    def memory(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(time in ns, bytes held from then on): from the start of an action that takes, the end of one that frees."""
+        before, curve = 0, []
+        for event, held in zip(self.events[rank], self.held_bytes[rank], strict=True):
+            curve.append((event.start_ns if held > before else event.end_ns, held))
+            before = held
+        return tuple(curve)

@@ -132,7 +132,7 @@ def _ranks(plan: Plan) -> Iterator[str]:
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
     rows = [["rank", "idle", *kinds, "expected", "bound"]]
     for rank, (memory, idle) in enumerate(zip(plan.prediction.memory, plan.prediction.idle, strict=True)):
-        share = (idle.dependency_ns + idle.transfer_ns) / max(plan.prediction.step_ns, 1)
+        share = idle.total_ns / max(plan.prediction.step_ns, 1)
         held = [size_text(getattr(memory, kind).expected) for kind in kinds]
         rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
     return table(rows, left=set())

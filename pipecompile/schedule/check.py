@@ -8,7 +8,7 @@ the same order at both ends of a link: NCCL has no tags, so crossed messages wou
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product, zip_longest
@@ -16,6 +16,7 @@ from itertools import pairwise, product, zip_longest
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.schedule.dependencies import Needs, compute_needs, in_order, message
+from pipecompile.schedule.problem import Problem, Work
 
 __all__ = ["check"]
 
@@ -28,13 +29,12 @@ _PARTNERS = {
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
-def check(schedule: Schedule, gradient: Sequence[bool] | None = None) -> list[str]:
+def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
     """Every violation, one line each, naming rank, action and peer; empty if the schedule is sound.
 
-    `gradient[s]` says whether a gradient flows from stage s + 1 back to stage s. Without it, a boundary over which
-    no gradient is sent or received at all counts as having none.
+    Without a problem, a boundary over which no gradient is sent or received at all counts as having none.
     """
-    subject = _Subject(schedule, tuple(gradient) if gradient is not None else _seen_gradients(schedule))
+    subject = _Subject(schedule, problem or _seen(schedule))
     # Each step speaks only where the one before found nothing: it relies on it.
     return (
         list(_counts(subject))
@@ -48,7 +48,7 @@ class _Subject:
     """A schedule with the tables that the checks share."""
 
     schedule: Schedule
-    gradient: tuple[bool, ...]
+    problem: Problem
 
     @cached_property
     def counts(self) -> Counter[Action]:
@@ -67,7 +67,7 @@ class _Subject:
     def messages(self) -> dict[Action, tuple[Action, Action]]:
         """By compute action the send and the receive of what it hands to another rank."""
         stages = len(self.schedule.placement)
-        pairs = ((a, message(a, stages, self.gradient)) for a in self.counts if a.kind in COMPUTE)
+        pairs = ((a, message(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE)
         return {a: pair for a, pair in pairs if pair and self.rank(pair[0]) != self.rank(pair[1])}
 
     def rank(self, action: Action) -> int:
@@ -83,11 +83,14 @@ class _Subject:
         return f"rank {self.rank(action)}: {action} {towards} rank {self.schedule.placement[peer] if known else '?'}"
 
 
-def _seen_gradients(schedule: Schedule) -> tuple[bool, ...]:
+def _seen(schedule: Schedule) -> Problem:
+    """A problem without costs, with gradients over the boundaries over which some are sent or received."""
     sent = {a.stage - 1 for _, a in schedule if a.kind is Kind.SEND_BACKWARD}
     received = {a.stage for _, a in schedule if a.kind is Kind.RECEIVE_BACKWARD}
     ranks = schedule.placement
-    return tuple(s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1))
+    gradient = tuple(s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1))
+    free = (0,) * len(gradient)
+    return Problem(ranks, schedule.microbatches, (Work(0, 0),) * len(ranks), free, free, gradient)
 
 
 def _counts(subject: _Subject) -> Iterator[str]:
@@ -125,7 +128,7 @@ def _orders(subject: _Subject) -> Iterator[str]:
 
 
 def _ordered_pairs(subject: _Subject) -> Iterator[tuple[Action, Action]]:
-    needs = compute_needs(subject.schedule, subject.gradient)
+    needs = compute_needs(subject.problem, subject.schedule)
     for action in subject.counts:
         if action.kind not in COMPUTE:
             continue

@@ -4,13 +4,59 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
-from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.schedule.problem import Problem
 
-__all__ = ["Needs", "compute_needs", "in_order", "message"]
+__all__ = ["PARTS", "Handover", "Needs", "compute_needs", "handovers", "in_order", "message"]
 
 Needs = Callable[[Action], Sequence[Action]]
+
+# The parts of a microbatch's work in a stage. I and B share one: a microbatch has either in each stage.
+_FORWARD, _BACKWARD, _WEIGHT, _AGAIN = range(4)
+PARTS = {
+    Kind.FORWARD: _FORWARD,
+    Kind.BACKWARD: _BACKWARD,
+    Kind.BACKWARD_INPUT: _BACKWARD,
+    Kind.BACKWARD_WEIGHT: _WEIGHT,
+    Kind.RECOMPUTE: _AGAIN,
+}
+
+
+class Handover(NamedTuple):
+    """What a task gives to the task `target` on `rank`, for the same microbatch. It takes `hop_ns` to get there.
+
+    The task of an action is the number `PARTS[kind] × stages + stage`.
+    """
+
+    target: int
+    rank: int
+    hop_ns: int
+
+
+def handovers(problem: Problem) -> list[list[Handover]]:
+    """By task what it hands over, in the order in which it is sent: to the next stage first, then over skips."""
+    stages, placement = problem.stages, problem.placement
+    found: list[list[Handover]] = [[] for _ in range(4 * stages)]
+
+    def hand(part: int, source: int, to: int, target: int, hop_ns: int = 0) -> None:
+        away = placement[source] != placement[target]
+        found[part * stages + source].append(Handover(to * stages + target, placement[target], hop_ns if away else 0))
+
+    for stage in range(stages):
+        hand(_FORWARD, stage, _AGAIN, stage)
+        hand(_FORWARD, stage, _BACKWARD, stage)
+        hand(_BACKWARD, stage, _WEIGHT, stage)
+    for stage in range(stages - 1):
+        hand(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_hops[stage])
+        if problem.gradient[stage]:
+            hand(_BACKWARD, stage + 1, _BACKWARD, stage, problem.backward_hops[stage])
+    for skip in problem.skips:
+        hand(_FORWARD, skip.source, _FORWARD, skip.destination, skip.forward_ns)
+        hand(_BACKWARD, skip.destination, _BACKWARD, skip.source, skip.backward_ns)
+    return found
 
 
 def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Action, Action] | None:
@@ -20,33 +66,33 @@ def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Acti
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage + 1 < stages:
-        send, receive, peer = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, stage + 1
-    elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage and gradient[stage - 1]:
-        send, receive, peer = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, stage - 1
-    else:
-        return None
-    return Action(stage, send, microbatch), Action(peer, receive, microbatch)
+        return Action(stage, Kind.SEND_FORWARD, microbatch), Action(stage + 1, Kind.RECEIVE_FORWARD, microbatch)
+    if action.kind in BACKWARDS and stage and gradient[stage - 1]:
+        return Action(stage, Kind.SEND_BACKWARD, microbatch), Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
+    return None
 
 
-def compute_needs(schedule: Schedule, gradient: Sequence[bool]) -> Needs:
-    """For each compute action the compute actions, on any rank, whose results it uses."""
-    last = len(schedule.placement) - 1
-    halved = {(a.stage, a.microbatch) for _, a in schedule if a.kind is Kind.BACKWARD_INPUT}
-
-    def backward(stage: int, microbatch: int | None) -> Action:
-        kind = Kind.BACKWARD_INPUT if (stage, microbatch) in halved else Kind.BACKWARD
-        return Action(stage, kind, microbatch)
+def compute_needs(problem: Problem, schedule: Schedule) -> Needs:
+    """For each compute action of `schedule` the compute actions, on any rank, whose results it uses."""
+    stages = problem.stages
+    there = {
+        (PARTS[action.kind] * stages + action.stage, action.microbatch): action
+        for row in schedule.compute
+        for action in row
+    }
+    sources: list[list[int]] = [[] for _ in range(4 * stages)]
+    for task, given in enumerate(handovers(problem)):
+        for handover in given:
+            sources[handover.target].append(task)
 
     def needs(action: Action) -> list[Action]:
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.FORWARD:
-            return [Action(stage - 1, Kind.FORWARD, microbatch)] if stage else []
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            return [Action(stage, Kind.BACKWARD_INPUT, microbatch)]
-        own = [Action(stage, Kind.FORWARD, microbatch)]
-        if action.kind is Kind.RECOMPUTE or stage == last or not gradient[stage]:
-            return own
-        return [*own, backward(stage + 1, microbatch)]
+        task = PARTS[action.kind] * stages + action.stage
+        # What is not in the schedule is still waited for; its backward is then called by its full name.
+        return [there.get((source, action.microbatch)) or named(source, action.microbatch) for source in sources[task]]
+
+    def named(task: int, microbatch: int | None) -> Action:
+        kind = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)[task // stages]
+        return Action(task % stages, kind, microbatch)
 
     return needs
 

@@ -7,31 +7,61 @@ cannot deadlock even if every send blocks until it is received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
-from pipecompile.schedule.dependencies import compute_needs, in_order, message
+from pipecompile.errors import InputError
+from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Schedule
+from pipecompile.schedule.dependencies import message
+from pipecompile.schedule.perform import perform
+from pipecompile.schedule.problem import Problem
 
 __all__ = ["lower"]
 
 
-def lower(schedule: Schedule, timeline: Timeline, gradient: Sequence[bool]) -> Schedule:
-    """`schedule` with its messages, timed by `timeline` (its own simulation), and one reduction per stage at the end.
+def lower(problem: Problem, schedule: Schedule) -> Schedule:
+    """`schedule` with its messages, and a reduction of each stage once its gradients are complete.
 
-    `gradient[s]` says whether a gradient flows from stage s + 1 back to stage s. Stages on one rank pass their
-    tensors on directly. A receive stands where the message can first be there: it is posted, and waited for later.
+    Stages on one rank pass their tensors on directly. A receive stands where the message can first be there: it is
+    posted, and waited for later. Optimizer steps stay behind the action that they follow; schedules that have no
+    common step ("synchronous") get no reductions. InputError if tensors pass stages by: torch knows no such message.
     """
-    ends = {event.action: event.end_ns for row in timeline.events for event in row}
-    # A stable sort: actions that end together keep an order in which each follows what it needs.
-    order = sorted(in_order(schedule.compute, compute_needs(schedule, gradient)), key=lambda item: ends[item[1]])
+    if problem.skips:
+        first = problem.skips[0]
+        raise InputError(
+            f"a message from stage {first.source} to {first.destination} passes stages by, which torch's runtime "
+            "cannot do; let the stages between relay the tensor"
+        )
+    placement, behind = problem.placement, _behind(schedule)
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    for rank, action in order:
+    for rank, (action, *_) in _by_completion(problem, schedule):
         rows[rank].append(action)
-        pair = message(action, len(schedule.placement), gradient)
-        if pair and schedule.placement[pair[1].stage] != rank:
+        pair = message(action, problem.stages, problem.gradient)
+        if pair and placement[pair[1].stage] != rank:
             rows[rank].append(pair[0])
-            rows[schedule.placement[pair[1].stage]].append(pair[1])
-    for stage, rank in enumerate(schedule.placement):
-        if any(action.stage == stage and action.kind in BACKWARDS for action in schedule.rows[rank]):
-            rows[rank].append(Action(stage, Kind.REDUCE))
-    return Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows)
+            rows[placement[pair[1].stage]].append(pair[1])
+        rows[rank] += behind.get(action, ())
+    return Schedule.of(schedule.name, schedule.microbatches, placement, rows, schedule.weight_versions)
+
+
+def _by_completion(problem: Problem, schedule: Schedule) -> list[tuple[int, Event]]:
+    """The compute actions of all ranks by their ends; those that end together follow what they need."""
+    run = perform(problem, schedule)
+    events = [iter(row) for row in run.events]
+    return sorted(((rank, next(events[rank])) for rank in run.turns), key=lambda item: item[1].end_ns)
+
+
+def _behind(schedule: Schedule) -> dict[Action, list[Action]]:
+    """By compute action the steps that follow it, and the reduction of a stage whose gradients it completes."""
+    return {action: list(found) for row in schedule.rows for action, found in _row_behind(row, schedule)}
+
+
+def _row_behind(row: tuple[Action, ...], schedule: Schedule) -> Iterator[tuple[Action, list[Action]]]:
+    reduced = schedule.weight_versions == "synchronous"
+    last = {a.stage: a for a in row if reduced and a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+    found: list[Action] = []
+    for action in row:
+        if action.kind in COMPUTE:
+            found = [Action(action.stage, Kind.REDUCE)] if last.get(action.stage) is action else []
+            yield action, found
+        elif action.kind is Kind.STEP:
+            found.append(action)

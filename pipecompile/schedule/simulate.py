@@ -1,91 +1,65 @@
-"""A step, simulated: when each action happens, and why ranks idle.
+"""A step, simulated: when each action happens, what each rank holds, and why it idles.
 
 Each rank performs its row in order, one compute action at a time. An action starts when its rank is free and all
 that it needs has ended and, if that was on another rank, arrived. Transfers overlap with compute and with each
-other. These rules reproduce table 5 of the Zero Bubble paper (Qi et al., arXiv 2401.10241).
+other. These rules reproduce table 5 of the Zero Bubble paper (Qi et al., arXiv 2401.10241). Besides:
+
+- With `Network.shared` the messages from one rank to another travel one at a time, in the order of the actions that
+  make them; of one action first that to the neighbouring stage, then those over skips, as the problem lists them.
+- With `Network.blocking` a rank sends what an action made, one message after the other in that same order, before it
+  goes on. Its links are then never busy when a message is ready, so `shared` adds nothing.
+- A message whose receiver does not occur in the schedule is not sent.
+- A stage's data-parallel sum starts with the end of its last full backward or gradients of weights, if `reduce_ns` is
+  not zero; those of one rank follow each other in that order, beside its compute. Sums, but no other messages, can
+  be what a step ends with.
+- An optimizer's step takes no time, and no action waits for a version of the weights: the order says it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from pipecompile.errors import ScheduleError
-from pipecompile.ir.plan import Link, Plan, Stage
-from pipecompile.ir.schedule import Action, Event, Idle, Kind, Schedule, Timeline
-from pipecompile.schedule.dependencies import compute_needs, in_order
+from pipecompile.errors import InputError
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Action, Event, Kind, Schedule, Timeline
+from pipecompile.schedule.idle import idle_of
+from pipecompile.schedule.perform import perform
+from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.stages import problem_of_plan
 
-__all__ = ["gradient_flows", "simulate", "simulate_plan", "simulate_stages"]
-
-
-def simulate(
-    schedule: Schedule,
-    duration_ns: Callable[[Action], int],
-    transfer_ns: Callable[[int, int], int],
-    gradient: Sequence[bool],
-) -> Timeline:
-    """The timeline of `schedule`, lowered or not; ScheduleError if it cannot come to its end.
-
-    `transfer_ns(source, destination)` is the time between two adjacent stages on different ranks, `gradient[s]`
-    whether a gradient flows from stage s + 1 back to stage s.
-    """
-    needs, placement = compute_needs(schedule, gradient), schedule.placement
-    ends: dict[Action, int] = {}
-    free = [0] * schedule.ranks
-    events: list[list[Event]] = [[] for _ in free]
-    waits: list[list[tuple[int, int]]] = [[] for _ in free]
-    for rank, action in in_order(schedule.compute, needs):
-        arrival, delay = free[rank], 0
-        for need in needs(action):
-            away = placement[need.stage] != rank
-            hop = transfer_ns(need.stage, action.stage) if away else 0
-            arrival, delay = max((arrival, delay), (ends[need] + hop, hop), key=lambda pair: (pair[0], -pair[1]))
-        wait = arrival - free[rank]
-        waits[rank].append((wait, min(wait, delay)))
-        free[rank] = ends[action] = arrival + duration_ns(action)
-        events[rank].append(Event(action, arrival, free[rank]))
-    idle = [_idle(rows, max(free) - end) for rows, end in zip(waits, free, strict=True)]
-    return Timeline(events=tuple(map(tuple, events)), idle=tuple(idle))
+__all__ = ["simulate", "simulate_plan"]
 
 
-def _idle(waits: Sequence[tuple[int, int]], tail: int) -> Idle:
-    """By cause: transfer is the part of each wait that a free transfer would remove; the tail is a dependency."""
-    transfer = sum(part for _, part in waits)
-    return Idle(dependency_ns=sum(wait for wait, _ in waits) - transfer + tail, transfer_ns=transfer)
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """The timeline of `schedule`, lowered or not; ScheduleError if it cannot come to its end."""
+    if (schedule.placement, schedule.microbatches) != (problem.placement, problem.microbatches):
+        raise InputError(
+            f"the schedule is for placement {list(schedule.placement)} and {schedule.microbatches} microbatches, "
+            f"the problem for {list(problem.placement)} and {problem.microbatches}"
+        )
+    run = perform(problem, schedule)
+    held = tuple(tuple(accumulate(map(problem.change_bytes, row))) for row in schedule.compute)
+    sums = tuple(tuple(_reductions(problem, row)) for row in run.events)
+    timeline = Timeline(run.events, (), held, sums)
+    return Timeline(run.events, idle_of(problem, run, timeline), held, sums)
 
 
 def simulate_plan(plan: Plan) -> Timeline:
     """The timeline that a plan predicts."""
-    return simulate_stages(plan.schedule, plan.stages, plan.link)
+    return simulate(problem_of_plan(plan), plan.schedule)
 
 
-def simulate_stages(schedule: Schedule, stages: Sequence[Stage], link: Link) -> Timeline:
-    """The timeline of `schedule` with the times of `stages` and with `link` between any two ranks."""
-    forward = [sum(link.transfer_ns(tensor.bytes) for tensor in stage.outputs) for stage in stages]
-    backward = [sum(link.transfer_ns(tensor.gradient_bytes) for tensor in stage.inputs) for stage in stages]
-
-    def transfer_ns(source: int, destination: int) -> int:
-        return forward[source] if source < destination else backward[source]
-
-    return simulate(schedule, lambda action: _duration_ns(stages, action), transfer_ns, gradient_flows(stages))
-
-
-def gradient_flows(stages: Sequence[Stage]) -> tuple[bool, ...]:
-    """Per boundary between stages s and s + 1, whether a backward waits for a message: torch's runtime always does.
-
-    Where no tensor carries a gradient the message is empty.
-    """
-    return (True,) * (len(stages) - 1)
-
-
-def _duration_ns(stages: Sequence[Stage], action: Action) -> int:
-    stage = stages[action.stage]
-    time = {
-        Kind.FORWARD: stage.forward_ns,
-        Kind.BACKWARD: stage.backward_ns,
-        Kind.BACKWARD_INPUT: stage.backward_input_ns,
-        Kind.BACKWARD_WEIGHT: stage.backward_weight_ns,
-        Kind.RECOMPUTE: stage.recompute_ns,
-    }[action.kind]
-    if time is None:
-        raise ScheduleError(f"{action}: the split backward of stage {action.stage} was not measured; use B instead")
-    return time
+def _reductions(problem: Problem, row: Sequence[Event]) -> Iterator[Event]:
+    """The sums of a rank's stages, one after another in the order in which they are ready."""
+    ready: dict[int, int] = {}
+    for (stage, kind, *_), _, end in row:
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            ready.pop(stage, None)  # the last one counts, and comes last
+            ready[stage] = end
+    free = 0
+    for stage, end in ready.items():
+        if problem.work[stage].reduce_ns:
+            start = max(free, end)
+            free = start + problem.work[stage].reduce_ns
+            yield Event(Action(stage, Kind.REDUCE), start, free)

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Action, Schedule
+from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.problem import Work
+from tests.schedule.cases import equal, order
 
 
 @given(
@@ -24,12 +26,14 @@ def test_what_is_lowered_is_sound(
     name: str, stages: int, microbatches: int, recompute: bool, rng: random.Random
 ) -> None:
     """Whatever the times, zero included, and wherever gradients flow."""
-    gradient = [rng.random() < 0.8 for _ in range(stages - 1)]
+    problem = replace(
+        equal(range(stages), microbatches),
+        work=tuple(Work(*(rng.choice([0, 1, 7]) for _ in range(5))) for _ in range(stages)),
+        gradient=tuple(rng.random() < 0.8 for _ in range(stages - 1)),
+    )
     schedule = generate(name, range(stages), microbatches, recompute)
-    durations = {action: rng.choice([0, 1, 7]) for _, action in schedule}
-    timeline = simulate(schedule, durations.__getitem__, lambda *_: rng.randrange(5), gradient)
-    lowered = lower(schedule, timeline, gradient)
-    assert check(lowered, gradient) == []
+    lowered = lower(problem, schedule)
+    assert check(lowered, problem) == []
     assert check(lowered) == []
     assert lowered.compute == schedule.compute
 
@@ -47,13 +51,12 @@ def test_an_evaluation_reduces_nothing(lowered: Callable[..., Schedule]) -> None
 
 def test_no_gradient_is_sent_where_none_flows() -> None:
     schedule = generate("gpipe", range(2), 1, False)
-    lowered = lower(schedule, simulate(schedule, lambda _: 1, lambda *_: 0, [False]), [False])
+    lowered = lower(replace(equal(range(2), 1), gradient=(False,)), schedule)
     assert "0RECV_B0" not in lowered.actions[0]
     assert "1SEND_B0" not in lowered.actions[1]
 
 
 def test_stages_on_one_rank_exchange_no_messages() -> None:
-    schedule = Schedule.of("one rank", 1, [0, 0], [list(map(Action.parse, ["0F0", "1F0", "1B0", "0B0"]))])
-    lowered = lower(schedule, simulate(schedule, lambda _: 1, lambda *_: 0, [True]), [True])
-    assert lowered.actions == (("0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"),)
+    lowered = lower(equal([0, 0], 1), order(["0F0 1F0 1B0 0B0"], [0, 0], 1))
+    assert lowered.actions == (("0F0", "1F0", "1B0", "1REDUCE_GRAD", "0B0", "0REDUCE_GRAD"),)
     assert check(lowered) == []

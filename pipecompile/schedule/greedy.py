@@ -34,6 +34,7 @@ class Policy:
     deep_forward: bool = True
     deep_backward: bool = False
     patience: float = 0.0
+    courteous: bool = False
 
 
 def policies(instance: Instance) -> Iterator[Policy]:
@@ -148,8 +149,14 @@ class _Builder:
         if backward is not None and (forward is None or self._prefers_backward(rank)):
             return self._backward(backward)
         if forward is not None:
-            return FORWARD, forward
+            return None if self._yields(rank, forward, now) else (FORWARD, forward)
         return self._weight(rank, now, soon, blocked)
+
+    def _yields(self, rank: int, stage: int, now: int) -> bool:
+        """Whether this forward would delay the first backward of its rank, which is known to come."""
+        if not self.policy.courteous or self.coming == UNKNOWN or self.done[BACKWARD][self.stages_of[rank][-1]]:
+            return False
+        return self.coming - now < self.lane_ns[FORWARD][stage]
 
     def _prefers_backward(self, rank: int) -> bool:
         prefer = self.policy.prefer
@@ -176,6 +183,7 @@ class _Builder:
                         backward = stage
                         break
                     soon = arrival if soon == UNKNOWN else min(soon, arrival)
+        self.coming = soon
         for stage in forwards:
             microbatch = done_forward[stage]
             if microbatch < self.count and microbatch - done_backward[stage] < self.policy.depth[stage]:

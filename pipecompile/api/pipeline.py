@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from pipecompile.api.planning import schedule_for
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.codegen.transfer import transfer
@@ -29,6 +28,8 @@ from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_grou
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.schedule.lower import lower
+from pipecompile.schedule.named import generate
 from pipecompile.schedule.simulate import simulate, simulate_plan
 from pipecompile.schedule.stages import problem_of_stages
 
@@ -270,9 +271,10 @@ class Pipeline:
         if name == self.plan.schedule.name and microbatches == self.plan.microbatches:
             return self.plan.schedule
         if (name, microbatches) not in self._schedules:
-            recompute = self.plan.options.recompute == "stage"
-            stages = self.plan.stages
-            self._schedules[name, microbatches] = schedule_for(name, stages, self.plan.link, microbatches, recompute)
+            stages, placement = self.plan.stages, self.plan.schedule.placement
+            recompute = [stage.recompute == "stage" for stage in stages]
+            problem = problem_of_stages(stages, self.plan.link, placement, microbatches)
+            self._schedules[name, microbatches] = lower(problem, generate(name, placement, microbatches, recompute))
         return self._schedules[name, microbatches]
 
     def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
@@ -325,14 +327,11 @@ class Pipeline:
             index: _eager(self._program.stages[index], loss=self._loss if index == last else None)
             for index in self._local
         }
-        ties = {
-            index: [
-                (self._tied[name], group)
-                for name, group in sorted(self._tie_groups.items())
-                if index in self._program.ties[name].stages and self._tied[name].requires_grad
-            ]
-            for index in self._local
-        }
+        ties = [
+            (self._tied[name], group)
+            for name, group in sorted(self._tie_groups.items())
+            if self._holds(name) and self._tied[name].requires_grad
+        ]
         scalar = [Shape(((), torch.float32, True))]
         return DistributedPipeline(local_stages, self._device, self._program.boundary_shapes(), scalar, ties)
 
@@ -361,7 +360,7 @@ class Pipeline:
     def _evaluator(self) -> DistributedPipeline:
         stages = {index: _eager(self._evaluation.stages[index], loss=None) for index in self._local}
         return DistributedPipeline(
-            stages, self._device, self._evaluation.boundary_shapes(), self._evaluation.results, {}
+            stages, self._device, self._evaluation.boundary_shapes(), self._evaluation.results, ()
         )
 
 

@@ -6,7 +6,7 @@ simulated and checked. Metadata is static, since torch's inference runs a real s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ class _Stage(PipelineStage):
         device: torch.device,
         inputs: Sequence[Shape],
         outputs: Sequence[Shape],
-        ties: Ties,
     ) -> None:
         super().__init__(
             core.module,
@@ -81,7 +80,6 @@ class _Stage(PipelineStage):
             output_args=tuple(shape.example() for shape in outputs),
         )
         self._core = core
-        self._ties = ties
         self._saved: dict[int, Saved] = {}
         self._live: dict[int, Live] = {}
         self.moments: Sequence[Moment] = ()
@@ -94,10 +92,23 @@ class _Stage(PipelineStage):
         for table in (self._saved, self._live, self.results):
             table.clear()
 
+    def _is_local(self, stage: int) -> bool:
+        return bool(self.stage_index_to_group_rank[stage] == self.group_rank)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        if not self.is_first and self._is_local(self.stage_index - 1):
+            for notes in self.args_recv_info.values():
+                _emptied(notes)
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
+        notes = super()._create_grad_recv_info(act_send_info)
+        return _emptied(notes) if not self.is_last and self._is_local(self.stage_index + 1) else notes
+
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        received = args if self.is_first else _received(self.args_recv_info[fwd_chunk_id])
+        received = args if self.is_first else self._taken(self.args_recv_info[fwd_chunk_id], self.stage_index - 1)
         moment = self.moments[fwd_chunk_id]
         if self.has_backward:
             outputs, self._saved[fwd_chunk_id] = self._core.forward(
@@ -118,7 +129,7 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self.fwd_cache.pop(bwd_chunk_id)
-        received = () if self.is_last else _received(self.grad_recv_info[bwd_chunk_id])
+        received = () if self.is_last else self._taken(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1)
         saved = self._saved.pop(bwd_chunk_id)
         if full_backward:
             gradients = self._core.backward(saved, received, {})
@@ -129,27 +140,32 @@ class _Stage(PipelineStage):
         self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in sent)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._core.backward_weight(self._live.pop(bwd_chunk_id))
+        self._core.backward_weight(self._live.pop(bwd_chunk_id), {})
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Sums the gradients of tied parameters over their ranks, and divides all by the number of microbatches."""
-        for parameter, group in self._ties:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-        scale(self.submod.parameters(), len(self.moments))
+        """Nothing: all stages of a rank are reduced together, at the end."""
+
+    def _taken(self, notes: Sequence[Any], source: int) -> tuple[Any, ...]:
+        """The tensors that torch received, out of its notes on them; None for a gradient that nobody sends."""
+        tensors = tuple(note.buffer for note in notes)
+        if self._is_local(source):
+            _emptied(notes)
+        return tensors
 
 
-def _received(notes: Iterable[Any]) -> tuple[Any, ...]:
-    """The tensors that torch received, out of its notes on them; None for a gradient that nobody sends."""
-    return tuple(note.buffer for note in notes)
+def _emptied(notes: Any) -> Any:
+    """A stage of the same rank hands its own tensors on: there is nothing to receive into, and nothing to keep."""
+    for note in notes:
+        note.buffer = None
+    return notes
 
 
 class DistributedPipeline:
     """The stages of this rank, ready to perform schedules with the other ranks of the default process group.
 
     `shapes[s]` are the tensors that enter stage s (for stage 0 the model's inputs); `results` those the last stage
-    gives. `ties` are, per local stage, tied parameters with the group over which their gradients are summed.
+    gives. `ties` are this rank's tied parameters, each with the group of ranks over which its gradient is summed; all
+    ranks give them in one order.
     """
 
     def __init__(
@@ -158,13 +174,16 @@ class DistributedPipeline:
         device: torch.device,
         shapes: Sequence[Sequence[Shape]],
         results: Sequence[Shape],
-        ties: Mapping[int, Ties],
+        ties: Ties,
     ) -> None:
         self._count = len(shapes)
         self._ends = [*shapes, results]
         self._build: Callable[[int], _Stage] = lambda index: _Stage(
-            stages[index], index, self._count, device, self._ends[index], self._ends[index + 1], ties.get(index, ())
+            stages[index], index, self._count, device, self._ends[index], self._ends[index + 1]
         )
+        self._ties = ties
+        # A parameter may lie in several stages of this rank: it counts once.
+        self._parameters = list(dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters()))
         self._local = sorted(stages)
         self._prepared: dict[Schedule, tuple[_PipelineScheduleRuntime, list[_Stage]]] = {}
 
@@ -187,8 +206,21 @@ class DistributedPipeline:
             )
         with torch.set_grad_enabled(backward):
             runtime._step_microbatches([tuple(row) for row in inputs], None, [None] * count, None, False)
+        if backward:
+            self._reduce(count)
         results = [[stage.results[j] for j in range(count)] for stage in stages if stage.is_last]
         return results[0] if results else None
+
+    def _reduce(self, microbatches: int) -> None:
+        """Sums the gradients of tied parameters over their ranks, and divides all by the number of microbatches.
+
+        Not before the end: a rank that sums while another still waits for a message of its would wait for ever.
+        """
+        for parameter, group in self._ties:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+        scale(self._parameters, microbatches)
 
     def _prepare(self, schedule: Schedule, backward: bool) -> tuple[_PipelineScheduleRuntime, list[_Stage]]:
         if schedule not in self._prepared:
@@ -205,8 +237,10 @@ class DistributedPipeline:
             }
             if backward:
                 runtime._prepare_schedule_with_comms(rows, format="compute_comms")
-            else:  # torch's validation, all that the call adds, knows only schedules with backwards
+            else:  # torch's validation, all that the call adds beside the placement, knows only backwards
                 runtime.pipeline_order_with_comms = rows
+                for holder in (runtime, *stages):
+                    holder.stage_index_to_group_rank = dict(enumerate(schedule.placement))
             self._prepared[schedule] = runtime, stages
         return self._prepared[schedule]
 

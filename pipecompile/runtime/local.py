@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,11 +25,12 @@ def step(
 ) -> list[Tensor]:
     """Performs `order` (the compute actions of all ranks, merged) and returns the loss of each microbatch.
 
-    Gradients are added to the parameters' `.grad`, in the order of the actions.
+    Gradients are added to the parameters' `.grad`, in the order of the actions, and for tied parameters in that of
+    the unsplit model.
     """
     run = _Step(stages, inputs, targets, seed, step)
     recomputed = {(action.stage, action.microbatch) for action in order if action.kind is Kind.RECOMPUTE}
-    for action in order:
+    for action in in_order_of_sums(order, stages):
         run.perform(action, recompute=(action.stage, action.microbatch) in recomputed)
     return run.losses()
 
@@ -42,6 +43,40 @@ def evaluate(stages: Sequence[EagerStage], inputs: Sequence[Sequence[Tensor]], *
             values = stage.evaluate(values, Moment(seed, 0, microbatch))
         results.append(values)
     return results
+
+
+def in_order_of_sums(order: Sequence[Action], stages: Sequence[EagerStage]) -> Iterator[Action]:
+    """`order` such that weight gradients of tied parameters are made in the last of their stages first.
+
+    Where the first stage would come before the last, the second half of its backward waits.
+    """
+    waits_for = [_later_holders(stages, index) for index in range(len(stages))]
+    late: list[Action] = []
+    done: set[tuple[int, int | None]] = set()
+
+    def is_due(action: Action) -> bool:
+        first = next(other for other in late if other.stage == action.stage)
+        return first is action and all((stage, action.microbatch) in done for stage in waits_for[action.stage])
+
+    for action in order:
+        if action.kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            yield action
+            continue
+        late.append(action)
+        if action.kind is Kind.BACKWARD and not is_due(action):
+            yield action._replace(kind=Kind.BACKWARD_INPUT)
+            late[-1] = action._replace(kind=Kind.BACKWARD_WEIGHT)
+        while (due := next(filter(is_due, late), None)) is not None:
+            late.remove(due)
+            done.add((due.stage, due.microbatch))
+            yield due
+    assert not late, f"{late[0]} waits for a later stage that holds one of its parameters"
+
+
+def _later_holders(stages: Sequence[EagerStage], index: int) -> list[int]:
+    """The stages behind `index` that hand on gradients of tied parameters to it."""
+    gathered = stages[index].gathered
+    return [other for other in range(index + 1, len(stages)) if not gathered.isdisjoint(stages[other].tied)]
 
 
 class _Step:
@@ -80,7 +115,7 @@ class _Step:
                 gradients, self._live[key] = stage.backward_input(self._saved.pop(key), self._gradients.pop(key, ()))
                 self._hand_back(key, gradients)
             case Kind.BACKWARD_WEIGHT:
-                stage.backward_weight(self._live.pop(key))
+                stage.backward_weight(self._live.pop(key), self._carried[action.microbatch])
             case _:
                 raise AssertionError(f"{action} is not a compute action")
 

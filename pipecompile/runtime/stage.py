@@ -3,30 +3,30 @@
     forward(inputs)             → outputs, saved
     backward(saved, gradients)  → input gradients           (parameter gradients go to `.grad`)
     backward_input(saved, …)    → input gradients, live
-    backward_weight(live)
+    backward_weight(live)                             (consumes it)
 
 The form here is eager autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipecompile.errors import InputError
 from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import Moment, at
+from pipecompile.runtime.halves import Carried, Part, first_half, second_half
 
 __all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
 
 Loss = Callable[[Sequence[Tensor], Any], Tensor]
-Carried = dict[nn.Parameter, Tensor]
+Live = list[Part]
 
 
 @dataclass
@@ -43,21 +43,13 @@ class Saved:
     buffers: tuple[Tensor, ...] = ()
 
 
-@dataclass
-class Live:
-    """What is left of a microbatch between the two halves of its backward."""
-
-    saved: Saved
-    gradients: Sequence[Tensor | None]
-    groups: list[dict[str, Any]] | None
-
-
 class EagerStage:
     """A stage run by autograd.
 
     `gradient_inputs` tells which inputs carry gradients back. The last stage has a `loss` of (output tensors, target),
-    and its only output is that loss. `tied` are parameters that earlier stages of this process hold too: their
-    gradients are handed on, microbatch by microbatch, so that they are summed as the unsplit model sums them.
+    and its only output is that loss. `tied` are parameters that earlier stages of this process hold too, `gathered`
+    those that later ones do: their gradients are handed on, microbatch by microbatch, from the last of these stages to
+    the first, so that they are summed as the unsplit model sums them.
     """
 
     def __init__(
@@ -69,13 +61,15 @@ class EagerStage:
         buffers: Sequence[Tensor] = (),
         random: bool = False,
         tied: Sequence[nn.Parameter] = (),
+        gathered: Sequence[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.loss = loss
         self._gradient_inputs = tuple(gradient_inputs)
         self._buffers = tuple(buffers)
         self._random = random
-        self._tied = tuple(tied)
+        self.tied = frozenset(tied)
+        self.gathered = frozenset(gathered)
 
     @property
     def splits_backward(self) -> bool:
@@ -113,31 +107,26 @@ class EagerStage:
         what later stages add to tied parameters for this microbatch; it leaves with what this stage adds.
         """
         roots, seeds = self._roots(saved, gradients)
-        for parameter in [p for p in carried if any(p is own for own in self.module.parameters())]:
-            roots.append(parameter)
-            seeds.append(carried.pop(parameter))
-        with _set_aside(self._tied, carried):
-            if roots:  # nothing flows back into a stage whose outputs carry no gradient
-                torch.autograd.backward(roots, seeds)
+        with _set_aside(self.tied, carried):
+            Part(roots, seeds).run(self._taken(carried))
         return [value.grad for value in saved.inputs]
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
-        if not self.splits_backward:
-            return [None] * len(saved.inputs), Live(saved, gradients, None)
         roots, seeds = self._roots(saved, gradients)
         wanted = [value for value in saved.inputs if value.requires_grad]
-        # None, the seed of a loss, is what autograd takes, but not what torch's annotation says.
-        found, groups = stage_backward_input(roots, seeds, wanted, self.module.parameters())  # type: ignore[arg-type]
+        found, live = first_half(roots, seeds, wanted, self.gathered)
         by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
-        return [by_input.get(id(value)) for value in saved.inputs], Live(saved, gradients, groups)
+        return [by_input.get(id(value)) for value in saved.inputs], live
 
-    def backward_weight(self, live: Live) -> None:
-        """The second half: the gradients of the parameters."""
-        if live.groups is None:
-            self.backward(live.saved, live.gradients, {})
-        else:
-            stage_backward_weight(self.module.parameters(), live.groups)
+    def backward_weight(self, live: Live, carried: Carried) -> None:
+        """The second half: the gradients of the parameters. Consumes `live`."""
+        with _set_aside(self.tied, carried):
+            second_half(live, self._taken(carried))
+
+    def _taken(self, carried: Carried) -> Carried:
+        """What is carried to this stage; what is for others stays."""
+        return {parameter: carried.pop(parameter) for parameter in self.gathered if parameter in carried}
 
     def _leaf(self, index: int, value: Tensor) -> Tensor:
         return value.detach().requires_grad_(self._gradient_inputs[index] and torch.is_grad_enabled())
@@ -175,7 +164,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 @contextmanager
-def _set_aside(tied: Sequence[nn.Parameter], carried: Carried) -> Iterator[None]:
+def _set_aside(tied: Collection[nn.Parameter], carried: Carried) -> Iterator[None]:
     """What the block adds to `tied` parameters goes to `carried` instead of their `.grad`."""
     before = [parameter.grad for parameter in tied]
     for parameter in tied:

@@ -87,25 +87,28 @@ def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
     return tuple(units)
 
 
-def split(made: Case, cuts: Sequence[int]) -> tuple[tuple[StageModule, ...], list[list[nn.Parameter]]]:
-    """The stages that begin at the units of these positions, and the parameters that each shares with earlier ones."""
+Shared = list[list[nn.Parameter]]
+
+
+def split(made: Case, cuts: Sequence[int]) -> tuple[tuple[StageModule, ...], Shared, Shared]:
+    """The stages that begin at these units, and the parameters that each shares with earlier and with later ones."""
     module = made.capture.instantiate(made.call)
     stages = {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
     emitted = emit(module, stages)
     canonical = {alias: name for name, aliases in made.capture.aliases.items() for alias in (name, *aliases)}
     by_name = dict(made.capture.model.named_parameters())
     ties = ties_of(module, module.graph, canonical).items()
-    tied = [
-        [by_name[n] for n, tie in ties if n in by_name and index in tie.stages[1:]] for index in range(len(emitted))
-    ]
-    return emitted, tied
+    shared = [(by_name[name], tie.stages) for name, tie in ties if name in by_name]
+    tied = [[p for p, where in shared if index in where[1:]] for index in range(len(emitted))]
+    gathered = [[p for p, where in shared if index in where[:-1]] for index in range(len(emitted))]
+    return emitted, tied, gathered
 
 
 def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and buffers after a forward and backward of one microbatch; the model is as before afterwards."""
     model = made.capture.model
     start = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    emitted, tied = split(made, cuts)
+    emitted, tied, gathered = split(made, cuts)
     last = len(emitted) - 1
     eager = [
         EagerStage(
@@ -115,6 +118,7 @@ def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], d
             buffers=stage.buffers,
             random=stage.random,
             tied=tied[stage.index],
+            gathered=gathered[stage.index],
         )
         for stage in emitted
     ]
@@ -183,7 +187,7 @@ def test_stages_keep_the_original_names(name: str) -> None:
 
 def test_a_stage_holds_only_what_it_reads() -> None:
     made = case("unet")
-    emitted, _ = split(made, [len(made.units) // 2])
+    emitted, *_ = split(made, [len(made.units) // 2])
     names = [set(dict(stage.module.named_parameters())) for stage in emitted]
     assert not names[0] & names[1]
     assert len(names[0] | names[1]) == len(list(made.capture.model.named_parameters()))
@@ -191,7 +195,7 @@ def test_a_stage_holds_only_what_it_reads() -> None:
 
 def test_boundaries_fit_and_are_what_travels() -> None:
     made = case("gpt2")
-    emitted, _ = split(made, [10, 20, 30, 40])
+    emitted, *_ = split(made, [10, 20, 30, 40])
     values: Sequence[Tensor] = made.inputs
     for stage, following in pairwise(emitted):
         with at(NOW):

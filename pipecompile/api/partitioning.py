@@ -19,7 +19,7 @@ from pipecompile.ir.serde import read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.front import solve
 from pipecompile.partition.problem import Memory, Problem
-from pipecompile.schedule.named import in_flight
+from pipecompile.schedule.named import in_flight, shape_needed
 
 __all__ = ["Request", "link_of", "partition"]
 
@@ -57,7 +57,7 @@ class Request:
         if self.microbatches is not None and self.microbatches < 1:
             raise InputError(f"--microbatches {self.microbatches}: a step has at least one")
         if self.schedule is not None:
-            in_flight(self.schedule, 1, 1, 0)  # refuses an unknown name
+            shape_needed(self.schedule)  # refuses an unknown name
         if self.objective == "step-time" and self.schedule == "forward-only":
             raise InputError("step-time weighs a step with backwards, which forward-only has not; choose max-load")
         _fraction(self.state_factor)
@@ -104,12 +104,11 @@ class Request:
     def _memory(self, graph: CostGraph) -> Memory | None:
         if self.memory is None:
             return None
-        flights = (
-            1 if self.schedule is None else in_flight(self.schedule, self.k, self.microbatches or 1, stage)
-            for stage in range(self.k)
-        )
+        flights = (1,) * self.k
+        if self.schedule is not None:
+            flights = in_flight(self.schedule, range(self.k), self.microbatches or 1)
         caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
-        return Memory.simple(graph, caps, tuple(flights), _fraction(self.state_factor))
+        return Memory.simple(graph, caps, flights, _fraction(self.state_factor))
 
     def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
         values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank

@@ -127,11 +127,11 @@ def problem_of(graph: CostGraph, options: Options, link: Link) -> Problem:
 
     recompute, memory = options.recompute == "stage", None
     if options.memory_bytes is not None:
-        flights = [in_flight(options.schedule, options.k, options.microbatches, stage) for stage in range(options.k)]
+        flights = in_flight(options.schedule, range(options.k), options.microbatches)
         caps = (options.memory_bytes,) * options.k
         memory = Memory(
             caps,
-            tuple(flights),
+            flights,
             *floors(graph, recompute=recompute),
             price=_price(graph, options),
             floor=Floor(*buffers(graph, options.microbatches)),

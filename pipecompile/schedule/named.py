@@ -1,94 +1,164 @@
-"""The named schedules: per stage, the order of its compute actions.
+"""The named schedules: what each needs, and its order of compute actions. docs/schedules.md compares them.
 
-Backwards run in microbatch order on every rank, so that gradients accumulate in the order of the unsplit run. A
-recomputing stage runs its forward once more (R) right before each backward; R needs nothing from the next stage, so
-it fills the wait for the gradient. The last stage never recomputes: its backward follows its forward at once.
+On every stage the forwards, and likewise the backwards, take the microbatches in ascending order, so that gradients
+are summed in the order of the unsplit run. A stage that recomputes runs its forward once more (R) right before each
+backward. The last stage never recomputes: its backward follows its forward at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.schedule.asynchronous import DOUBLE_BUFFERED, STASHED, VERTICAL_SYNC, Policy, versioned
+from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_one_b
+from pipecompile.schedule.placement import place, shapes_of
+from pipecompile.schedule.turns import Layout, Turn, layout_of, numbered
+from pipecompile.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
+from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["NAMES", "forward_only", "generate", "gpipe", "in_flight", "one_f_one_b"]
+__all__ = ["ASYNCHRONOUS", "NAMES", "SPLIT", "fitting", "generate", "in_flight", "shape_needed"]
 
-Rows = tuple[tuple[Action, ...], ...]
+Generator = Callable[[Layout, int], Sequence[Iterable[Turn]]]
 
 
-def gpipe(stages: int, microbatches: int, recompute: bool) -> Rows:
-    """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, figure 2c).
+def _by_rank(turns: Callable[[Layout, int, int], Iterable[Turn]]) -> Generator:
+    return lambda layout, microbatches: [turns(layout, rank, microbatches) for rank in range(len(layout))]
 
-    stage 0   F0 F1 F2 .  .  .  .  B0 B1 B2
-    stage 1   .  F0 F1 F2 .  .  B0 B1 B2 .
-    stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A schedule and what it needs: a shape, stages on each rank, microbatches for each rank; None for any number."""
+
+    generator: Generator
+    shape: str = "linear"
+    stages_per_rank: int | None = 1
+    microbatches_per_rank: int | None = None
+    split: bool = False
+    policy: Policy | None = None
+
+
+_NAMED = {
+    "gpipe": _Named(_by_rank(gpipe), "any", None),
+    "1f1b": _Named(_by_rank(one_f_one_b), "linear", None),
+    "interleaved-1f1b": _Named(_by_rank(interleaved), "loop", None),
+    "looped-bfs": _Named(_by_rank(gpipe), "loop", None),
+    "zb-h1": _Named(_by_rank(zb_h1), split=True),
+    "zb-h2": _Named(_by_rank(zb_h2), split=True),
+    "zb-v": _Named(zb_v, "v", 2, split=True),
+    "v-half": _Named(v_half, "v", 2, split=True),
+    "v-min": _Named(v_min, "v", 2, split=True),
+    "dualpipe-v": _Named(_by_rank(dualpipe_v), "v", 2, 2, split=True),
+    "pipedream": _Named(_by_rank(one_f_one_b), policy=STASHED),
+    "pipedream-vertical-sync": _Named(_by_rank(one_f_one_b), policy=VERTICAL_SYNC),
+    "pipedream-2bw": _Named(_by_rank(one_f_one_b), policy=DOUBLE_BUFFERED),
+    "forward-only": _Named(_by_rank(forward_only), "any", None),
+}
+NAMES: tuple[str, ...] = tuple(_NAMED)
+SPLIT = frozenset(name for name, named in _NAMED.items() if named.split)
+"""Those that split some or all of their backwards in two."""
+ASYNCHRONOUS = frozenset(name for name, named in _NAMED.items() if named.policy)
+"""Those that update the weights while microbatches are on their way."""
+
+
+def shape_needed(name: str) -> tuple[str, int | None]:
+    """The placement for `name`: linear, loop, v or any, and how many stages lie on each rank, None for any number."""
+    named = _named(name)
+    return named.shape, named.stages_per_rank
+
+
+def fitting(placement: Sequence[int], microbatches: int) -> tuple[str, ...]:
+    """The schedules that train on this placement with the gradients of the unsplit model: no asynchronous ones."""
+    training = (name for name in NAMES if name != "forward-only" and name not in ASYNCHRONOUS)
+    return tuple(n for n in training if _is_shaped(n, placement) and microbatches >= _least_microbatches(n, placement))
+
+
+def generate(
+    name: str, placement: Sequence[int], microbatches: int, recompute: Sequence[bool] | bool = False
+) -> Schedule:
+    """The compute actions of schedule `name`, and the optimizer's steps if it is asynchronous.
+
+    `placement[stage]` is the stage's rank. `recompute` says for each stage, or for all, whether the forward runs
+    again before the backward. InputError says what does not fit and what would.
     """
-    return tuple(
-        (
-            *_forwards(stage, range(microbatches)),
-            *_backwards(stage, range(microbatches), recompute and stage < stages - 1),
-        )
-        for stage in range(stages)
+    stages, policy = len(placement), _named(name).policy
+    again = [recompute] * stages if isinstance(recompute, bool) else list(recompute)
+    assert len(again) == stages, "one entry for each stage"
+    again[-1] = False
+    rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
+    by_rank = {placement[held[0]]: list(_recomputing(row, again)) for held, row in rows}
+    return Schedule.of(
+        name,
+        microbatches,
+        placement,
+        [by_rank.get(rank, []) for rank in range(max(placement) + 1)],
+        policy.weight_versions if policy else "synchronous",
     )
 
 
-def one_f_one_b(stages: int, microbatches: int, recompute: bool) -> Rows:
-    """One forward, one backward (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, figure 4).
+def in_flight(name: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
+    """For each stage, how many microbatches it holds between forward and B or W at most, by the schedule's own order.
 
-    stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
-    stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
-    stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+    An evaluation lets each go at once. InputError as in `generate`.
     """
-    return tuple(_one_f_one_b_row(stage, stages, microbatches, recompute) for stage in range(stages))
+    held, peak = [0] * len(placement), [0] * len(placement)
+    released = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+    for row in _rows(name, placement, microbatches):
+        for action in row:
+            held[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in released)
+            peak[action.stage] = max(peak[action.stage], held[action.stage])
+    return (1,) * len(placement) if name == "forward-only" else tuple(peak)
 
 
-def _one_f_one_b_row(stage: int, stages: int, microbatches: int, recompute: bool) -> tuple[Action, ...]:
-    ahead = in_flight("1f1b", stages, microbatches, stage)
-    row = _forwards(stage, range(ahead))
-    for microbatch in range(microbatches):
-        row += _backwards(stage, range(microbatch, microbatch + 1), recompute and stage < stages - 1)
-        row += _forwards(stage, range(microbatch + ahead, min(microbatch + ahead + 1, microbatches)))
-    return tuple(row)
+def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[Action, ...]]:
+    _refuse_misfit(name, placement, microbatches)
+    named, layout = _named(name), layout_of(placement)
+    rows = [numbered(turns, microbatches) for turns in named.generator(layout, microbatches)]
+    if named.policy is None:
+        return rows
+    return [tuple(versioned(row, named.policy, len(layout), microbatches)) for row in rows]
 
 
-def forward_only(stages: int, microbatches: int, recompute: bool = False) -> Rows:
-    """Every microbatch once through every stage, as an evaluation needs it; there is nothing to recompute."""
-    return tuple(tuple(_forwards(stage, range(microbatches))) for stage in range(stages))
+def _recomputing(row: Iterable[Action], again: Sequence[bool]) -> Iterator[Action]:
+    for action in row:
+        if action.kind in BACKWARDS and again[action.stage]:
+            yield action._replace(kind=Kind.RECOMPUTE)
+        yield action
 
 
-def _forwards(stage: int, microbatches: Sequence[int]) -> list[Action]:
-    return [Action(stage, Kind.FORWARD, microbatch) for microbatch in microbatches]
-
-
-def _backwards(stage: int, microbatches: Sequence[int], recompute: bool) -> list[Action]:
-    kinds = (Kind.RECOMPUTE, Kind.BACKWARD) if recompute else (Kind.BACKWARD,)
-    return [Action(stage, kind, microbatch) for microbatch in microbatches for kind in kinds]
-
-
-_GENERATORS = {"1f1b": one_f_one_b, "forward-only": forward_only, "gpipe": gpipe}
-NAMES = tuple(_GENERATORS)
-
-
-def generate(name: str, placement: Sequence[int], microbatches: int, recompute: bool) -> Schedule:
-    """The compute actions of the schedule `name`; `placement[stage]` is the rank, one stage on each."""
-    _refuse_unknown(name)
-    rank, held = Counter(placement).most_common(1)[0]
-    if held > 1:
-        raise InputError(f"schedule {name!r} runs one stage on a rank, but rank {rank} would hold {held}")
-    rows = _GENERATORS[name](len(placement), microbatches, recompute)
-    by_rank = [rows[placement.index(rank)] for rank in range(len(placement))]
-    return Schedule.of(name, microbatches, placement, by_rank)
-
-
-def in_flight(name: str, stages: int, microbatches: int, stage: int) -> int:
-    """How many microbatches `stage` holds between forward and backward at most."""
-    _refuse_unknown(name)
-    depth = {"1f1b": stages - stage, "forward-only": 1, "gpipe": microbatches}[name]
-    return min(depth, microbatches)
-
-
-def _refuse_unknown(name: str) -> None:
-    if name not in _GENERATORS:
+def _named(name: str) -> _Named:
+    if name not in _NAMED:
         raise InputError(f"schedule {name!r} is not known; choose one of {', '.join(NAMES)}")
+    return _NAMED[name]
+
+
+def _is_shaped(name: str, placement: Sequence[int]) -> bool:
+    shape, held = shape_needed(name)
+    if shape == "any":
+        return True
+    return shape in shapes_of(placement) and held in (None, len(placement) // len(set(placement)))
+
+
+def _least_microbatches(name: str, placement: Sequence[int]) -> int:
+    return (_named(name).microbatches_per_rank or 0) * len(set(placement)) or 1
+
+
+def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> None:
+    instead = f"choose one of {', '.join(fitting(placement, max(1, microbatches)))}"
+    if not _is_shaped(name, placement):
+        shape, held = shape_needed(name)
+        wanted = "one stage on each rank" if held == 1 else f"the stages on a {shape} of ranks, such as "
+        if held != 1:
+            wanted += " ".join(map(str, place(shape, len(set(placement)), held or 2)))
+        raise InputError(
+            f"schedule {name!r} needs {wanted}, but the stages lie on {' '.join(map(str, placement))}; "
+            f"place them so, or {instead}"
+        )
+    least = _least_microbatches(name, placement)
+    if microbatches < least:
+        raise InputError(
+            f"schedule {name!r} needs at least {least} microbatches on {len(set(placement))} ranks, "
+            f"but there are {microbatches}; use more, or {instead}"
+        )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.memory import Amount, Footprint, Layout, activation_curve, floors, rank_memory
 from pipecompile.ir.schedule import Action
-from pipecompile.schedule.named import in_flight, one_f_one_b
+from pipecompile.schedule.named import generate, in_flight
 
 SIZES = st.integers(0, 3000)
 
@@ -64,8 +64,9 @@ def test_the_bound_of_a_stage_is_what_its_rank_would_hold(
 ) -> None:
     stage = data.draw(st.integers(0, stages - 1))
     again = recompute and stage < stages - 1
-    row = [Action(0, a.kind, a.microbatch) for a in one_f_one_b(stages, microbatches, recompute)[stage]]
-    flight = in_flight("1f1b", stages, microbatches, stage)
+    schedule = generate("1f1b", range(stages), microbatches, recompute)
+    row = [Action(0, action.kind, action.microbatch) for action in schedule.rows[stage]]
+    flight = in_flight("1f1b", range(stages), microbatches)[stage]
     for start, stop in combinations(range(len(layout.units) + 1), 2):
         footprint = layout.footprint(start, stop)
         memory = rank_memory({0: footprint}, row, microbatches=microbatches)
@@ -114,7 +115,7 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
     layout: Layout, recompute: bool
 ) -> None:
     footprint = layout.footprint(0, len(layout.units))
-    (row, _) = one_f_one_b(2, 3, recompute)
+    (row, _) = generate("1f1b", range(2), 3, recompute).rows
     curve = [amount for _, amount in activation_curve({0: footprint}, row)]
     assert all(0 <= amount.expected <= amount.bound for amount in curve)
     assert (curve[-1].expected, curve[-1].bound) == (0, 0)

@@ -11,12 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product, zip_longest
+from itertools import accumulate, pairwise, product, zip_longest
 
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.schedule.dependencies import Needs, compute_needs, in_order, message
 from pipecompile.schedule.problem import Problem, Work
+from pipecompile.schedule.versions import bare, versions
 
 __all__ = ["check"]
 
@@ -27,18 +28,22 @@ _PARTNERS = {
     Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
 }
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+_SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
 
 
 def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
     """Every violation, one line each, naming rank, action and peer; empty if the schedule is sound.
 
-    Without a problem, a boundary over which no gradient is sent or received at all counts as having none.
+    Without a problem nothing is said of memory, and a boundary over which no gradient is sent or received at all
+    counts as having none.
     """
-    subject = _Subject(schedule, problem or _seen(schedule))
+    if problem and (schedule.placement, schedule.microbatches) != (problem.placement, problem.microbatches):
+        return ["the schedule has another placement or another number of microbatches than its problem"]
+    subject = _Subject(bare(schedule), problem or _seen(schedule))
     # Each step speaks only where the one before found nothing: it relies on it.
     return (
         list(_counts(subject))
-        or [*_orders(subject), *_last_stage(schedule)]
+        or [*_orders(subject), *_in_microbatch_order(subject), *versions(schedule), *_memory(subject)]
         or [*_links(subject), *_deadlocks(subject)]
     )
 
@@ -95,25 +100,33 @@ def _seen(schedule: Schedule) -> Problem:
 
 def _counts(subject: _Subject) -> Iterator[str]:
     """Each action that must be there is there once, and no other."""
-    expected = set(_expected(subject))
-    for action in sorted(expected | subject.counts.keys(), key=lambda a: (a.stage, a.microbatch or 0, a.kind)):
-        count, wanted = subject.counts[action], action in expected
-        if action.kind is Kind.RECOMPUTE and count <= subject.trains:
-            continue
-        if count != wanted:
+    counts, expected = subject.counts, set(_expected(subject))
+    suspect = (expected ^ counts.keys()) | {action for action, count in counts.items() if count > 1}
+    for action in sorted(suspect, key=lambda a: (a.stage, -1 if a.microbatch is None else a.microbatch, a.kind)):
+        count, wanted = counts[action], action in expected
+        if count != wanted and not (count == 1 and _is_optional(subject, action)):
             problem = "is missing" if not count else f"appears {count} times" if wanted else "is out of place"
             yield f"{subject.name(action)} {problem}"
 
 
+def _is_optional(subject: _Subject, action: Action) -> bool:
+    """A recompute that saves nothing, and the optimizer's steps: one a stage where all step together."""
+    if action.kind is Kind.STEP:
+        return subject.schedule.weight_versions != "synchronous" or action.microbatch is None
+    return action.kind is Kind.RECOMPUTE and subject.trains
+
+
 def _expected(subject: _Subject) -> Iterator[Action]:
-    schedule = subject.schedule
+    schedule, counts = subject.schedule, subject.counts
     for stage, microbatch in product(range(len(schedule.placement)), range(schedule.microbatches)):
         yield Action(stage, Kind.FORWARD, microbatch)
         if subject.trains:
+            if subject.problem.work[stage].recompute:
+                yield Action(stage, Kind.RECOMPUTE, microbatch)
             split = Action(stage, Kind.BACKWARD_INPUT, microbatch), Action(stage, Kind.BACKWARD_WEIGHT, microbatch)
-            halved = any(action in subject.counts for action in split)
+            halved = split[0] in counts or split[1] in counts
             yield from split if halved else (Action(stage, Kind.BACKWARD, microbatch),)
-    if subject.trains:
+    if subject.trains and schedule.weight_versions == "synchronous":
         yield from (Action(stage, Kind.REDUCE) for stage in range(len(schedule.placement)))
     for pair in subject.messages.values():
         yield from pair
@@ -139,20 +152,44 @@ def _ordered_pairs(subject: _Subject) -> Iterator[tuple[Action, Action]]:
                 yield subject.messages[need][1], action
         if action in subject.messages:
             yield action, subject.messages[action][0]
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        if action.kind in BACKWARDS:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch), action
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        if action.kind in _SUMS:
             yield action, Action(action.stage, Kind.REDUCE)
+    for stage in range(len(subject.schedule.placement)):
+        yield Action(stage, Kind.REDUCE), Action(stage, Kind.STEP)
 
 
-def _last_stage(schedule: Schedule) -> Iterator[str]:
-    """The runtime stores losses by append and reads them by index: the last stage's forwards come in order."""
-    last = len(schedule.placement) - 1
-    rank = schedule.placement[last]
-    row = [a for a in schedule.rows[rank] if a.stage == last and a.kind is Kind.FORWARD]
-    for left, right in pairwise(row):
+def _in_microbatch_order(subject: _Subject) -> Iterator[str]:
+    """What the runtime, and the order in which the unsplit run adds gradients, leave no choice about."""
+    last = len(subject.schedule.placement) - 1
+    for rank, row in enumerate(subject.schedule.rows):
+        # torch stores losses by append and reads them by index.
+        losses = [a for a in row if a.stage == last and a.kind is Kind.FORWARD]
+        yield from _falling(rank, losses, "the last stage takes its microbatches in order")
+        sums: dict[int, list[Action]] = defaultdict(list)
+        for action in row:
+            if action.kind in _SUMS:
+                sums[action.stage].append(action)
+        for actions in sums.values():
+            yield from _falling(rank, actions, "a stage sums its gradients in the order of the microbatches")
+
+
+def _falling(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
+    for left, right in pairwise(actions):
         if (left.microbatch or 0) > (right.microbatch or 0):
-            yield f"rank {rank}: {right} comes after {left}, but the last stage takes its microbatches in order"
+            yield f"rank {rank}: {right} comes after {left}, but {rule}"
+
+
+def _memory(subject: _Subject) -> Iterator[str]:
+    """What each rank holds, from its own order alone, stays within its cap."""
+    problem = subject.problem
+    for rank, (row, cap) in enumerate(zip(subject.schedule.compute, problem.caps or (), strict=False)):
+        held = list(accumulate(map(problem.change_bytes, row)))
+        over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
+        if over is not None:
+            excess = max(held) - cap
+            yield f"rank {rank}: from {over} on it holds up to {max(held)} bytes, {excess} over its cap of {cap}"
 
 
 def _links(subject: _Subject) -> Iterator[str]:
@@ -177,13 +214,22 @@ def _partner(action: Action) -> Action:
 
 
 def _deadlocks(subject: _Subject) -> Iterator[str]:
-    needs = {"if sends wait for their receives": _rendezvous(subject), "even if sends are buffered": _buffered}
-    for condition, rule in needs.items():
-        try:
-            for _ in in_order(subject.schedule.rows, rule):
-                pass
-        except ScheduleError as error:
-            yield f"deadlock {condition}: {error}"
+    strict = _stuck(subject, _rendezvous(subject))
+    if strict:
+        yield f"deadlock if sends wait for their receives: {strict}"
+        buffered = _stuck(subject, _buffered)  # it can only hang where the stricter runtime does
+        if buffered:
+            yield f"deadlock even if sends are buffered: {buffered}"
+
+
+def _stuck(subject: _Subject, needs: Needs) -> str | None:
+    """What each rank waits for in the end, if not all of them come to theirs."""
+    try:
+        for _ in in_order(subject.schedule.rows, needs):
+            pass
+    except ScheduleError as error:
+        return str(error)
+    return None
 
 
 def _rendezvous(subject: _Subject) -> Needs:

@@ -7,8 +7,6 @@ cannot deadlock even if every send blocks until it is received.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Schedule
 from pipecompile.schedule.dependencies import message
@@ -52,16 +50,15 @@ def _by_completion(problem: Problem, schedule: Schedule) -> list[tuple[int, Even
 
 def _behind(schedule: Schedule) -> dict[Action, list[Action]]:
     """By compute action the steps that follow it, and the reduction of a stage whose gradients it completes."""
-    return {action: list(found) for row in schedule.rows for action, found in _row_behind(row, schedule)}
-
-
-def _row_behind(row: tuple[Action, ...], schedule: Schedule) -> Iterator[tuple[Action, list[Action]]]:
-    reduced = schedule.weight_versions == "synchronous"
-    last = {a.stage: a for a in row if reduced and a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-    found: list[Action] = []
-    for action in row:
-        if action.kind in COMPUTE:
-            found = [Action(action.stage, Kind.REDUCE)] if last.get(action.stage) is action else []
-            yield action, found
-        elif action.kind is Kind.STEP:
-            found.append(action)
+    found: dict[Action, list[Action]] = {}
+    for row in schedule.rows:
+        sums = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) if schedule.weight_versions == "synchronous" else ()
+        last = {action.stage: action for action in row if action.kind in sums}
+        found |= {action: [Action(stage, Kind.REDUCE)] for stage, action in last.items()}
+        before: Action | None = None
+        for action in row:
+            if action.kind in COMPUTE:
+                before = action
+            elif action.kind is Kind.STEP and before is not None:
+                found.setdefault(before, []).append(action)
+    return found

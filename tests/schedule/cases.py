@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipecompile.ir.schedule import Action, Schedule
+from pipecompile.ir.schedule import Action, Schedule, Versions
 from pipecompile.schedule.problem import Problem, Work
 
 
@@ -21,7 +21,7 @@ def equal(placement: Sequence[int], microbatches: int, time: int = 1, hop: int =
     return Problem(placement=tuple(placement), microbatches=microbatches, **{**fields, **more})  # type: ignore[arg-type]
 
 
-def order(rows: Sequence[str], placement: Sequence[int], microbatches: int) -> Schedule:
+def order(rows: Sequence[str], placement: Sequence[int], microbatches: int, rule: Versions = "synchronous") -> Schedule:
     """A schedule from rows such as "0F0 0B0"."""
     actions = [[Action.parse(text) for text in row.split()] for row in rows]
-    return Schedule.of("planted", microbatches, placement, actions)
+    return Schedule.of("planted", microbatches, placement, actions, rule)

@@ -3,10 +3,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Action, Schedule
+from pipecompile.ir.schedule import Action, Schedule, Versions
 from pipecompile.schedule.check import check
-from tests.schedule.cases import equal
+from pipecompile.schedule.lower import lower
+from pipecompile.schedule.problem import Work
+from pipecompile.schedule.simulate import simulate
+from tests.schedule.cases import equal, order
+from tests.schedule.strategies import orders, problems
 
 Lowered = Callable[..., Schedule]
 
@@ -118,3 +124,104 @@ def test_without_the_flags_a_silent_boundary_counts_as_having_no_gradient(lowere
         "rank 0: 0RECV_B0 from rank 1 is missing",
         "rank 1: 1SEND_B0 to rank 0 is missing",
     ]
+
+
+def test_another_problem_is_named(lowered: Lowered) -> None:
+    (found,) = check(lowered("gpipe", 2, 1), equal([0, 1], 2))
+    assert found == "the schedule has another placement or another number of microbatches than its problem"
+
+
+def test_an_order_over_its_cap_is_named_with_the_action_and_the_excess(lowered: Lowered) -> None:
+    work = (Work(1, 1, kept_bytes=10),) * 2
+    problem = equal([0, 1], 3, work=work, caps=(30, 25))
+    assert check(lowered("gpipe", 2, 3), problem) == [
+        "rank 1: from 1F2 on it holds up to 30 bytes, 5 over its cap of 25",
+    ]
+    assert check(lowered("1f1b", 2, 3), problem) == []
+
+
+def test_a_recompute_that_the_memory_counts_on_is_missed(lowered: Lowered) -> None:
+    work = (Work(1, 1, recompute=True, recomputed_bytes=1), Work(1, 1))
+    problem = equal([0, 1], 1, work=work)
+    assert check(lowered("1f1b", 2, 1), problem) == ["rank 0: 0R0 is missing"]
+    assert check(lowered("1f1b", 2, 1, recompute=True), problem) == []
+
+
+@pytest.mark.parametrize("kinds", ["B", "W"])
+def test_gradients_summed_in_another_order_are_named(kinds: str) -> None:
+    rows = {"B": "0F0 0F1 0B1 0B0", "W": "0F0 0F1 0I0 0I1 0W1 0W0"}
+    (found,) = check(order([f"{rows[kinds]} 0REDUCE_GRAD"], [0], 2))
+    assert found == (
+        f"rank 0: 0{kinds}0 comes after 0{kinds}1, but a stage sums its gradients in the order of the microbatches"
+    )
+
+
+def test_a_reduction_before_the_last_gradient_is_named() -> None:
+    (found,) = check(order(["0F0 0I0 0REDUCE_GRAD 0W0"], [0], 1))
+    assert found == "rank 0: 0REDUCE_GRAD stands before 0W0, which it needs"
+
+
+def test_an_optimizer_step_comes_after_the_reduction() -> None:
+    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == []
+    assert check(order(["0F0 0B0 0STEP 0REDUCE_GRAD"], [0], 1)) == [
+        "rank 0: 0STEP stands before 0REDUCE_GRAD, which it needs"
+    ]
+    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP0"], [0], 1)) == ["rank 0: 0STEP0 is out of place"]
+
+
+def _asynchronous(rows: list[str], rule: Versions) -> Schedule:
+    return lower(equal([0, 1], 3), order(rows, [0, 1], 3, rule))
+
+
+PIPEDREAM = [
+    "0F0@0 0F1@0 0B0@0 0STEP0@1 0F2@1 0B1@0 0STEP1@2 0B2@1 0STEP2@3",
+    "1F0@0 1B0@0 1STEP0@1 1F1@1 1B1@1 1STEP1@2 1F2@2 1B2@2 1STEP2@3",
+]
+
+
+def test_versions_that_follow_their_rule_are_sound() -> None:
+    assert check(_asynchronous(PIPEDREAM, "stashed")) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "messages"),
+    [
+        ("0F2@1", "0F2@2", ["0F2@2 uses version 2 before a step of stage 0 has made it", "0B2@1 uses another version"]),
+        ("0B1@0", "0B1@1", ["0B1@1 uses another version than its forward 0F1@0"]),
+        ("0F0@0", "0F0", ["0F0 names no version of the weights, such as 0F0@0", "0B0@0 uses another version"]),
+        ("0STEP1@2", "0STEP1@1", ["0STEP1@1 makes version 1, but the next one is 2"]),
+    ],
+)
+def test_a_wrong_version_is_named(right: str, wrong: str, messages: list[str]) -> None:
+    found = check(_asynchronous([row.replace(right, wrong) for row in PIPEDREAM], "stashed"))
+    assert len(found) == len(messages)
+    assert all(line.startswith(f"rank 0: {message}") for line, message in zip(found, messages, strict=True))
+
+
+def test_another_version_than_on_the_first_stage_is_named_under_vertical_sync() -> None:
+    assert check(_asynchronous(PIPEDREAM, "vertical-sync")) == [
+        "rank 1: 1F1@1 uses another version than 0F1@0 on rank 0",
+        "rank 1: 1F2@2 uses another version than 0F2@1 on rank 0",
+    ]
+
+
+def test_versions_have_no_place_where_all_step_together() -> None:
+    found = check(order(["0F0@1 0B0 0REDUCE_GRAD"], [0], 1))
+    assert found == ["rank 0: 0F0@1 names a version, but all of a step see the same weights"]
+
+
+@given(st.data())
+def test_any_order_of_any_problem_is_sound_once_it_is_lowered(data: st.DataObject) -> None:
+    """Whatever the times and the placement; what is over a cap is said, and nothing else."""
+    problem = data.draw(problems(skips=False))
+    schedule = data.draw(orders(problem, tidy=True))
+    timeline = simulate(problem, schedule)
+    over = [
+        f"rank {rank}: from {next(a for a, held in zip(row, timeline.held_bytes[rank], strict=True) if held > cap)} on"
+        for rank, (row, cap) in enumerate(zip(schedule.rows, problem.caps or (), strict=False))
+        if timeline.peak_bytes[rank] > cap
+    ]
+    found = check(lower(problem, schedule), problem)
+    assert [line[: line.index(" it holds")] for line in found] == over
+    if all(problem.gradient) and not over:
+        assert check(lower(problem, schedule)) == []

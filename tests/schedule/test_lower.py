@@ -4,14 +4,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipecompile.errors import InputError
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import Work
+from pipecompile.schedule.problem import Skip, Work
 from tests.schedule.cases import equal, order
 
 
@@ -43,6 +45,28 @@ def test_messages_stand_where_they_are_made(lowered: Callable[..., Schedule]) ->
         ("0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0RECV_B1", "0B0", "0B1", "0REDUCE_GRAD"),
         ("1RECV_F0", "1RECV_F1", "1F0", "1F1", "1B0", "1SEND_B0", "1B1", "1SEND_B1", "1REDUCE_GRAD"),
     )
+
+
+def test_steps_stay_behind_what_they_follow_and_schedules_without_a_common_one_reduce_nothing() -> None:
+    rows = ["0F0@0 0B0@0 0STEP0@1 0F1@1 0B1@1 0STEP1@2", "1F0@0 1B0@0 1STEP0@1 1F1@1 1B1@1 1STEP1@2"]
+    schedule = order(rows, [0, 1], 2, "stashed")
+    lowered = lower(equal([0, 1], 2), schedule)
+    assert lowered.weight_versions == "stashed"
+    assert " ".join(lowered.actions[1]) == (
+        "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1STEP0@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1STEP1@2"
+    )
+
+
+def test_a_stage_is_reduced_once_its_last_gradient_is_there() -> None:
+    """While another stage of its rank still computes, so that the sum over the replicas overlaps with it."""
+    lowered = lower(equal([0, 0], 2), order(["0F0 1F0 0F1 1F1 1I0 1I1 1W0 1W1 0B0 0B1"], [0, 0], 2))
+    assert " ".join(lowered.actions[0]).endswith("1W1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD")
+
+
+def test_a_message_that_passes_stages_by_is_refused() -> None:
+    problem = equal(range(3), 1, skips=(Skip(0, 2, 1, 1, 1),))
+    with pytest.raises(InputError, match=r"from stage 0 to 2 passes stages by, .* let the stages between relay"):
+        lower(problem, generate("gpipe", range(3), 1, False))
 
 
 def test_an_evaluation_reduces_nothing(lowered: Callable[..., Schedule]) -> None:

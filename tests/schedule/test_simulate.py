@@ -146,8 +146,7 @@ def test_reductions_overlap_compute_and_follow_each_other() -> None:
 
 def test_steps_and_versions_take_no_time() -> None:
     plain = simulate(equal([0], 2), order(["0F0 0B0 0F1 0B1"], [0], 2))
-    rows = [[Action.parse(text) for text in ("0F0@0", "0B0@0", "0STEP0", "0F1@1", "0B1@1", "0STEP1")]]
-    asynchronous = simulate(equal([0], 2), Schedule.of("pipedream", 2, [0], rows, "stashed"))
+    asynchronous = simulate(equal([0], 2), order(["0F0@0 0B0@0 0STEP0 0F1@1 0B1@1 0STEP1"], [0], 2, "stashed"))
     assert asynchronous.makespan_ns == plain.makespan_ns
     assert str(asynchronous.events[0][2].action) == "0F1@1"
 

@@ -1,0 +1,79 @@
+"""Schedules as the CSV that torch.distributed.pipelining loads and dumps with format="compute_only".
+
+A line is a rank, a cell an action: 0F2, 0I2, 0W2 or 0B2. torch dumps a step in which a rank idles as an empty cell.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from pipecompile.errors import InputError
+from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule
+
+__all__ = ["read_csv", "write_csv"]
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD)
+
+
+def read_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule in `text`; InputError names the line and the column of what is not one."""
+    rows = []
+    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        found = (_action(cell.strip(), line, column) for column, cell in enumerate(cells, start=1) if cell.strip())
+        rows.append(list(found))
+    while rows and not rows[-1]:  # empty lines at the end are no ranks
+        rows.pop()
+    numbers = [action.microbatch or 0 for row in rows for action in row]
+    try:
+        return Schedule.of(name, max(numbers, default=0) + 1, _placement(rows), rows)
+    except ValueError as error:
+        raise InputError(f"the CSV is no schedule: {error}") from None
+
+
+def write_csv(schedule: Schedule) -> str:
+    """The CSV of a schedule's compute actions; InputError if there are others, which the format has no place for."""
+    lines = [
+        [str(_known(action, line, column)) for column, action in enumerate(row, start=1)]
+        for line, row in enumerate(schedule.rows, start=1)
+    ]
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(lines)
+    return text.getvalue()
+
+
+def _action(text: str, line: int, column: int) -> Action:
+    try:
+        action = Action.parse(text)
+    except ValueError as error:
+        raise InputError(f"line {line}, column {column}: {error}; the CSV has F, I, W and B only") from None
+    return _known(action, line, column)
+
+
+def _known(action: Action, line: int, column: int) -> Action:
+    """The action itself, if torch's CSV can say it."""
+    if action.version is not None:
+        advice = "versions of the weights cannot be written; only schedules with one optimizer step a batch can"
+    elif action.kind in _KINDS:
+        return action
+    elif action.kind in COMPUTE:
+        advice = "recomputation cannot be written; plan without it"
+    elif action.kind is Kind.STEP:
+        advice = "optimizer steps cannot be written; leave them to the training loop"
+    else:
+        advice = "torch adds messages and reductions itself; use the schedule as it is before it is lowered"
+    raise InputError(f"line {line}, column {column}: {action} is not F, I, W or B: {advice}")
+
+
+def _placement(rows: list[list[Action]]) -> list[int]:
+    """The rank of each stage, from who performs it."""
+    ranks: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            other = ranks.setdefault(action.stage, rank)
+            if other != rank:
+                raise InputError(f"line {rank + 1} performs {action}, but stage {action.stage} is on line {other + 1}")
+    missing = set(range(max(ranks, default=0) + 1)) - ranks.keys()
+    if missing:
+        raise InputError(f"no line performs stage {min(missing)}; stages are numbered from 0 without a gap")
+    return [ranks[stage] for stage in range(len(ranks))]

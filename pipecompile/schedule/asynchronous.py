@@ -38,13 +38,13 @@ def _stashed(pipeline: Pipeline, stage: int, microbatch: int) -> int:
     """max(0, j − (p − s) + 1): the stage's latest, as p − s forwards lead over the backwards, each with its step.
 
     Step j then applies a gradient of version j − (p − 1 − s): the first stage lags p − 1 steps, the last one none
-    (Harlap et al., PipeDream, arXiv 1806.03377, sections 3.3 and 3.4).
+    (Harlap et al., PipeDream, arXiv 1806.03377; SOSP 2019, section 3.3).
     """
     return max(0, microbatch - (pipeline.ranks - stage) + 1)
 
 
 def _vertical_sync(pipeline: Pipeline, stage: int, microbatch: int) -> int:
-    """max(0, j − p + 1) on every stage: the version that the first one had as the microbatch entered (section 3.3)."""
+    """max(0, j − p + 1) on every stage: the version that the first one had as the microbatch entered (ibidem)."""
     return _stashed(pipeline, 0, microbatch)
 
 

@@ -52,20 +52,20 @@ def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
 
     Groups of as many microbatches as there are ranks take one stage of the rank after the other. The forwards lead by
     a group for each further stage of the rank and by two for each rank that follows. With one stage a rank it is
-    1F1B. If the ranks do not divide the microbatches, the last group keeps its length, and the turns of the
-    microbatches that are not there are skipped.
+    1F1B. Where the ranks do not divide the microbatches, the groups are longer and the last one may lack some.
 
-    rank 0   0F0 0F1 2F0 2F1 0F2 .   .   2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 .   0B3
-    rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 .   1B2 .   1B3 .   .
+    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+    rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
     """
     stages, ranks = layout[rank], len(layout)
     if len(stages) == 1:
         yield from one_f_one_b(layout, rank, microbatches)
         return
-    groups = -(-microbatches // ranks)
-    lead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * ranks
-    there = [turn for turn in forwards(stages) for _ in range(ranks)] * groups
-    back = [turn for turn in backwards(stages) for _ in range(ranks)] * groups
+    groups = max(1, microbatches // ranks)
+    size = max(ranks, -(-microbatches // groups))
+    lead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * size
+    there = [turn for turn in forwards(stages) for _ in range(size)] * groups
+    back = [turn for turn in backwards(stages) for _ in range(size)] * groups
     yield from there[:lead]
     for index, turn in enumerate(back):
         yield from there[lead + index : lead + index + 1]

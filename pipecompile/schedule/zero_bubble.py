@@ -15,21 +15,21 @@ __all__ = ["zb_h1", "zb_h2"]
 
 
 def zb_h1(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
-    """ZB-H1, figure 2 of the paper: as many forwards first as in 1F1B; no rank holds more than 1F1B's first one.
+    """ZB-H1 (section 2.1, figure 3 top): 1F1B's forwards first, and on no rank more memory than 1F1B's first one needs.
 
-    rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3
-    rank 1   .  F0 F1 .  I0 F2 .  I1 W0 F3 I2 W1 .  I3 W2 W3
-    rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 .  .
+    rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+    rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     return _lagging(layout[rank][0], microbatches, lead=len(layout) - rank, lag=rank)
 
 
 def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
-    """ZB-H2, figure 3 of the paper: nearly twice the forwards first fill the bubble, for nearly twice the memory.
+    """ZB-H2 (section 2.2, figure 3 bottom): nearly twice the forwards first, and the memory, leave no rank idle.
 
-    rank 0   F0 F1 F2 F3 .  I0 W0 .  I1 W1 .  I2 W2 I3 W3
-    rank 1   .  F0 F1 F2 I0 F3 .  I1 .  I2 W0 I3 W1 W2 W3
-    rank 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    rank 0   F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
+    rank 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
+    rank 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     return _lagging(layout[rank][0], microbatches, lead=2 * (len(layout) - rank) - 1, lag=2 * rank)
 

@@ -74,7 +74,7 @@ def test_a_microbatch_sees_one_version_there_and_back_that_exists(name: str) -> 
 
 
 def test_pipedream_is_stale_by_the_ranks_that_follow() -> None:
-    """Section 3.4: the last of n stages updates with gradients of its newest weights,
+    """PipeDream, section 3.3: the last of n stages updates with gradients of its newest weights,
     those of the first are n − 1 older.
     """
     for ranks, microbatches in SIZES:
@@ -87,7 +87,7 @@ def test_pipedream_is_stale_by_the_ranks_that_follow() -> None:
 
 
 def test_vertical_sync_is_stale_by_all_other_ranks_on_every_stage() -> None:
-    """Section 3.4, with vertical sync: every stage updates with gradients of the weights n − 1 steps before."""
+    """PipeDream, section 3.3: with vertical sync all stages update with gradients of the weights n − 1 steps before."""
     for ranks, microbatches in SIZES:
         for _, seen in _walk("pipedream-vertical-sync", ranks, microbatches):
             stale = [newest - a.version for a, newest in seen if a.kind is Kind.BACKWARD]
@@ -95,7 +95,7 @@ def test_vertical_sync_is_stale_by_all_other_ranks_on_every_stage() -> None:
 
 
 def test_two_buffers_are_enough_and_the_delay_is_one() -> None:
-    """Section 3.1: W(u + 1) = W(u) − ν ∇f(W(u − 1)), and never more than two versions of a stage are alive."""
+    """PipeDream-2BW, section 3.1: W(u + 1) = W(u) − ν ∇f(W(u − 1)), and at most two versions are alive."""
     for ranks, microbatches in SIZES:
         for _, seen in _walk("pipedream-2bw", ranks, microbatches):
             gradients: set[int | None] = set()
@@ -105,8 +105,6 @@ def test_two_buffers_are_enough_and_the_delay_is_one() -> None:
                 if action.kind is Kind.STEP:
                     assert gradients == {max(0, newest - 1)}, "one version in each update, one step old"
                     gradients.clear()
-                needed = {a.version for a, _ in seen[place:] if a.kind is Kind.BACKWARD} - {
-                    a.version for a, _ in seen[place:] if a.kind is Kind.FORWARD and a.version > newest
-                }
-                alive = {version for version in needed if version is not None and version <= newest} | {newest}
+                used = {a.version for a, _ in seen[place:] if a.kind is not Kind.STEP}
+                alive = {version for version in used if version is not None and version <= newest} | {newest}
                 assert len(alive) <= 2

@@ -116,9 +116,9 @@ def test_the_bubble_of_equal_stages_is_that_of_gpipe(name: str, time: Times) -> 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
 def test_the_bubble_of_a_loop_shrinks_with_its_chunks(name: str) -> None:
-    """(p − 1) / (v m + p − 1) of the makespan: Narayanan et al., section 2.2, whatever F and B take."""
-    for ranks, chunks, groups, time in product(range(1, 6), range(1, 5), (1, 2, 3), ({F: 1, B: 2}, {F: 3, B: 4})):
-        microbatches = groups * ranks
+    """(p − 1) / (v m + p − 1) of the makespan: Narayanan et al., section 2.2, whatever F and B take, and any m ≥ p."""
+    for ranks, chunks, more, time in product(range(1, 6), range(1, 5), (0, 1, 2, 3, 6), ({F: 1, B: 2}, {F: 3, B: 4})):
+        microbatches = ranks + more
         makespan, _ = _times(generate(name, place("loop", ranks, chunks), microbatches), time)
         useful = Fraction(chunks * microbatches * (time[F] + time[B]), makespan)
         assert 1 - useful == Fraction(ranks - 1, chunks * microbatches + ranks - 1)
@@ -175,11 +175,12 @@ def _by_torch(kind: str, ranks: int, microbatches: int, placement: tuple[int, ..
     return Schedule.of(kind, microbatches, placement, rows)
 
 
-def test_interleaved_is_torchs_where_torch_has_whole_groups() -> None:
-    for ranks, chunks, groups in product(range(1, 7), range(2, 5), (1, 2, 3)):
-        placement = place("loop", ranks, chunks)
-        theirs = _by_torch("ScheduleInterleaved1F1B", ranks, groups * ranks, placement)
-        assert generate("interleaved-1f1b", placement, groups * ranks).actions == theirs.actions
+def test_interleaved_is_torchs_where_groups_divide_the_microbatches() -> None:
+    for ranks, chunks, groups, more in product(range(1, 7), range(2, 5), (1, 2, 3), (0, 1)):
+        placement, microbatches = place("loop", ranks, chunks), groups * (ranks + more)
+        if microbatches // ranks == groups:
+            theirs = _by_torch("ScheduleInterleaved1F1B", ranks, microbatches, placement)
+            assert generate("interleaved-1f1b", placement, microbatches).actions == theirs.actions
 
 
 def test_looped_bfs_is_torchs_with_its_backwards_in_ascending_order() -> None:

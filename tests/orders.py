@@ -1,0 +1,121 @@
+"""Pipelines under any schedule: hand-made orders that no planner would choose, and named ones on any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+
+from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.pipeline import Pipeline, Program
+from pipecompile.api.target import Target
+from pipecompile.api.verify import Comparison, compare, reference_for
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.ir.serde import decode, encode
+from pipecompile.runtime import world
+from pipecompile.schedule.lower import lower
+from pipecompile.schedule.named import generate
+from pipecompile.schedule.placement import place
+from pipecompile.schedule.stages import problem_of_stages
+
+__all__ = ["BACKWARDS", "Order", "compared", "pipeline_under"]
+
+BACKWARDS = ("whole", "halves", "late", "mixed", "behind")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule on `shape`: its name, or how backwards are done in a hand-made order (one of BACKWARDS)."""
+
+    name: str
+    ranks: int
+    stages_per_rank: int = 1
+    shape: str = "linear"
+    recompute: bool = False
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+    def __str__(self) -> str:
+        where = f"{self.ranks}x{self.stages_per_rank} {self.shape}" if self.stages_per_rank > 1 else f"{self.ranks}"
+        return f"{self.name} {where}{' recompute' if self.recompute else ''}"
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """Its compute actions."""
+        placement = place(self.shape, self.ranks, self.stages_per_rank)
+        again = [self.recompute and stage < self.stages - 1 for stage in range(self.stages)]
+        if self.name not in BACKWARDS:
+            return generate(self.name, placement, microbatches, again)
+        rows = [
+            _row([s for s, where in enumerate(placement) if where == rank], microbatches, self.name, again)
+            for rank in range(self.ranks)
+        ]
+        return Schedule.of(self.name, microbatches, placement, rows)
+
+
+def _row(stages: Sequence[int], microbatches: int, backwards: str, again: Sequence[bool]) -> list[Action]:
+    """All forwards, then the backwards of the last stage, and so on."""
+    every = range(microbatches)
+    forwards = [Action(stage, Kind.FORWARD, microbatch) for stage in stages for microbatch in every]
+    found = [a for stage in stages[::-1] for a in _backwards(stage, microbatches, backwards, again[stage])]
+    late = [a for a in found if a.kind is Kind.BACKWARD_WEIGHT] if backwards == "late" else []
+    return [*forwards, *(a for a in found if a not in late), *late]
+
+
+def _backwards(stage: int, microbatches: int, backwards: str, again: bool) -> Iterator[Action]:
+    """`behind`: a weight half waits for the next microbatch's input half; `mixed`: every second backward is whole."""
+    waiting: list[Action] = []
+    for microbatch in range(microbatches):
+        if again:
+            yield Action(stage, Kind.RECOMPUTE, microbatch)
+        if backwards == "whole" or (backwards == "mixed" and microbatch % 2):
+            yield Action(stage, Kind.BACKWARD, microbatch)
+            continue
+        yield Action(stage, Kind.BACKWARD_INPUT, microbatch)
+        waiting.append(Action(stage, Kind.BACKWARD_WEIGHT, microbatch))
+        if backwards != "behind" or len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipeline:
+    """The target in `order.stages` stages under `order`, whether or not a planner would make that plan."""
+    options = options_for(target, k=order.stages, microbatches=microbatches, costs="flops")
+    captured = capture_target(target, options, verify=False)
+    plan = decode(world.shared(lambda: encode(_under(make_plan(target, options, captured), order))), Plan)
+    return Pipeline(plan, Program(captured.capture, captured.module, plan.assignment), target, captured.sample, 0)
+
+
+def _under(plan: Plan, order: Order) -> Plan:
+    compute = order.schedule(plan.microbatches)
+    problem = problem_of_stages(plan.stages, plan.link, compute.placement, plan.microbatches)
+    stages = [
+        msgspec.structs.replace(
+            stage, recompute="stage" if order.recompute and stage is not plan.stages[-1] else "none"
+        )
+        for stage in plan.stages
+    ]
+    return msgspec.structs.replace(
+        plan,
+        options=msgspec.structs.replace(plan.options, schedule=order.name),
+        ranks=order.ranks,
+        stages_per_rank=order.stages_per_rank,
+        stages=tuple(stages),
+        schedule=lower(problem, compute),
+        prediction=msgspec.structs.replace(plan.prediction, memory=plan.prediction.memory[: order.ranks]),
+    )
+
+
+def compared(order: Order, target: Target, microbatches: int = 4) -> Comparison:
+    """A step under `order` beside the unsplit model's."""
+    pipeline = pipeline_under(order, target, microbatches)
+    reference = reference_for(target, pipeline.plan)
+    wanted: Tensor = reference.step(target, microbatches)
+    loss = pipeline.step(target.call, target.targets)
+    gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    buffers = dict(reference.model.named_buffers())
+    return compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description)

@@ -1,0 +1,70 @@
+"""One process trains the unsplit model under any order, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from orders import BACKWARDS, Order, compared, pipeline_under
+from zoo import example, same
+
+from pipecompile.api.pipeline import Pipeline
+
+NAMED = (
+    Order("gpipe", 4, recompute=True),
+    Order("1f1b", 4),
+    Order("interleaved-1f1b", 2, 2, "loop"),
+    Order("interleaved-1f1b", 2, 2, "loop", recompute=True),
+    Order("looped-bfs", 2, 2, "loop"),
+    Order("zb-h1", 4),
+    Order("zb-h2", 4),
+    Order("zb-v", 2, 2, "v"),
+    Order("v-half", 2, 2, "v"),
+    Order("v-min", 2, 2, "v"),
+    Order("dualpipe-v", 2, 2, "v"),
+)
+HAND_MADE = tuple(
+    Order(backwards, ranks, stages, shape, recompute)
+    for backwards in BACKWARDS
+    for ranks, stages, shape in ((4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"))
+    for recompute in (False, True)
+)
+
+
+def assert_equal(order: Order, name: str) -> None:
+    comparison = compared(order, example(name))
+    assert [(d.name, d.relative) for d in comparison.differences if not d.equal] == []
+    assert comparison.losses[0] == comparison.losses[1]
+
+
+@pytest.mark.parametrize("order", (*HAND_MADE, *NAMED), ids=str)
+def test_every_order_trains_the_unsplit_model(order: Order) -> None:
+    assert_equal(order, "sequential")
+
+
+@pytest.mark.parametrize("order", (Order("late", 4), Order("behind", 2, 2, "v", recompute=True)), ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "resnet50", "unet"])
+def test_split_backwards_train_every_model(name: str, order: Order) -> None:
+    """With ties (gpt2, bert, t5), biases that many layers share (t5), buffers and random numbers."""
+    assert_equal(order, name)
+
+
+@pytest.mark.parametrize("order", [order for order in NAMED if order.name.startswith(("zb", "v-", "dual"))], ids=str)
+def test_ties_are_summed_as_in_the_unsplit_model(order: Order) -> None:
+    assert_equal(order, "gpt2")
+
+
+@pytest.mark.parametrize("shape", ["loop", "v"])
+def test_evaluation_of_several_stages_on_a_rank(shape: str) -> None:
+    target = example("unet")
+    made: list[Pipeline] = [pipeline_under(order, target) for order in (Order("late", 2, 2, shape), Order("gpipe", 4))]
+    assert same(*(pipeline.evaluate(target.call) for pipeline in made))
+
+
+@pytest.mark.parametrize("order", [Order("interleaved-1f1b", 2, 2, "loop"), Order("zb-v", 2, 2, "v")], ids=str)
+def test_a_minibatch_of_fewer_microbatches_keeps_the_placement(order: Order) -> None:
+    target = example("sequential")
+    pipeline = pipeline_under(order, target)
+    assert target.targets is not None
+    (x,) = target.call.args
+    pipeline.step(x[:4], target.targets[:4])
+    (schedule,) = pipeline._schedules.values()
+    assert (schedule.microbatches, schedule.placement) == (2, pipeline.plan.schedule.placement)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.schedule import Action, Kind
@@ -46,6 +47,9 @@ class Amount(Value, frozen=True, kw_only=True):
     def __sub__(self, other: Amount) -> Amount:
         return Amount(expected=self.expected - other.expected, bound=self.bound - other.bound)
 
+    def __neg__(self) -> Amount:
+        return ZERO - self
+
     def __mul__(self, times: int) -> Amount:
         return Amount(expected=self.expected * times, bound=self.bound * times)
 
@@ -57,6 +61,7 @@ class Amount(Value, frozen=True, kw_only=True):
 
 
 ZERO = Amount(expected=0, bound=0)
+Size = TypeVar("Size", int, Amount)
 
 
 class Footprint(Value, frozen=True, kw_only=True):
@@ -238,7 +243,7 @@ def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[s
             yield next(iter(nodes)), storage
 
 
-def changes(*, kept: int, recomputed: int, between: int) -> dict[Kind, int]:
+def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
     """What each action of a microbatch adds to the bytes its stage holds of it.
 
     `kept` from the forward on and `recomputed` from the recompute on, until the backward; `between` of them stay from
@@ -280,15 +285,13 @@ def rank_memory(stages: dict[int, Footprint], row: Sequence[Action], *, microbat
 def activation_curve(stages: dict[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
     """After each action of `row`, the activations that the rank holds."""
     recomputed = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE}
+    # torch keeps everything until the gradients of the weights.
+    whole = {s: changes(kept=f.kept, recomputed=ZERO, between=f.kept) for s, f in stages.items()}
+    again = {s: changes(kept=f.outputs, recomputed=f.kept - f.outputs, between=f.kept) for s, f in stages.items()}
     now = ZERO
     for action in row:
-        stage, again = stages[action.stage], (action.stage, action.microbatch) in recomputed
-        if action.kind is Kind.FORWARD:
-            now += stage.outputs if again else stage.kept
-        elif action.kind is Kind.RECOMPUTE:
-            now += stage.kept - stage.outputs
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            now -= stage.kept
+        table = again if (action.stage, action.microbatch) in recomputed else whole
+        now += table[action.stage].get(action.kind, ZERO)
         yield action, now
 
 

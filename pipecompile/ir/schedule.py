@@ -23,7 +23,19 @@ from typing import Literal, NamedTuple
 
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
-__all__ = ["BACKWARDS", "COMPUTE", "TRANSFERS", "Action", "Event", "Idle", "Kind", "Schedule", "Timeline", "Versions"]
+__all__ = [
+    "BACKWARDS",
+    "COMPUTE",
+    "SUMS",
+    "TRANSFERS",
+    "Action",
+    "Event",
+    "Idle",
+    "Kind",
+    "Schedule",
+    "Timeline",
+    "Versions",
+]
 
 
 class Kind(StrEnum):
@@ -46,6 +58,7 @@ class Kind(StrEnum):
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
+SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
 TRANSFERS = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
 _PATTERN = re.compile(r"(\d+)(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)(\d*)(?:@(\d+))?")
 

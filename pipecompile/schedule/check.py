@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product, zip_longest
 
 from pipecompile.errors import ScheduleError
-from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
 from pipecompile.schedule.dependencies import Needs, compute_needs, in_order, message
 from pipecompile.schedule.problem import Problem, Work
 from pipecompile.schedule.versions import bare, versions
@@ -28,7 +28,6 @@ _PARTNERS = {
     Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
 }
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-_SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
 
 
 def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
@@ -154,7 +153,7 @@ def _ordered_pairs(subject: _Subject) -> Iterator[tuple[Action, Action]]:
             yield action, subject.messages[action][0]
         if action.kind in BACKWARDS:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch), action
-        if action.kind in _SUMS:
+        if action.kind in SUMS:
             yield action, Action(action.stage, Kind.REDUCE)
     for stage in range(len(subject.schedule.placement)):
         yield Action(stage, Kind.REDUCE), Action(stage, Kind.STEP)
@@ -169,7 +168,7 @@ def _in_microbatch_order(subject: _Subject) -> Iterator[str]:
         yield from _falling(rank, losses, "the last stage takes its microbatches in order")
         sums: dict[int, list[Action]] = defaultdict(list)
         for action in row:
-            if action.kind in _SUMS:
+            if action.kind in SUMS:
                 sums[action.stage].append(action)
         for actions in sums.values():
             yield from _falling(rank, actions, "a stage sums its gradients in the order of the microbatches")

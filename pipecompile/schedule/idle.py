@@ -37,13 +37,13 @@ def _held_back(problem: Problem, run: Run, timeline: Timeline, rank: int) -> Ite
     ready: dict[int, int] = {}  # by stage, when the first of the forwards from `seen` on has its inputs
     seen = len(row)
     for wait in reversed(run.waits[rank]):
-        for event in row[wait.index : seen]:
+        for event in row[wait.position : seen]:
             stage, kind, microbatch, _ = event.action
             if kind is Kind.FORWARD:
                 code = (PARTS[kind] * problem.stages + stage) * problem.microbatches + (microbatch or 0)
                 ready[stage] = min(run.arrivals[code], ready.get(stage, run.arrivals[code]))
-        seen = wait.index
-        room = problem.caps[rank] - (held[wait.index - 1] if wait.index else 0)
+        seen = wait.position
+        room = problem.caps[rank] - (held[wait.position - 1] if wait.position else 0)
         too_large = (s for s in ready if problem.change_bytes(Action(s, Kind.FORWARD)) > room)
         first = min((ready[s] for s in too_large), default=wait.made_ns)
         yield max(0, wait.made_ns - max(wait.start_ns, first))

@@ -8,7 +8,7 @@ cannot deadlock even if every send blocks until it is received.
 from __future__ import annotations
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Schedule
+from pipecompile.ir.schedule import COMPUTE, SUMS, Action, Event, Kind, Schedule
 from pipecompile.schedule.dependencies import message
 from pipecompile.schedule.perform import perform
 from pipecompile.schedule.problem import Problem
@@ -52,8 +52,8 @@ def _behind(schedule: Schedule) -> dict[Action, list[Action]]:
     """By compute action the steps that follow it, and the reduction of a stage whose gradients it completes."""
     found: dict[Action, list[Action]] = {}
     for row in schedule.rows:
-        sums = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) if schedule.weight_versions == "synchronous" else ()
-        last = {action.stage: action for action in row if action.kind in sums}
+        reduced = schedule.weight_versions == "synchronous"
+        last = {action.stage: action for action in row if reduced and action.kind in SUMS}
         found |= {action: [Action(stage, Kind.REDUCE)] for stage, action in last.items()}
         before: Action | None = None
         for action in row:

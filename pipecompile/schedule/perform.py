@@ -20,9 +20,9 @@ __all__ = ["Run", "Wait", "perform"]
 
 
 class Wait(NamedTuple):
-    """A rank's wait before the event `index`, in ns; with messages that take no time it would end at `made_ns`."""
+    """A rank's wait before the event at `position` of its row, in ns; with messages that take no time it would end at `made_ns`."""
 
-    index: int
+    position: int
     start_ns: int
     made_ns: int
     end_ns: int

@@ -36,7 +36,7 @@ def _moves(problem: Problem, row: Sequence[Action], waits: Sequence[Wait], cap: 
     """By index of a recompute the index of the action that it goes in front of."""
     held = list(accumulate(map(problem.change_bytes, row)))
     limit = max([cap, *held])
-    gaps = {wait.index: wait.end_ns - wait.start_ns for wait in waits}
+    gaps = {wait.position: wait.end_ns - wait.start_ns for wait in waits}
     moves: dict[int, int] = {}
     earlier: list[int] = []
     forwards: dict[tuple[int, int | None], int] = {}

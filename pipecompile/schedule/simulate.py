@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Action, Event, Kind, Schedule, Timeline
+from pipecompile.ir.schedule import SUMS, Action, Event, Kind, Schedule, Timeline
 from pipecompile.schedule.idle import idle_of
 from pipecompile.schedule.perform import perform
 from pipecompile.schedule.problem import Problem
@@ -54,7 +54,7 @@ def _reductions(problem: Problem, row: Sequence[Event]) -> Iterator[Event]:
     """The sums of a rank's stages, one after another in the order in which they are ready."""
     ready: dict[int, int] = {}
     for (stage, kind, *_), _, end in row:
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        if kind in SUMS:
             ready.pop(stage, None)  # the last one counts, and comes last
             ready[stage] = end
     free = 0

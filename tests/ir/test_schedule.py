@@ -59,3 +59,22 @@ def test_the_figures_of_a_timeline() -> None:
     assert (timeline.makespan_ns, timeline.span_ns, timeline.busy_ns) == (10, 10, (8, 2))
     assert timeline.bubble == 0.5
     assert Timeline((), ()).bubble == 0.0
+
+
+def test_what_is_taken_is_there_from_the_start_and_what_is_freed_until_the_end() -> None:
+    events = tuple(
+        Event(Action.parse(text), 10 * i, 10 * i + 10) for i, text in enumerate(("0F0", "0R0", "0I0", "0W0"))
+    )
+    timeline = Timeline((events,), (), held_bytes=((3, 8, 5, 0),))
+    assert timeline.memory(0) == ((0, 3), (10, 8), (30, 5), (40, 0))
+    assert timeline.peak_bytes == (8,)
+
+
+def test_a_step_ends_with_its_last_reduction() -> None:
+    row = (Event(Action.parse("0F0"), 0, 4),)
+    timeline = Timeline((row,), (), reductions=((Event(Action.parse("0REDUCE_GRAD"), 4, 9),),))
+    assert (timeline.makespan_ns, timeline.span_ns, timeline.busy_ns) == (9, 4, (4,))
+
+
+def test_idle_time_is_the_sum_of_its_causes() -> None:
+    assert Idle(dependency_ns=1, transfer_ns=2, memory_ns=4, imbalance_ns=8).total_ns == 15

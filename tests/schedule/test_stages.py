@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecompile.ir.memory import Amount, Footprint, rank_memory
+from pipecompile.ir.plan import Boundary, Link, Stage
+from pipecompile.schedule.named import generate
+from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.stages import activation_caps, problem_of_stages
+
+LINK = Link(bandwidth_bytes_per_s=10**9, latency_ns=5)
+
+
+def _footprint(kept: int, outputs: int) -> Footprint:
+    sizes = dict.fromkeys(Footprint.__struct_fields__, 100) | {"kept": kept, "outputs": outputs}
+    return Footprint(**{name: Amount(expected=size, bound=size) for name, size in sizes.items()})
+
+
+def _boundary(size: int, gradient: int) -> tuple[Boundary, ...]:
+    return (Boundary(name="x", bytes=size, gradient_bytes=gradient), Boundary(name="ids", bytes=8, gradient_bytes=0))
+
+
+def _stages(*, recompute: bool = False, halves: int | None = 6) -> tuple[Stage, ...]:
+    boundaries = [(), _boundary(100, 50), _boundary(200, 60), ()]
+    return tuple(
+        Stage(
+            nodes=(f"n{index}",),
+            modules=(),
+            groups=(),
+            parameters=(),
+            forward_ns=5 + index,
+            backward_ns=10,
+            backward_input_ns=halves,
+            backward_weight_ns=halves,
+            recompute_ns=5 + index if recompute and index < 2 else 0,
+            inputs=boundaries[index],
+            outputs=boundaries[index + 1],
+            recompute="stage" if recompute and index < 2 else "none",
+            footprint=_footprint(40 + index, 10),
+        )
+        for index in range(3)
+    )
+
+
+def test_each_tensor_of_a_boundary_is_a_message_and_one_without_a_gradient_has_none_back() -> None:
+    problem = problem_of_stages(_stages(), LINK, range(3), 2)
+    assert problem.forward_hops == (100 + 8 + 2 * 5, 200 + 8 + 2 * 5)
+    assert problem.backward_hops == (50 + 5, 60 + 5)
+    assert problem.gradient == (True, True)
+
+
+def test_within_a_rank_nothing_is_sent() -> None:
+    problem = problem_of_stages(_stages(), LINK, [0, 0, 1], 2)
+    assert (problem.forward_hops[0], problem.backward_hops[0]) == (0, 0)
+    assert problem.forward_hops[1] > 0
+
+
+def test_the_first_stage_has_no_gradients_of_inputs_to_compute() -> None:
+    first, second, _ = problem_of_stages(_stages(), LINK, range(3), 2).work
+    assert (first.backward_input_ns, first.backward_weight_ns, first.backward_ns) == (0, 10, 10)
+    assert (second.backward_input_ns, second.backward_weight_ns) == (6, 6)
+
+
+def test_a_backward_whose_halves_were_not_measured_does_not_split() -> None:
+    assert problem_of_stages(_stages(), LINK, range(3), 2).splits
+    assert not problem_of_stages(_stages(halves=None), LINK, range(3), 2).splits
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.booleans())
+def test_the_peak_is_that_of_the_memory_model(name: str, microbatches: int, recompute: bool) -> None:
+    stages = _stages(recompute=recompute)
+    schedule = generate(name, range(3), microbatches, recompute)
+    timeline = simulate(problem_of_stages(stages, LINK, range(3), microbatches), schedule)
+    for rank, row in enumerate(schedule.rows):
+        memory = rank_memory({rank: stages[rank].footprint}, row, microbatches=microbatches)
+        assert timeline.peak_bytes[rank] == memory.activations.bound
+
+
+def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
+    """Parameters, gradients, workspace, and two buffers for each of three microbatches, of 100 bytes each."""
+    assert activation_caps(_stages(), range(3), 3, 1000) == (100,) * 3
+    assert activation_caps(_stages(), range(3), 3, 899) == (0,) * 3
+    assert activation_caps(_stages(), range(3), 3, None) is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_a_stage_that_recomputes_keeps_its_outputs(recompute: str) -> None:
+    stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
+    work = problem_of_stages(stages, LINK, range(3), 2).work[1]
+    kept = {"none": (41, 0), "stage": (10, 31)}[recompute]
+    assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == (*kept, 41)

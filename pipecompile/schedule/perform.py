@@ -20,7 +20,7 @@ __all__ = ["Run", "Wait", "perform"]
 
 
 class Wait(NamedTuple):
-    """A rank's wait before its event at `position`, in ns; with messages that take no time it would end at `made_ns`."""
+    """A rank's wait before its event at `position`, in ns; if messages took no time it would end at `made_ns`."""
 
     position: int
     start_ns: int

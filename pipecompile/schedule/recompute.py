@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule
-from pipecompile.schedule.perform import Wait, perform
+from pipecompile.schedule.perform import Run, Wait, perform
 from pipecompile.schedule.problem import Problem
 
 __all__ = ["place_recompute"]
@@ -21,9 +21,23 @@ def place_recompute(problem: Problem, schedule: Schedule) -> Schedule:
     """`schedule` with each recompute that its rank does not wait behind anyway moved into the nearest earlier gap.
 
     A gap is a wait that is long enough for it, so that nothing else begins later than it does in the simulated step.
-    No rank comes to hold more than its cap, or than it did before. The order of all other actions is kept.
+    No rank comes to hold more than its cap, or than it did before. The order of all other actions is kept. Where that
+    shortens the step there are new gaps, and it is done again.
     """
-    waits = perform(problem, schedule).waits
+    run = perform(problem, schedule)
+    while True:
+        placed = _placed(problem, schedule, run.waits)
+        after = perform(problem, placed)
+        if _end(after) >= _end(run):
+            return schedule
+        schedule, run = placed, after
+
+
+def _end(run: Run) -> int:
+    return max((row[-1].end_ns for row in run.events if row), default=0)
+
+
+def _placed(problem: Problem, schedule: Schedule, waits: Sequence[Sequence[Wait]]) -> Schedule:
     caps = problem.caps or (0,) * problem.ranks
     rows = [
         list(_rebuilt(row, _moves(problem, compute, waits[rank], caps[rank])))

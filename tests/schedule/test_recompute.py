@@ -42,13 +42,21 @@ def _gpipe(caps: tuple[int, ...] | None) -> Problem:
 
 
 def test_gpipe_recomputes_before_the_gradient_arrives_what_fits() -> None:
-    problem = _gpipe((4 + 27, 4 + 9, 40))
+    problem = _gpipe((4 + 27, 4 + 18, 40))
     before = generate("gpipe", range(3), 4, True)
     after = place_recompute(problem, before)
-    assert " ".join(after.actions[0]) == "0F0 0F1 0F2 0F3 0R0 0R1 0R2 0B0 0B1 0B2 0R3 0B3"
-    assert after.actions[1:] == before.actions[1:]
-    assert simulate(problem, after).makespan_ns <= simulate(problem, before).makespan_ns
-    assert simulate(problem, after).peak_bytes[0] == 31
+    assert [" ".join(row) for row in after.actions[:2]] == [
+        "0F0 0F1 0F2 0F3 0R0 0R1 0R2 0B0 0B1 0B2 0R3 0B3",
+        "1F0 1F1 1F2 1F3 1R0 1R1 1B0 1B1 1R2 1B2 1R3 1B3",
+    ]
+    assert after.actions[2] == before.actions[2]
+    assert (simulate(problem, before).makespan_ns, simulate(problem, after).makespan_ns) == (210, 200)
+    assert simulate(problem, after).peak_bytes == (31, 22, 40)
+
+
+def test_where_no_step_gets_shorter_no_memory_is_spent() -> None:
+    before = generate("gpipe", range(3), 4, True)
+    assert place_recompute(_gpipe((4 + 27, 4 + 9, 40)), before) == before
 
 
 def test_without_a_cap_no_more_is_held_than_before() -> None:

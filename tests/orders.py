@@ -86,7 +86,9 @@ def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipel
     """The target in `order.stages` stages under `order`, whether or not a planner would make that plan."""
     options = options_for(target, k=order.stages, microbatches=microbatches, costs="flops")
     captured = capture_target(target, options, verify=False)
-    plan = decode(world.shared(lambda: encode(_under(make_plan(target, options, captured), order))), Plan)
+    plan = decode(
+        world.shared(lambda: encode(_under(make_plan(target, options, captured), order))), Plan, origin="rank 0"
+    )
     return Pipeline(plan, Program(captured.capture, captured.module, plan.assignment), target, captured.sample, 0)
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.target import Target
-from pipecompile.api.verify import reference_for, verify
+from pipecompile.api.verify import Comparison, reference_for, verify
 from pipecompile.errors import PipecompileError
+from tests.orders import Order, compared, pipeline_under
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,15 @@ def load(name: str) -> Target:
 
 def verify_model(name: str, options: dict[str, Any]) -> Verdict:
     """One seeded step of the pipeline beside the unsplit model's."""
-    _, found = verify(load(name), costs="flops", microbatches=4, **options)
+    return _verdict(verify(load(name), costs="flops", microbatches=4, **options)[1])
+
+
+def verify_order(name: str, order: Order) -> Verdict:
+    """The same under any order, planned or not."""
+    return _verdict([compared(order, load(name))])
+
+
+def _verdict(found: list[Comparison]) -> Verdict:
     unequal = tuple((d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal)
     return Verdict(all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied)
 
@@ -87,6 +96,27 @@ def evaluation(name: str, k: int) -> bool | None:
     pipeline.load_state_dict(load(name).model.state_dict())
     found = pipeline.evaluate(target.call)
     return None if found is None else torch.equal(found, torch.cat(rows))
+
+
+def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[float], list[str], bool | None]:
+    """Losses of three optimizer steps, pipelined and unsplit; names of this rank's state; whether `evaluate` agrees."""
+    target = load(name)
+    pipeline = pipeline_under(order, target)
+    reference = reference_for(target, pipeline.plan)
+    twins = [torch.optim.SGD(p, lr=0.05, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())]
+    own, unsplit = [], []
+    for step in range(3):
+        unsplit.append(reference.step(target, 4, step=step).item())
+        twins[0].zero_grad()
+        own.append(pipeline.step(target.call, target.targets))
+        for optimizer in twins:
+            optimizer.step()
+    losses = None if own[0] is None else [loss.item() for loss in own]
+    with torch.no_grad():
+        rows = [reference.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args]) for i in range(0, 8, 2)]
+    found = pipeline.evaluate(target.call)
+    agrees = None if found is None else torch.equal(found, torch.cat(rows))
+    return losses, unsplit, sorted(pipeline.state_dict()), agrees
 
 
 def plans(name: str, k: int) -> tuple[str, int]:

@@ -10,8 +10,30 @@ import torch
 
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
+from tests.orders import BACKWARDS, Order
 
 MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
+
+NAMED = (
+    Order("interleaved-1f1b", 2, 2, "loop"),
+    Order("interleaved-1f1b", 2, 2, "loop", recompute=True),
+    Order("looped-bfs", 2, 2, "loop"),
+    Order("zb-h1", 2),
+    Order("zb-h1", 4),
+    Order("zb-h2", 4),
+    Order("zb-v", 2, 2, "v"),
+    Order("zb-v", 4, 2, "v"),
+    Order("v-half", 2, 2, "v"),
+    Order("v-min", 2, 2, "v"),
+    Order("dualpipe-v", 2, 2, "v"),
+)
+PLACES = ((2, 1, "linear"), (4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"), (2, 3, "v"))
+HAND_MADE = tuple(
+    Order(backwards, ranks, stages, shape, recompute)
+    for backwards in BACKWARDS
+    for ranks, stages, shape in PLACES
+    for recompute in (False, True)
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +53,40 @@ def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str,
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
     # With random numbers on, the unsplit graph under the same seeds; with them off, always the module itself.
     assert verdicts[0].references[-1] == "the original module"
+
+
+def assert_exact(workers: Workers, folder: Path, name: str, order: Order) -> None:
+    """Equal to the unsplit model, but for what the order of a sum over stages may change."""
+    for verdict in workers.run(order.ranks, jobs.verify_order, name, order, folder=str(folder)):
+        assert verdict.passed, verdict
+        assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
+
+
+@pytest.mark.parametrize("order", [*HAND_MADE, *NAMED], ids=str)
+def test_every_order_is_the_unsplit_step(workers: Workers, tmp_path: Path, order: Order) -> None:
+    assert_exact(workers, tmp_path, "sequential", order)
+
+
+MIXTURE = (Order("late", 4), Order("behind", 2, 2, "loop", recompute=True), Order("mixed", 2, 2, "v"))
+
+
+@pytest.mark.parametrize("order", MIXTURE, ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "resnet50"])
+def test_ties_skips_and_buffers_under_split_backwards(
+    workers: Workers, tmp_path: Path, name: str, order: Order
+) -> None:
+    assert_exact(workers, tmp_path, name, order)
+
+
+@pytest.mark.parametrize("order", [Order("late", 2, 2, "v"), Order("behind", 2, 2, "loop")], ids=str)
+def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers, tmp_path: Path, order: Order) -> None:
+    found = workers.run(2, jobs.several_stages, "unet", order, folder=str(tmp_path))
+    last = 0 if order.shape == "v" else 1  # the rank of the last stage
+    assert [losses is None for losses, *_ in found] == [rank != last for rank in range(2)]
+    losses, unsplit, _, agrees = found[last]
+    assert losses == unsplit and len(set(losses)) == 3
+    assert agrees is True
+    assert set().union(*(names for *_, names, _ in found)) == set(jobs.load("unet").model.state_dict())
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

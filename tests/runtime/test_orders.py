@@ -35,12 +35,12 @@ def assert_equal(order: Order, name: str) -> None:
     assert comparison.losses[0] == comparison.losses[1]
 
 
-@pytest.mark.parametrize("order", (*HAND_MADE, *NAMED), ids=str)
+@pytest.mark.parametrize("order", [*HAND_MADE, *NAMED], ids=str)
 def test_every_order_trains_the_unsplit_model(order: Order) -> None:
     assert_equal(order, "sequential")
 
 
-@pytest.mark.parametrize("order", (Order("late", 4), Order("behind", 2, 2, "v", recompute=True)), ids=str)
+@pytest.mark.parametrize("order", [Order("late", 4), Order("behind", 2, 2, "v", recompute=True)], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "resnet50", "unet"])
 def test_split_backwards_train_every_model(name: str, order: Order) -> None:
     """With ties (gpt2, bert, t5), biases that many layers share (t5), buffers and random numbers."""

@@ -239,8 +239,8 @@ class DistributedPipeline:
                 runtime._prepare_schedule_with_comms(rows, format="compute_comms")
             else:  # torch's validation, all that the call adds beside the placement, knows only backwards
                 runtime.pipeline_order_with_comms = rows
-                for holder in (runtime, *stages):
-                    holder.stage_index_to_group_rank = dict(enumerate(schedule.placement))
+                for stage in stages:
+                    stage.stage_index_to_group_rank = dict(enumerate(schedule.placement))
             self._prepared[schedule] = runtime, stages
         return self._prepared[schedule]
 

@@ -21,18 +21,18 @@ and fails on a reused module that meets a branch without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__ = ["Carried", "Part", "first_half", "second_half"]
 
-Carried = dict[nn.Parameter, Tensor]
+Carried = dict[Tensor, Tensor]
 _FIRST_HALF, _OUTPUTS = object(), object()  # where gradients begin, beside nodes
 
 
@@ -40,17 +40,22 @@ _FIRST_HALF, _OUTPUTS = object(), object()  # where gradients begin, beside node
 class Part:
     """Where the second half begins for some parameters (None: for all that are reached), and what flows in there."""
 
-    edges: Sequence[Tensor | GradientEdge]
+    edges: Sequence[GradientEdge]
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor] | None = None
     # Whether other parts need what this one runs through.
     shares: bool = False
 
+    @staticmethod
+    def at(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Part:
+        """Beginning at `tensors`, for all parameters."""
+        return Part([get_gradient_edge(value) for value in tensors], gradients)
+
     def run(self, carried: Carried) -> None:
         """Adds to `.grad`; what is `carried` here from later stages is the first summand, as in a whole backward."""
         own = carried if self.parameters is None else [p for p in self.parameters if p in carried]
         added = {parameter: carried.pop(parameter) for parameter in list(own)}
-        edges, gradients = [*self.edges, *added], [*self.gradients, *added.values()]
+        edges, gradients = [*self.edges, *map(get_gradient_edge, added)], [*self.gradients, *added.values()]
         if edges:
             torch.autograd.backward(edges, gradients, retain_graph=self.shares, inputs=self.parameters)
 
@@ -66,19 +71,20 @@ def first_half(
     `gathered` are parameters to which later stages contribute: such a gradient is made at once from all summands.
     """
     if not inputs or not outputs:
-        return [None] * len(inputs), [Part(outputs, gradients)]
-    graph = _Graph(outputs)
-    groups = _groups(graph, {get_gradient_edge(value).node for value in inputs}, gathered)
-    early = groups.get(_FIRST_HALF, [])
+        return [None] * len(inputs), [Part.at(outputs, gradients)]
+    roots, leaves = (list(map(get_gradient_edge, values)) for values in (outputs, inputs))
+    graph = _Graph(roots)
+    groups = _groups(graph, {edge.node for edge in leaves}, gathered)
     nodes = [node for node in graph.order if node in groups]
-    edges = [[GradientEdge(node, index) for index in sorted(graph.used[node])] for node in nodes]
+    begins = [(groups[n], [GradientEdge(n, index) for index in sorted(graph.used[n])]) for n in nodes]
+    if early := groups.get(_FIRST_HALF):
+        begins.append((early, list(map(get_gradient_edge, early))))
     # An edge into a node that runs is captured before its hooks: they run in each half, on the same gradient.
-    wanted = [*inputs, *early, *chain.from_iterable(edges)]
-    found = list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
-    parts = [Part(outputs, gradients, groups[_OUTPUTS], shares=True)] if _OUTPUTS in groups else []
-    given, begun = found[: len(inputs)], iter(found[len(inputs) :])
-    for row, parameters in [(early, early), *zip(edges, map(groups.__getitem__, nodes), strict=True)]:
-        parts.append(_part(row, [next(begun) for _ in row], parameters))
+    wanted = [*leaves, *(edge for _, edges in begins for edge in edges)]
+    found = iter(torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True))
+    given: list[Tensor | None] = list(islice(found, len(leaves)))
+    parts = [Part(roots, gradients, groups[_OUTPUTS], shares=True)] if _OUTPUTS in groups else []
+    parts += [_part(edges, list(islice(found, len(edges))), parameters) for parameters, edges in begins]
     return given, parts
 
 
@@ -91,19 +97,16 @@ def second_half(parts: list[Part], carried: Carried) -> None:
     Part((), ()).run(carried)
 
 
-def _part(
-    edges: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
-) -> Part:
+def _part(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Part:
     """Without the edges through which nothing flows."""
     pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[1] is not None]
     return Part([edge for edge, _ in pairs], [gradient for _, gradient in pairs], parameters)
 
 
 class _Graph:
-    """The nodes that `outputs` lead to, each after all that lead to it, and which outputs of each are used."""
+    """The nodes that `edges` lead to, each after all that lead to it, and which outputs of each are used."""
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        edges = [get_gradient_edge(value) for value in outputs]
+    def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.roots = [edge.node for edge in edges]
         self.children: dict[Node, list[Node]] = {}
         self.used: dict[Node, set[int]] = {edge.node: set() for edge in edges}

@@ -108,7 +108,7 @@ class EagerStage:
         """
         roots, seeds = self._roots(saved, gradients)
         with _set_aside(self.tied, carried):
-            Part(roots, seeds).run(self._taken(carried))
+            Part.at(roots, seeds).run(self._taken(carried))
         return [value.grad for value in saved.inputs]
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:

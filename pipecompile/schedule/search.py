@@ -1,0 +1,246 @@
+"""The search for a schedule: every named one, list scheduling, climbing, large neighbourhoods; the best of all wins.
+
+The named orders that fit are candidates as they are, and seeds: with their weight gradients refilled into the gaps they
+are climbed from, as are the best of some hundred list schedules. So the result is never worse than a named order that
+fits, and there is one wherever one exists. Work is counted in operations looked at, not in time: the same problem and
+budget give the same order on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.schedule import Schedule, Timeline
+from pipecompile.schedule.bound import lower_bound
+from pipecompile.schedule.climb import climb, value
+from pipecompile.schedule.greedy import Policy, build, refill, reserve
+from pipecompile.schedule.instance import Instance, Rows, Times
+from pipecompile.schedule.named import SPLIT, fitting, generate
+from pipecompile.schedule.policies import drawn, systematic, varied
+from pipecompile.schedule.problem import Network, Problem
+from pipecompile.schedule.simulate import simulate
+
+__all__ = ["OBJECTIVES", "Found", "Named", "best_named", "named_orders", "search"]
+
+OBJECTIVES = ("makespan", "span")
+PER_SECOND = 1_000_000  # operations that the searches look at in a second
+SOLVER_SECONDS = 7.0  # that a unit of CP-SAT's deterministic time takes, its set-up included
+WINDOW, WINDOW_WORK = 60, 0.05  # operations, and deterministic time, of a neighbourhood
+BUILD = 4  # a step of list scheduling is so many looks
+KEPT = 12
+CLIMBERS = 4
+
+
+@dataclass(frozen=True)
+class Named:
+    """A named schedule on a problem: its value in ns, and whether it stays within the caps."""
+
+    schedule: Schedule
+    value: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best schedule found (of compute actions), its value in ns, and a bound on that of all others.
+
+    `named` are those that the placement allows, whether or not they fit.
+    """
+
+    schedule: Schedule
+    objective: str
+    value: int
+    bound: int
+    named: tuple[Named, ...]
+
+
+def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.0) -> Found:
+    """The best order found in `seconds` of work; InfeasibleError names the rank that cannot hold one microbatch."""
+    named = tuple(named_orders(problem, objective))
+    _refuse_what_never_fits(problem)
+    bound = lower_bound(_cheapest(problem), objective)
+    best = best_named(named)
+    candidates = [] if best is None else [(best.value, best.schedule)]
+    if best is None or best.value > bound:
+        for instance in _instances(problem):
+            share = seconds / len(list(_instances(problem)))
+            found = _Search(instance, objective, bound, share, named).run()
+            candidates.append((_value(problem, found, objective), found))
+    least, schedule = min(candidates, key=lambda candidate: candidate[0])
+    return Found(schedule, objective, least, bound, named)
+
+
+def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
+    """Every named schedule that trains on this placement, simulated."""
+    for name in fitting(problem.placement, problem.microbatches):
+        if problem.splits or name not in SPLIT:
+            schedule = generate(name, problem.placement, problem.microbatches, problem.recompute)
+            timeline = simulate(problem, schedule)
+            yield Named(schedule, _measure(timeline, objective), _within_caps(problem, timeline))
+
+
+def best_named(named: tuple[Named, ...]) -> Named | None:
+    """The shortest of those that fit; the first of equals."""
+    return min((order for order in named if order.fits), key=lambda order: order.value, default=None)
+
+
+def _value(problem: Problem, schedule: Schedule, objective: str) -> int:
+    return _measure(simulate(problem, schedule), objective)
+
+
+def _measure(timeline: Timeline, objective: str) -> int:
+    return timeline.makespan_ns if objective == "makespan" else timeline.span_ns
+
+
+def _within_caps(problem: Problem, timeline: Timeline) -> bool:
+    return problem.caps is None or all(p <= cap for p, cap in zip(timeline.peak_bytes, problem.caps, strict=True))
+
+
+def _refuse_what_never_fits(problem: Problem) -> None:
+    """InfeasibleError if a microbatch alone is too much: on its way back it holds all its stages on a rank."""
+    if problem.caps is None:
+        return
+    instance = Instance(problem, tuple(work.splits for work in problem.work))
+    for rank, (stages, cap) in enumerate(zip(instance.stages_of, problem.caps, strict=True)):
+        needed = reserve(instance, stages)
+        if needed > cap:
+            raise InfeasibleError(
+                f"no order fits: one microbatch alone holds {needed} bytes on rank {rank}, whose cap is {cap}; "
+                "allow more memory, use smaller microbatches, or recompute"
+            )
+
+
+def _cheapest(problem: Problem) -> Instance:
+    """Every backward at the least that it takes, whole or in halves: a bound for this holds for all orders."""
+    work = [
+        replace(w, backward_input_ns=first, backward_weight_ns=min(whole, w.backward_ns) - first)
+        for w in problem.work
+        for whole in [w.backward_input_ns + w.backward_weight_ns]
+        for first in [min(w.backward_input_ns, w.backward_ns)]
+    ]
+    split = tuple(w.splits for w in problem.work)
+    return Instance(replace(problem, work=tuple(work)), split)
+
+
+def _instances(problem: Problem) -> Iterator[Instance]:
+    """Backwards in halves wherever that may be; where halves take longer than the whole, also whole ones."""
+    split = tuple(work.splits for work in problem.work)
+    dear = tuple(w.backward_input_ns + w.backward_weight_ns > w.backward_ns for w in problem.work)
+    cheap = tuple(s and not d for s, d in zip(split, dear, strict=True))
+    for choice in dict.fromkeys((split, cheap, (False,) * problem.stages) if any(dear) else (split,)):
+        yield Instance(problem, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An order, what it is worth, and the policy that made it, if one did."""
+
+    value: int
+    rows: Rows
+    policy: Policy | None
+
+
+class _Search:
+    """One search with its budget; `pool` holds the best orders, all of different value."""
+
+    def __init__(
+        self, instance: Instance, objective: str, bound: int, seconds: float, named: tuple[Named, ...]
+    ) -> None:
+        self.instance, self.objective, self.bound = instance, objective, bound
+        self.random = random.Random(0)
+        self.named = named
+        self.work = seconds * PER_SECOND
+        self.pool: list[_Candidate] = []
+
+    def run(self) -> Schedule:
+        self._seed()
+        self._draw(self.work * 0.25)
+        for number, candidate in enumerate(self.pool[:CLIMBERS]):
+            self._climb(candidate, self.work * 0.35 / CLIMBERS, number)
+        self._windows(self.work * 0.2)
+        self._climb(self.pool[0], self.work * 0.2, CLIMBERS)
+        return self.instance.schedule("search", self._best_on_network())
+
+    @cached_property
+    def size(self) -> int:
+        """Operations in an order."""
+        return sum(map(len, self.instance.kinds)) * self.instance.problem.microbatches
+
+    @property
+    def _done(self) -> bool:
+        return bool(self.pool) and self.pool[0].value <= self.bound
+
+    def _add(self, rows: Rows | None, policy: Policy | None = None) -> None:
+        """Into the pool, if it fits and comes to its end."""
+        times = None if rows is None or not self.instance.fits(rows) else self.instance.times(rows)
+        if rows is None or times is None:
+            return
+        worth = value(times, self.objective)
+        if all(worth != other.value for other in self.pool):
+            self.pool.append(_Candidate(worth, rows, policy))
+            self.pool.sort(key=lambda candidate: candidate.value)
+            del self.pool[KEPT:]
+
+    def _seed(self) -> None:
+        for order in self.named:
+            rows = self.instance.rows_of(order.schedule)
+            self._add(rows)
+            if self.instance.fits(rows) and self.instance.times(rows) is not None:
+                self._add(refill(self.instance, rows))
+
+    def _draw(self, work: float) -> None:
+        """List schedules: systematic ones first, then drawn and varied ones."""
+        waiting = systematic(self.instance)
+        for number in range(max(3, int(work / (self.size * BUILD)))):
+            policy = next(waiting, None) or self._another(number)
+            self._add(build(self.instance, policy), policy)
+            if self._done:
+                return
+
+    def _another(self, number: int) -> Policy:
+        known = [candidate.policy for candidate in self.pool if candidate.policy is not None]
+        if number % 2 or not known:
+            return drawn(self.instance, self.random)
+        return varied(known[min(int(self.random.expovariate(0.5)), len(known) - 1)], self.random)
+
+    def _climb(self, start: _Candidate, work: float, seed: int) -> None:
+        steps = int(work / self.size)
+        if not self._done and steps:
+            rows = climb(self.instance, start.rows, objective=self.objective, steps=steps, seed=seed, enough=self.bound)
+            self._add(rows)
+
+    def _windows(self, work: float) -> None:
+        """Neighbourhoods of the best order, drawn from all of its time; equal ones are taken too, to go on from."""
+        if self._done or self.objective != "makespan" or work < PER_SECOND / 10:
+            return
+        # Imported here: CP-SAT takes longer to load than small problems to solve.
+        from pipecompile.schedule.window import cut, improve
+
+        rows, left = self.pool[0].rows, work / PER_SECOND
+        while left > 0 and not self._done:
+            times = self._timed(rows)
+            width = max(1, times.makespan_ns * WINDOW // self.size)
+            start = self.random.randrange(-width // 2, times.makespan_ns)
+            window = cut(self.instance, rows, times.ends, start, start + width)
+            found, spent = improve(self.instance, rows, times, window, work=WINDOW_WORK, seed=0)
+            left -= spent * SOLVER_SECONDS + self.size / PER_SECOND * 10
+            if found is not None and value(self._timed(found), self.objective) <= times.makespan_ns:
+                rows = found
+        self._add(rows)
+
+    def _timed(self, rows: Rows) -> Times:
+        times = self.instance.times(rows)
+        assert times is not None, "orders of the pool come to their end"
+        return times
+
+    def _best_on_network(self) -> Rows:
+        """The best of the pool; where links are shared or sends block, as the simulator says."""
+        problem = self.instance.problem
+        if problem.network == Network():
+            return self.pool[0].rows
+        schedules = [(candidate, self.instance.schedule("search", candidate.rows)) for candidate in self.pool]
+        return min(schedules, key=lambda pair: _value(problem, pair[1], self.objective))[0].rows

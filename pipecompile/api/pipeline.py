@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,97 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from pipecompile.api.program import Program
 from pipecompile.api.target import LossFunction, Target
-from pipecompile.codegen.stages import Edge, StageModule, emit
+from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer
 from pipecompile.errors import InputError, StalePlanError
-from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.capture import capture
 from pipecompile.frontend.selfcheck import check_capture
-from pipecompile.frontend.signature import Arguments, Outputs, arguments_of
+from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import COMPUTE, Action, Schedule, Timeline
-from pipecompile.passes.ambient import observed
-from pipecompile.passes.ties import Tie, ties_of
+from pipecompile.ir.schedule import Action, Schedule, Timeline
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.schedule.dependencies import compute_needs, in_order
 from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.simulate import simulate, simulate_plan
+from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.simulate import simulate_plan
 from pipecompile.schedule.stages import problem_of_stages
 
 __all__ = ["Pipeline", "Program"]
-
-
-class Program:
-    """A graph of the model cut as the plan says, in one mode (training or evaluation)."""
-
-    def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
-        self.captured = captured
-        self._surroundings = observed()
-        self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
-        self.flags = {path: part.training for path, part in captured.model.named_modules()}
-        self.stages: tuple[StageModule, ...] = emit(module, assignment)
-        self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
-        self.inputs = [
-            Shape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
-            for node in module.graph.nodes
-            if node.op == "placeholder"
-        ]
-        (output,) = (node for node in module.graph.nodes if node.op == "output")
-        self.results = [Shape((tuple(v.shape), v.dtype, False)) for v in output.meta["val"]]
-
-    @property
-    def outputs(self) -> Outputs:
-        """How the model's output tensors make its output."""
-        return self.captured.outputs
-
-    def boundary_shapes(self) -> list[list[Shape]]:
-        """The tensors that enter each stage."""
-        return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
-
-    def _check_surroundings(self) -> None:
-        """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
-        if observed().autocast != self._surroundings.autocast:
-            raise InputError(
-                "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
-                "or put it into the model's forward"
-            )
-        changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
-        if changed:
-            raise InputError(f"requires_grad of {changed[0]} changed since the model was compiled; compile it again")
-
-    def check_joinable(self, values: Sequence[Tensor]) -> None:
-        """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
-        for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
-            grows = batched if self.captured.symbol is not None else value.dim() > 0 and value.shape[0] == 1
-            if value.dim() and not grows:
-                raise InputError(
-                    f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "
-                    "the microbatches cannot be joined; return it per sample, or evaluate the model itself"
-                )
-
-    @contextmanager
-    def mode(self) -> Iterator[None]:
-        """Modules are in the mode of this program in the block, whatever `.train()` or `.eval()` said since."""
-        self._check_surroundings()
-        model = self.captured.model
-        before = {part: part.training for part in model.modules()}
-        for path, part in model.named_modules():
-            part.training = self.flags[path]
-        for stage in self.stages:
-            stage.module.training = model.training
-        try:
-            yield
-        finally:
-            for part, flag in before.items():
-                part.training = flag
-
-
-def _shape(edge: Edge) -> Shape:
-    return Shape((edge.shape, edge.dtype, edge.gradient))
 
 
 class Pipeline:
@@ -173,8 +104,7 @@ class Pipeline:
         microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
         Gradients are those of the mean loss; they are added to what the parameters hold.
         """
-        if self.plan.schedule.name == "forward-only":
-            raise InputError("the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'")
+        _refuse_untrainable(self.plan.schedule)
         rows = self._rows(batch)
         if len(rows) > self.plan.microbatches:
             raise InputError(
@@ -271,10 +201,9 @@ class Pipeline:
         if name == self.plan.schedule.name and microbatches == self.plan.microbatches:
             return self.plan.schedule
         if (name, microbatches) not in self._schedules:
-            stages, placement = self.plan.stages, self.plan.schedule.placement
-            recompute = [stage.recompute == "stage" for stage in stages]
-            problem = problem_of_stages(stages, self.plan.link, placement, microbatches)
-            self._schedules[name, microbatches] = lower(problem, generate(name, placement, microbatches, recompute))
+            placement, recompute = self.plan.schedule.placement, [s.recompute == "stage" for s in self.plan.stages]
+            compute = generate(name, placement, microbatches, recompute)
+            self._schedules[name, microbatches] = lower(self._problem(compute), compute)
         return self._schedules[name, microbatches]
 
     def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
@@ -288,17 +217,12 @@ class Pipeline:
         return losses
 
     def _order(self, schedule: Schedule) -> list[Action]:
-        """The compute actions of all ranks in the order in which they begin."""
-        stages, link = self.plan.stages, self.plan.link
-        timeline = simulate(problem_of_stages(stages, link, schedule.placement, schedule.microbatches), schedule)
-        events = [
-            (event.start_ns, event.end_ns, rank, event.action)
-            for rank, row in enumerate(timeline.events)
-            for event in row
-        ]
-        order = [action for *_, action in sorted(events, key=lambda event: event[:3])]
-        assert all(action.kind in COMPUTE for action in order)
-        return order
+        """The compute actions of all ranks, each after those whose results it uses."""
+        needs = compute_needs(self._problem(schedule), schedule)
+        return [action for _, action in in_order(schedule.compute, needs)]
+
+    def _problem(self, schedule: Schedule) -> Problem:
+        return problem_of_stages(self.plan.stages, self.plan.link, schedule.placement, schedule.microbatches)
 
     def _loss(self, outputs: Sequence[Tensor], target: Any) -> Tensor:
         loss_fn: LossFunction = self._target.trained_by
@@ -311,8 +235,7 @@ class Pipeline:
         tied: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
         gathered: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
         for name, parameter in self._tied.items():
-            holders = self._program.ties[name].stages
-            for earlier, later in pairwise(holders):
+            for earlier, later in pairwise(self._program.ties[name].stages):
                 gathered[earlier].append(parameter)
                 tied[later].append(parameter)
         return [
@@ -385,6 +308,16 @@ def _local_device(target: Target) -> torch.device:
 
 def _to(tree: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda value: value.to(device), tree)
+
+
+def _refuse_untrainable(schedule: Schedule) -> None:
+    if schedule.name == "forward-only":
+        raise InputError("the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'")
+    if schedule.weight_versions != "synchronous":
+        raise InputError(
+            f"schedule {schedule.name!r} updates weights while microbatches are on their way, which no step does yet; "
+            "plan with a synchronous one such as '1f1b'"
+        )
 
 
 def _refuse(what: str, names: set[str]) -> None:

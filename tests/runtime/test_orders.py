@@ -6,6 +6,7 @@ import pytest
 from orders import BACKWARDS, Order, compared, pipeline_under
 from zoo import example, same
 
+from pipecompile import InputError
 from pipecompile.api.pipeline import Pipeline
 
 NAMED = (
@@ -68,3 +69,9 @@ def test_a_minibatch_of_fewer_microbatches_keeps_the_placement(order: Order) -> 
     pipeline.step(x[:4], target.targets[:4])
     (schedule,) = pipeline._schedules.values()
     assert (schedule.microbatches, schedule.placement) == (2, pipeline.plan.schedule.placement)
+
+
+def test_a_schedule_that_updates_weights_on_the_way_is_refused() -> None:
+    target = example("sequential")
+    with pytest.raises(InputError, match="'pipedream' updates weights while microbatches are on their way"):
+        pipeline_under(Order("pipedream", 4), target).step(target.call, target.targets)

@@ -1,0 +1,87 @@
+"""A graph of the model cut into stages, in one mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, fx
+
+from pipecompile.codegen.stages import Edge, StageModule, emit
+from pipecompile.errors import InputError
+from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.signature import Outputs
+from pipecompile.passes.ambient import observed
+from pipecompile.passes.ties import Tie, ties_of
+from pipecompile.runtime.distributed import Shape
+
+__all__ = ["Program"]
+
+
+class Program:
+    """A graph of the model cut as the plan says, in one mode (training or evaluation)."""
+
+    def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
+        self.captured = captured
+        self._surroundings = observed()
+        self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
+        self.flags = {path: part.training for path, part in captured.model.named_modules()}
+        self.stages: tuple[StageModule, ...] = emit(module, assignment)
+        self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
+        self.inputs = [
+            Shape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        self.results = [Shape((tuple(v.shape), v.dtype, False)) for v in output.meta["val"]]
+
+    @property
+    def outputs(self) -> Outputs:
+        """How the model's output tensors make its output."""
+        return self.captured.outputs
+
+    def boundary_shapes(self) -> list[list[Shape]]:
+        """The tensors that enter each stage."""
+        return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
+
+    def _check_surroundings(self) -> None:
+        """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
+        if observed().autocast != self._surroundings.autocast:
+            raise InputError(
+                "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
+                "or put it into the model's forward"
+            )
+        changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
+        if changed:
+            raise InputError(f"requires_grad of {changed[0]} changed since the model was compiled; compile it again")
+
+    def check_joinable(self, values: Sequence[Tensor]) -> None:
+        """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
+        for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
+            grows = batched if self.captured.symbol is not None else value.dim() > 0 and value.shape[0] == 1
+            if value.dim() and not grows:
+                raise InputError(
+                    f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "
+                    "the microbatches cannot be joined; return it per sample, or evaluate the model itself"
+                )
+
+    @contextmanager
+    def mode(self) -> Iterator[None]:
+        """Modules are in the mode of this program in the block, whatever `.train()` or `.eval()` said since."""
+        self._check_surroundings()
+        model = self.captured.model
+        before = {part: part.training for part in model.modules()}
+        for path, part in model.named_modules():
+            part.training = self.flags[path]
+        for stage in self.stages:
+            stage.module.training = model.training
+        try:
+            yield
+        finally:
+            for part, flag in before.items():
+                part.training = flag
+
+
+def _shape(edge: Edge) -> Shape:
+    return Shape((edge.shape, edge.dtype, edge.gradient))

@@ -284,6 +284,44 @@ def partition(path: str, form: str, **options: Any) -> int:
 
 
 @commands.command()
+@click.argument("path", metavar="PROBLEM")
+@click.option("--name", default="search", show_default=True, help="search, or a schedule such as 1f1b, zb-h1 or zb-v.")
+@click.option(
+    "--objective", default="makespan", show_default=True, help="makespan, or span: a rank's start to its end."
+)
+@click.option("--placement", help="linear, loop, v or open, instead of the ranks in PROBLEM.")
+@click.option("--time-limit", type=float, default=5.0, show_default=True, help="Seconds of work, counted in steps.")
+@click.option("--order", help="CSV of torch's with an order to check and simulate, instead of making one.")
+@click.option("--csv", "csv_path", help="Write the order for torch, if it fits.")
+@click.option("--svg", "svg_path", help="Write the timeline as a picture, if the order fits.")
+@format_option
+@answers
+def schedule(
+    path: str, csv_path: str | None, svg_path: str | None, time_limit: float, form: str, **options: Any
+) -> int:
+    """Order the work of stages on ranks: the scheduler alone."""
+    from pipecompile.api.scheduling import Request, answer
+    from pipecompile.report.order import order_text, order_title
+    from pipecompile.report.svg import picture
+    from pipecompile.schedule.torch_csv import write_csv
+
+    found = answer(path, Request(seconds=time_limit, **options))
+    order, files = found.order, dict[str, str]()
+    if csv_path is not None and order.fits:
+        files[csv_path] = write_csv(found.schedule)
+    if svg_path is not None and order.fits:
+        files[svg_path] = picture(order_title(order), found.timeline)
+    for name, content in files.items():  # all of them can be made before one is written
+        write(name, content.encode())
+    if form == "json":
+        click.echo(encode(order), nl=False)
+    else:
+        text = order_text(order, found.timeline)
+        click.echo(f"```\n{text}\n```" if form == "github" else text)
+    return FINE if order.fits else NO
+
+
+@commands.command()
 @click.argument("target")
 @planning_options
 @format_option

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pipecompile.ir.schedule import Idle, Versions
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
-__all__ = ["Order", "ScheduleProblem", "StageProblem"]
+__all__ = ["NamedOrder", "Order", "ScheduleProblem", "StageProblem"]
 
 
 class StageProblem(Value, frozen=True, kw_only=True):
@@ -14,8 +15,9 @@ class StageProblem(Value, frozen=True, kw_only=True):
 
     A forward takes `activation_bytes`; the gradients of the inputs release all but `weight_gradient_bytes`, those of
     the weights the rest. A full backward takes the time of both, or `backward_ns`. With `recompute_ns` the forward is
-    run again before the backward, which takes `recompute_bytes` more. `rank` null: the scheduler chooses.
-    `reduce_ns` is the data-parallel sum of the stage's gradients, beside whatever its rank computes by then.
+    run again before the backward, which takes `recompute_bytes` more; the last stage never recomputes and keeps those
+    from its forward on. `rank` null: the scheduler chooses. `reduce_ns` is the data-parallel sum of the stage's
+    gradients, beside whatever its rank computes by then.
     """
 
     rank: NonNegative | None
@@ -89,23 +91,50 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
         return self.transfer_ns if isinstance(self.transfer_ns, int) else self.transfer_ns[source][destination]
 
 
-class Order(Value, frozen=True, kw_only=True):
-    """A schedule for a problem and what it gives; `seconds` are those the search took, for people.
-
-    `lower_bound_ns` bounds the objective over all orders on this placement. `proven`: the value meets it.
-    """
+class NamedOrder(Value, frozen=True, kw_only=True):
+    """What a named schedule is worth on a problem, in the objective's unit, and by how much it is over a rank's cap."""
 
     name: str
+    shape: str
+    value_ns: NonNegative
+    over_bytes: NonNegative
+
+
+class Order(Value, frozen=True, kw_only=True):
+    """A schedule for a problem and what it gives.
+
+    `asked` is what was asked for: search, a name, or csv for an order that was read. `name` is what it is: of the
+    orders searched one has the name search, and the others are the named ones. `shape` is linear, loop, v, or own.
+
+    `lower_bound_ns` bounds the objective over all orders and all placements that were in question; null where nothing
+    compares: without backwards, or without a flush. `proven`: the value meets it. `violations` say which rank is over
+    its cap, from which action on and by how much; empty if it fits. `named` are all that the placements allow.
+    `seconds` are those it took, for people.
+    """
+
+    asked: str
+    name: str
+    weight_versions: Versions
+    microbatches: Positive
     placement: tuple[NonNegative, ...]
+    shape: str
     orders: tuple[tuple[str, ...], ...]
+    objective: str
     makespan_ns: NonNegative
     span_ns: NonNegative
-    lower_bound_ns: NonNegative
+    lower_bound_ns: NonNegative | None
     proven: bool
-    objective: str
     bubble: float
-    idle: tuple[dict[str, int], ...]
+    idle: tuple[Idle, ...]
     peak_bytes: tuple[NonNegative, ...]
+    memory_bytes: tuple[NonNegative, ...] | None
     fits: bool
-    best_named: dict[str, int | None]
+    violations: tuple[str, ...]
+    best_named: NamedOrder | None
+    named: tuple[NamedOrder, ...]
     seconds: float
+
+    @property
+    def value_ns(self) -> int:
+        """What the objective says it is worth."""
+        return self.makespan_ns if self.objective == "makespan" else self.span_ns

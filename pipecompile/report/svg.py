@@ -10,7 +10,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
 from pipecompile.report.text import time_text
 
-__all__ = ["timeline_svg"]
+__all__ = ["picture", "timeline_svg"]
 
 _WIDTH, _LEFT, _RIGHT = 1000, 78, 92
 _TOP, _ROW, _BAR, _BOTTOM = 74, 40, 32, 62
@@ -47,15 +47,20 @@ class _Scale:
 
 
 def timeline_svg(plan: Plan, timeline: Timeline) -> str:
-    """A self-contained SVG of the step, with its own background and no scripts or fonts."""
+    """The step of a plan."""
+    return picture(_headline(plan), timeline)
+
+
+def picture(headline: str, timeline: Timeline) -> str:
+    """A self-contained SVG of a step, with its own background and no scripts or fonts."""
     scale = _Scale(timeline.makespan_ns, len(timeline.events))
     height = scale.bottom + _BOTTOM
-    body = [*_title(plan, timeline), *_axis(scale), *_ranks(timeline, scale), *_legend(timeline, scale)]
+    body = [*_title(headline, timeline), *_axis(scale), *_ranks(timeline, scale), *_legend(timeline, scale)]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
             f'height="{height}" font-family="{_FONT}" font-size="12" role="img">',
-            f"<title>{escape(_headline(plan))}</title>",
+            f"<title>{escape(headline)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="#fbfbfa" stroke="#d9d9d6"/>',
             *body,
             "</svg>\n",
@@ -67,9 +72,9 @@ def _headline(plan: Plan) -> str:
     return f"{plan.schedule.name}: {plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
 
 
-def _title(plan: Plan, timeline: Timeline) -> Iterator[str]:
+def _title(headline: str, timeline: Timeline) -> Iterator[str]:
     figures = f"step {time_text(timeline.makespan_ns)}, bubble {timeline.bubble:.1%}"
-    yield _text(20, 32, _headline(plan), size=16, weight=600, colour="#1f2328")
+    yield _text(20, 32, headline, size=16, weight=600, colour="#1f2328")
     yield _text(20, 52, figures, colour="#59636e")
     yield _text(_WIDTH - 20, _TOP - 8, "idle", anchor="end", colour="#59636e")
 

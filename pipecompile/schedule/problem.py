@@ -163,16 +163,17 @@ def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -
 def _work(given: ScheduleProblem, index: int) -> Work:
     stage = given.stages[index]
     both = stage.backward_input_ns + stage.backward_weight_ns
+    again = stage.recompute_ns > 0 and index + 1 < len(given.stages)
     return Work(
         forward_ns=stage.forward_ns,
         backward_ns=both if stage.backward_ns is None else stage.backward_ns,
         backward_input_ns=stage.backward_input_ns,
         backward_weight_ns=stage.backward_weight_ns,
-        recompute_ns=stage.recompute_ns,
+        recompute_ns=stage.recompute_ns if again else 0,
         reduce_ns=stage.reduce_ns,
-        kept_bytes=stage.activation_bytes,
-        recomputed_bytes=stage.recompute_bytes,
+        kept_bytes=stage.activation_bytes + (0 if again else stage.recompute_bytes),
+        recomputed_bytes=stage.recompute_bytes if again else 0,
         between_bytes=stage.weight_gradient_bytes,
         splits=given.split_backward,
-        recompute=stage.recompute_ns > 0,
+        recompute=again,
     )

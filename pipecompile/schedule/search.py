@@ -24,7 +24,7 @@ from pipecompile.schedule.policies import drawn, systematic, varied
 from pipecompile.schedule.problem import Network, Problem
 from pipecompile.schedule.simulate import simulate
 
-__all__ = ["OBJECTIVES", "Found", "Named", "best_named", "named_orders", "search"]
+__all__ = ["OBJECTIVES", "Found", "Named", "best_named", "bound_of", "named_orders", "search"]
 
 OBJECTIVES = ("makespan", "span")
 PER_SECOND = 1_000_000  # operations that the searches look at in a second
@@ -62,7 +62,7 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
     """The best order found in `seconds` of work; InfeasibleError names the rank that cannot hold one microbatch."""
     named = tuple(named_orders(problem, objective))
     _refuse_what_never_fits(problem)
-    bound = lower_bound(_cheapest(problem), objective)
+    bound = bound_of(problem, objective)
     best = best_named(named)
     candidates = [] if best is None else [(best.value, best.schedule)]
     if best is None or best.value > bound:
@@ -72,6 +72,11 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
     return Found(schedule, objective, least, bound, named)
+
+
+def bound_of(problem: Problem, objective: str) -> int:
+    """No order of `problem` has a smaller value, in ns; caps count."""
+    return lower_bound(_cheapest(problem), objective)
 
 
 def named_orders(problem: Problem, objective: str) -> Iterator[Named]:

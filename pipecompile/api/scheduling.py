@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def answer(path: str | Path, request: Request) -> Answer:
         memory_bytes=given.memory_bytes,
         fits=not best.over_bytes,
         violations=tuple(violations),
-        best_named=min((n for n in named if not n.over_bytes), key=lambda n: n.value_ns, default=None),
+        best_named=_best(named),
         named=named,
         seconds=round(time.perf_counter() - began, 3),
     )
@@ -124,7 +123,7 @@ class _Candidate:
 
     @property
     def over_bytes(self) -> int:
-        return _over_bytes(self.problem, self.schedule)
+        return _over_bytes(self.problem, self.timeline.peak_bytes)
 
 
 def _candidates(given: ScheduleProblem, request: Request) -> list[_Candidate]:
@@ -221,16 +220,20 @@ def _compared(candidate: _Candidate) -> Iterator[NamedOrder]:
             name=order.schedule.name,
             shape=_shape(candidate.problem.placement),
             value_ns=order.value,
-            over_bytes=_over_bytes(candidate.problem, order.schedule),
+            peak_bytes=max(order.peak_bytes),
+            over_bytes=_over_bytes(candidate.problem, order.peak_bytes),
         )
 
 
-def _over_bytes(problem: Problem, found: Schedule) -> int:
+def _best(named: Sequence[NamedOrder]) -> NamedOrder | None:
+    """The shortest of those that fit; of equals the one that holds least."""
+    within = (order for order in named if not order.over_bytes)
+    return min(within, key=lambda order: (order.value_ns, order.peak_bytes), default=None)
+
+
+def _over_bytes(problem: Problem, peaks: Sequence[int]) -> int:
     """By how much the rank that is most over its cap is over it."""
-    if problem.caps is None:
-        return 0
-    peaks = (max(accumulate(map(problem.change_bytes, row)), default=0) for row in found.compute)
-    return max(0, *(peak - cap for peak, cap in zip(peaks, problem.caps, strict=True)))
+    return max(0, *(peak - cap for peak, cap in zip(peaks, problem.caps or peaks, strict=True)))
 
 
 def _violations(candidate: _Candidate) -> list[str]:

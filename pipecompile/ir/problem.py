@@ -92,11 +92,12 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
 
 
 class NamedOrder(Value, frozen=True, kw_only=True):
-    """What a named schedule is worth on a problem, in the objective's unit, and by how much it is over a rank's cap."""
+    """What a named schedule is worth on a problem, the most that a rank holds, and by how much one is over its cap."""
 
     name: str
     shape: str
     value_ns: NonNegative
+    peak_bytes: NonNegative
     over_bytes: NonNegative
 
 

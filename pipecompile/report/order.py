@@ -77,9 +77,10 @@ def _named(order: Order) -> Iterator[str]:
 
 def _worth(other: NamedOrder, order: Order) -> tuple[str, str]:
     """Its ratio to the bound, which only those within the caps have, and whether it is one of those."""
+    held = size_text(other.peak_bytes)
     if other.over_bytes:
-        return "-", f"{size_text(other.over_bytes)} over"
-    return _ratio(other.value_ns, order), "fits"
+        return "-", f"{held}, {size_text(other.over_bytes)} over"
+    return _ratio(other.value_ns, order), held if order.memory_bytes is None else f"{held}, fits"
 
 
 def _ranks(order: Order) -> Iterator[str]:

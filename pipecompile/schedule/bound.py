@@ -214,17 +214,14 @@ class _Loads:
         # of each microbatch up to the operation's own: all of these come before it, or after
         self.least = {FORWARD: upto, BACKWARD: [a + b for a, b in zip(forward, again, strict=True)]}
         onward = [sum(times[FORWARD][s] for s in stages_of[placement[stage]] if s >= stage) for stage in count]
+        # a stage before this one may recompute ahead: only its backward is sure to come after
         back = [
-            sum(times[BACKWARD][s] + times[RECOMPUTE][s] + times[WEIGHT][s] for s in stages_of[placement[stage]])
-            for stage in count
+            sum(times[BACKWARD][s] + times[WEIGHT][s] + times[RECOMPUTE][s] * (s >= stage) for s in stages_of[rank])
+            for stage, rank in enumerate(placement)
         ]
         rest = [
-            sum(
-                times[BACKWARD][s] + times[RECOMPUTE][s] + times[WEIGHT][s]
-                for s in stages_of[placement[stage]]
-                if s <= stage
-            )
-            for stage in count
+            sum(times[BACKWARD][s] + times[WEIGHT][s] for s in stages_of[rank] if s <= stage)
+            for stage, rank in enumerate(placement)
         ]
         self.most = {FORWARD: [a + b for a, b in zip(onward, back, strict=True)], BACKWARD: rest}
 

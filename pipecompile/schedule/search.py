@@ -37,10 +37,11 @@ CLIMBERS = 4
 
 @dataclass(frozen=True)
 class Named:
-    """A named schedule on a problem: its value in ns, and whether it stays within the caps."""
+    """A named schedule on a problem: its value in ns, what each rank holds, and whether that is within the caps."""
 
     schedule: Schedule
     value: int
+    peak_bytes: tuple[int, ...]
     fits: bool
 
 
@@ -85,12 +86,13 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
         if problem.splits or name not in SPLIT:
             schedule = generate(name, problem.placement, problem.microbatches, problem.recompute)
             timeline = simulate(problem, schedule)
-            yield Named(schedule, _measure(timeline, objective), _within_caps(problem, timeline))
+            yield Named(schedule, _measure(timeline, objective), timeline.peak_bytes, _within_caps(problem, timeline))
 
 
 def best_named(named: tuple[Named, ...]) -> Named | None:
-    """The shortest of those that fit; the first of equals."""
-    return min((order for order in named if order.fits), key=lambda order: order.value, default=None)
+    """The shortest of those that fit; of equals the one that holds least."""
+    within = (order for order in named if order.fits)
+    return min(within, key=lambda order: (order.value, max(order.peak_bytes)), default=None)
 
 
 def _value(problem: Problem, schedule: Schedule, objective: str) -> int:

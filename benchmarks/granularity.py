@@ -16,7 +16,8 @@ import torch
 
 from examples import models
 from pipecompile.api.compile import capture_target, cost_graph, options_for
-from pipecompile.api.planning import block_of, problem_of
+from pipecompile.api.cutting import problem_of
+from pipecompile.api.staging import block_of
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Link

@@ -82,6 +82,10 @@ def _say(text: str) -> None:
         click.echo(text)
 
 
+SCHEDULE_HELP = (
+    "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
+)
+
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
 )
@@ -93,7 +97,9 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
         [
             click.option("-k", "k", type=int, default=4, show_default=True, help="Number of stages."),
             click.option("--microbatches", type=int, help="Microbatches per step; default k."),
-            click.option("--schedule", default="1f1b", show_default=True, help="gpipe or 1f1b."),
+            click.option("--schedule", default="1f1b", show_default=True, help=SCHEDULE_HELP),
+            click.option("--stages-per-rank", type=int, help="Stages on each rank; default what the schedule needs."),
+            click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
             click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
             click.option("--memory", help="Cap of each rank, such as 16GiB."),
             click.option("--recompute", default="none", show_default=True, help="none or stage."),
@@ -178,7 +184,7 @@ def _print_plan(made: Plan, form: str) -> None:
 @answers
 def check(path: str, target: str | None, form: str, **limits: Any) -> int:
     """Is PLAN sound (deadlock-free, complete, within its limits) and, given TARGET, still current?"""
-    from pipecompile.api.planning import over_limits, violations
+    from pipecompile.api.checking import over_limits, violations
 
     made = read(path, Plan)
     size = limits["max_memory"]

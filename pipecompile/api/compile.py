@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
+from pipecompile.api.checking import violations
+from pipecompile.api.ordering import placements
 from pipecompile.api.pipeline import Pipeline, Program, check_world
-from pipecompile.api.planning import draft, violations
+from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import Measured
@@ -31,6 +33,7 @@ from pipecompile.passes.group import Group, belongs
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
+from pipecompile.schedule.placement import SHAPES
 
 __all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
 
@@ -44,6 +47,8 @@ def pipecompile(
     *,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    placement: str | None = None,
     objective: str = "variance",
     memory: int | str | None = None,
     costs: str = "measured",
@@ -60,7 +65,9 @@ def pipecompile(
 
     `sample_input` is one minibatch: a tensor, a tuple of positional arguments or a mapping of keyword arguments, whose
     tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
-    the scalar to train; without it the model's own `loss` output is used. `memory` caps each rank ("16GiB", or
+    the scalar to train; without it the model's own `loss` output is used. `schedule` is a named one (see
+    docs/schedules.md) or "search"; `stages_per_rank` and `placement` (linear, loop or v) default to what it needs, and
+    a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or
     bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
     `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
     stage has a node with parameters. `sample_target` lets the costs include the loss. `plan` runs a committed plan
@@ -79,6 +86,8 @@ def pipecompile(
             k=k,
             microbatches=microbatches,
             schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            placement=placement,
             objective=objective,
             memory=memory,
             costs=costs,
@@ -108,6 +117,8 @@ def options_for(
     k: int,
     microbatches: int | None = None,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    placement: str | None = None,
     objective: str = "variance",
     memory: int | str | None = None,
     costs: str = "measured",
@@ -121,7 +132,11 @@ def options_for(
         raise InputError(f"k={k}, but a pipeline has at least one stage")
     _one_of("costs", costs, COST_MODELS)
     _one_of("recompute", recompute, ("none", "stage"))
-    return Options(
+    if stages_per_rank is not None and stages_per_rank < 1:
+        raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
+    if placement is not None:
+        _one_of("placement", placement, SHAPES)
+    options = Options(
         k=k,
         microbatches=_microbatches(target, k if microbatches is None else microbatches),
         schedule=schedule,
@@ -132,7 +147,11 @@ def options_for(
         pin=dict(pin or {}),
         groups=tuple(tuple(names) for names in groups),
         parameters_everywhere=parameters_everywhere,
+        stages_per_rank=stages_per_rank,
+        placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
+    placements(options)  # refuses what does not go together before anything is captured
+    return options
 
 
 def _one_of(what: str, given: str, known: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pipecompile.api.planning import step_ns
+from pipecompile.api.cutting import step_ns
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut, Links
 from pipecompile.ir.graph import CostGraph

@@ -51,7 +51,7 @@ class Pipeline:
         self._target = target
         self._sample = sample
         self._device = _local_device(target) if self._distributed else target.device
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._schedules: dict[int, Schedule] = {}
         if self._distributed:
             self._move_stages()
             self._equalise_ties()
@@ -112,7 +112,7 @@ class Pipeline:
                 "and schedule would be others; give a smaller batch, or plan again with more microbatches"
             )
         targets = split(target, len(rows))
-        schedule = self._schedule(self.plan.schedule.name, len(rows))
+        schedule = self.plan.schedule.first(len(rows))
         moved = [parameter for _, parameter in self.named_parameters()]
         with self._program.mode(), fresh_gradients(moved):
             losses = self._step(schedule, rows, targets)
@@ -125,7 +125,7 @@ class Pipeline:
         program = self._evaluation
         with program.mode():
             if self._distributed:
-                schedule = self._schedule("forward-only", len(rows))
+                schedule = self._evaluation_schedule(len(rows))
                 found: Sequence[Sequence[Tensor]] | None = self._evaluator.run(
                     schedule, rows, [None] * len(rows), seed=self.seed, step=0
                 )
@@ -196,15 +196,12 @@ class Pipeline:
                 raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")
         return split([tensor.to(self._device) for tensor in tensors], count)
 
-    def _schedule(self, name: str, microbatches: int) -> Schedule:
-        """The planned schedule, or its like for a minibatch of another number of microbatches."""
-        if name == self.plan.schedule.name and microbatches == self.plan.microbatches:
-            return self.plan.schedule
-        if (name, microbatches) not in self._schedules:
-            placement, recompute = self.plan.schedule.placement, [s.recompute == "stage" for s in self.plan.stages]
-            compute = generate(name, placement, microbatches, recompute)
-            self._schedules[name, microbatches] = lower(self._problem(compute), compute)
-        return self._schedules[name, microbatches]
+    def _evaluation_schedule(self, microbatches: int) -> Schedule:
+        """Each microbatch once through the stages, where the plan has them."""
+        if microbatches not in self._schedules:
+            compute = generate("forward-only", self.plan.schedule.placement, microbatches)
+            self._schedules[microbatches] = lower(self._problem(compute), compute)
+        return self._schedules[microbatches]
 
     def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
         targets = [_to(target, self._device) for target in targets]

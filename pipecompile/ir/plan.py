@@ -14,6 +14,7 @@ __all__ = [
     "Fingerprint",
     "Link",
     "Options",
+    "Ordering",
     "OwnedParameter",
     "Plan",
     "Prediction",
@@ -24,7 +25,10 @@ __all__ = [
 
 
 class Options(Value, frozen=True, kw_only=True):
-    """What was asked for. `memory_bytes` is the cap of each rank, None for no cap."""
+    """What was asked for. `memory_bytes` is the cap of each rank, None for no cap.
+
+    `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides.
+    """
 
     k: Positive
     microbatches: Positive
@@ -36,6 +40,8 @@ class Options(Value, frozen=True, kw_only=True):
     pin: dict[str, int] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
+    stages_per_rank: Positive | None = None
+    placement: Literal["linear", "loop", "v"] | None = None
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):
@@ -136,6 +142,19 @@ class Search(Value, frozen=True, kw_only=True):
     faster: Faster | None = None
 
 
+class Ordering(Value, frozen=True, kw_only=True):
+    """How the schedule was searched for: steps in ns, of the best order found and of the named ones that fit.
+
+    No order on this placement has a shorter step than `bound_ns`. Unless `kept`, the plan has the best named order:
+    the gain of what was found did not survive noise on the durations.
+    """
+
+    searched_ns: NonNegative
+    bound_ns: NonNegative
+    named_ns: dict[str, int]
+    kept: bool
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights."""
 
@@ -156,6 +175,7 @@ class Plan(Value, frozen=True, kw_only=True):
     schedule: Schedule
     prediction: Prediction
     search: Search
+    ordering: Ordering | None = None
 
     def __post_init__(self) -> None:
         _same("stages", len(self.stages), "k", self.k)
@@ -166,7 +186,9 @@ class Plan(Value, frozen=True, kw_only=True):
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
         _same("k of the options", self.options.k, "k", self.k)
         _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
-        if self.options.schedule != self.schedule.name:
+        if (self.options.schedule == "search") != (self.ordering is not None):
+            raise ValueError("a plan says how its schedule was searched for if that was asked for, and only then")
+        if self.options.schedule not in ("search", self.schedule.name):
             raise ValueError(f"the options ask for {self.options.schedule!r}, the schedule is {self.schedule.name!r}")
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))

@@ -289,7 +289,9 @@ def _fastest_step(problem: Problem, seconds: float) -> Partition:
             ("max-load", "none"),
         )
     ]
-    bound = max(lower_bound(problem), problem.microbatches * cuts[-1].search.bound)
+    bound = lower_bound(problem)
+    if problem.whole_backwards:
+        bound = max(bound, problem.microbatches * cuts[-1].search.bound)
     best = min(cuts, key=lambda cut: step_ns(cut.assignment)).assignment
     instance = Instance.of(problem)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import ceil
 
+from pipecompile.ir.graph import Node
 from pipecompile.partition.problem import Problem
 
 __all__ = ["lower_bound", "measures", "objective_value", "rank_loads", "stage_loads"]
@@ -155,11 +156,21 @@ def _step_bound(problem: Problem, total: int) -> int:
     """The first microbatch must reach stage s before its rank starts on M of them: Σ_{i<s} l_i + M·l_s ≤ step.
 
     The step T that lets all loads meet these limits is least where each is met: then Σ l = T·(1 − (1 − 1/M)^k).
-    Ranks with several stages only ever do Σ l = their sum, M times.
+    Ranks with several stages only ever do Σ l = their sum, M times. So do those that split their backwards: they have
+    the gradients of weights to do while a microbatch travels, and both halves may take less than the whole.
     """
     m, fastest = problem.microbatches, max(problem.speed(s) for s in range(problem.k))
+    if not problem.whole_backwards:
+        total -= sum(_saved_by_halves(node) for node in problem.graph.nodes)
     busy = ceil(m * total / (problem.ranks * fastest))
-    if problem.ranks != problem.k:
+    if problem.ranks != problem.k or not problem.whole_backwards:
         return busy
     fill = 1 - (1 - Fraction(1, m)) ** problem.k
     return max(busy, ceil(total / fastest / fill))
+
+
+def _saved_by_halves(node: Node) -> int:
+    """What the two halves of a node's backward take less than the whole, in ns."""
+    if node.backward_input_ns is None or node.backward_weight_ns is None:
+        return 0
+    return max(0, node.backward_ns - node.backward_input_ns - node.backward_weight_ns)

@@ -85,8 +85,8 @@ class Problem:
 
     With `replica_ranks` a stage may run on several data-parallel ranks, as many in all: its load is divided among
     them, plus a ring all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv
-    1806.03377, section 3.2). `step_ns` simulates an assignment, for the objective step-time. InputError says what
-    does not fit.
+    1806.03377, section 3.2). `step_ns` simulates an assignment, for the objective step-time; unless `whole_backwards`,
+    its schedule may do the gradients of the weights later. InputError says what does not fit.
     """
 
     graph: CostGraph
@@ -105,6 +105,7 @@ class Problem:
     replica_ranks: int | None = None
     microbatches: int = 1
     step_ns: Callable[[Mapping[str, int]], int] | None = None
+    whole_backwards: bool = True
 
     def __post_init__(self) -> None:
         _refuse_unknown("objective", self.objective, OBJECTIVES)

@@ -46,10 +46,28 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
     yield from _all_objectives(plan)
+    yield from _ordering(plan)
     yield f"  costs      {plan.options.costs}; time is simulated from them"
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
     yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
+
+
+def _ordering(plan: Plan) -> Iterator[str]:
+    """What the search for a schedule found, beside the best named one."""
+    ordering = plan.ordering
+    if ordering is None:
+        return
+    found, bound = time_text(ordering.searched_ns), time_text(ordering.bound_ns)
+    best = min(ordering.named_ns, key=ordering.named_ns.__getitem__, default=None)
+    if best is None:
+        yield f"  order      searched: {found}, bound {bound}; no named schedule fits the memory"
+        return
+    gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
+    named = f"best named {best} {time_text(ordering.named_ns[best])}"
+    fate = "" if ordering.kept else ", dropped: it does not survive 10 % noise on the durations"
+    change = f"search {found} ({-gain:+.1%}){fate}" if gain > 0 else "search found none shorter"
+    yield f"  order      {named}, {change}; bound {bound}"
 
 
 def _objective(plan: Plan) -> str:

@@ -12,8 +12,8 @@ from cuts import chain, cuts, graphs, node
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipecompile.api.cutting import sums_in_order
 from pipecompile.api.partitioning import Request, link_of, partition
-from pipecompile.api.planning import sums_in_order
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.cut import Links
 from pipecompile.ir.graph import CostGraph, Tensor

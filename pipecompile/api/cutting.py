@@ -1,0 +1,224 @@
+"""What a plan's options ask of the partitioner, and the cut that it finds. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pipecompile.api.ordering import flights, named_schedule, placements, stand_in
+from pipecompile.api.staging import stages_of
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.memory import Layout, buffers, floors
+from pipecompile.ir.plan import Faster, Link, Options
+from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.stages import problem_of_stages
+
+if TYPE_CHECKING:
+    from pipecompile.partition.problem import Candidate, Memory, Problem
+    from pipecompile.partition.result import Partition
+
+__all__ = ["cut", "problem_of", "step_ns", "sums_in_order"]
+
+OBJECTIVES = ("variance", "max-load", "step-time")
+OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
+CAPS_LOWERED = 5
+
+
+def cut(graph: CostGraph, options: Options, link: Link, placement: Sequence[int]) -> Partition:
+    """The cut, all objectives' values for it, and whether another objective would shorten the step."""
+    # Imported here: solvers need numpy and networkx, which reading a plan does not.
+    from pipecompile.partition.front import solve
+
+    problem, found = _fitting(graph, options, link, placement)
+    assert problem.step_ns is not None
+    step_ns = problem.step_ns(found.assignment)
+    others = [
+        Faster(objective=objective, step_ns=problem.step_ns(solve(other, seconds=OTHERS_SECONDS).assignment))
+        for objective in OBJECTIVES
+        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only")
+        for other in [replace(problem, objective=objective)]
+    ]
+    fastest = min(others, key=lambda other: other.step_ns)
+    search = msgspec.structs.replace(
+        found.search,
+        values={**found.search.values, "step_ns": step_ns},
+        faster=fastest if fastest.step_ns < step_ns else None,
+    )
+    return replace(found, search=search)
+
+
+def _fitting(graph: CostGraph, options: Options, link: Link, placement: Sequence[int]) -> tuple[Problem, Partition]:
+    """What is asked of the partitioner, and its cut; InfeasibleError says which constraint cannot be met.
+
+    A searched order may hold fewer microbatches than the named one by which the cut is judged: if that does not fit,
+    there must be room for one.
+    """
+    from pipecompile.partition.front import solve
+
+    held = [flights(options, placement), (1,) * options.k]
+    for in_flight in held if options.schedule == "search" else held[:1]:
+        problem = problem_of(graph, options, link, placement, in_flight)
+        try:
+            return problem, _within_caps(graph, options, problem, solve(problem))
+        except InfeasibleError as error:
+            refusal = error
+    raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, link)}")
+
+
+def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Partition) -> Partition:
+    """`found`, or another cut where ranks with several stages hold more than the sums that the search goes by.
+
+    Each time the caps are lowered by what is too much; InfeasibleError if that does not help.
+    """
+    from pipecompile.partition.front import solve
+
+    if problem.memory is None or problem.memory.price is not None:
+        return found
+    for _ in range(CAPS_LOWERED):
+        excess = _excess(graph, options, problem, found)
+        if not any(excess):
+            return found
+        caps = tuple(max(0, cap - more) for cap, more in zip(problem.memory.caps, excess, strict=True))
+        problem = replace(problem, memory=replace(problem.memory, caps=caps))
+        found = solve(problem, seconds=OTHERS_SECONDS)
+    rank = max(range(len(excess)), key=excess.__getitem__)
+    raise InfeasibleError(
+        f"no cut was found whose ranks fit their memory: the last one tried needs {excess[rank]} bytes too many "
+        f"on rank {rank}, which holds {options.k // problem.ranks} stages; whether another one fits is not proven"
+    )
+
+
+def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partition) -> list[int]:
+    """Per rank the bytes over its cap."""
+    assert options.memory_bytes is not None and problem.memory is not None
+    needed = [0] * problem.ranks
+    for index, stage in enumerate(stages_of(graph, found.assignment, options)):
+        needed[problem.stage_ranks[index]] += stage.footprint.bound(
+            in_flight=problem.memory.in_flight[index],
+            microbatches=options.microbatches,
+            recompute=stage.recompute == "stage",
+        )
+    return [max(0, size - options.memory_bytes) for size in needed]
+
+
+def problem_of(
+    graph: CostGraph,
+    options: Options,
+    link: Link,
+    placement: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> Problem:
+    """What the options ask of the partitioner, with the stages placed and held as given or as the schedule has it."""
+    if options.objective == "step-time" and options.schedule == "forward-only":
+        raise InputError("step-time weighs a step with backwards, which forward-only has not; choose max-load")
+    from pipecompile.partition.problem import Problem
+
+    placement = tuple(placement or placements(options)[0])
+    return Problem(
+        graph,
+        options.k,
+        objective=options.objective,
+        link=link,
+        placement=None if placement == tuple(range(options.k)) else placement,
+        recompute=options.recompute == "stage",
+        memory=_memory(graph, options, placement, in_flight or flights(options, placement)),
+        pin=options.pin,
+        precedence=tuple(sums_in_order(graph)),
+        parameters_everywhere=options.parameters_everywhere,
+        microbatches=options.microbatches,
+        whole_backwards=options.schedule not in (*SPLIT, "search"),
+        step_ns=lambda assignment: step_ns(graph, assignment, options, link, placement),
+    )
+
+
+def _memory(graph: CostGraph, options: Options, placement: Sequence[int], in_flight: Sequence[int]) -> Memory | None:
+    """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
+    if options.memory_bytes is None:
+        return None
+    from pipecompile.partition.problem import Floor, Memory
+
+    ranks = max(placement) + 1
+    alone = ranks == options.k
+    return Memory(
+        (options.memory_bytes,) * ranks,
+        tuple(in_flight),
+        *floors(graph, recompute=options.recompute == "stage"),
+        price=_price(graph, options) if alone else None,
+        floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
+    )
+
+
+def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
+    """Pairs of nodes whose stages must not fall, so that gradients are summed in the order of the unsplit model.
+
+    Autograd adds what the consumers of a tensor give from the last in the forward to the first, and what later stages
+    give comes before what the tensor's own stage adds. Only the first two summands may change places.
+    """
+    place = {node.name: index for index, node in enumerate(graph.nodes)}
+    for tensor in graph.tensors:
+        consumers = sorted(set(tensor.consumers), key=place.__getitem__)
+        if tensor.gradient_bytes and len(consumers) > 2:
+            yield from pairwise(consumers[:-1])
+            yield consumers[-3], consumers[-1]
+
+
+def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | None]:
+    """A stage fits its budget by the plan's memory model, or it does not: nothing is recomputed to make it fit."""
+
+    def price(candidate: Candidate) -> int | None:
+        taken = {*candidate.before, *candidate.nodes}
+        rest = tuple(node.name for node in graph.nodes if node.name not in taken)
+        units = [names for names in (candidate.before, candidate.nodes, rest) if names]
+        start = int(bool(candidate.before))
+        held = Layout(graph, tuple(units)).footprint(start, start + 1)
+        needed = held.bound(
+            in_flight=candidate.in_flight,
+            microbatches=options.microbatches,
+            recompute=options.recompute == "stage" and candidate.stage < options.k - 1,
+        )
+        return 0 if needed <= candidate.budget else None
+
+    return price
+
+
+def step_ns(
+    graph: CostGraph,
+    assignment: Mapping[str, int],
+    options: Options,
+    link: Link,
+    placement: Sequence[int] | None = None,
+) -> int:
+    """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
+    placement = placement or placements(options)[0]
+    problem = problem_of_stages(stages_of(graph, assignment, options), link, placement, options.microbatches)
+    return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
+
+
+def _what_would_fit(graph: CostGraph, options: Options, link: Link) -> str:
+    """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
+    if options.memory_bytes is None:
+        return ""
+    more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, 2 * options.k + 3)]
+    changed = {f"k={other.k}": other for other in more}
+    if options.recompute == "none":
+        changed = {"recompute=stage": msgspec.structs.replace(options, recompute="stage"), **changed}
+    fitting = [text for text, other in changed.items() if _is_feasible(graph, other, link)]
+    if not fitting:
+        return f"; neither up to {more[-1].k} stages nor recompute would fit: allow more memory or fewer microbatches"
+    return f"; this would fit: {' or '.join(fitting[:2])}"
+
+
+def _is_feasible(graph: CostGraph, options: Options, link: Link) -> bool:
+    from pipecompile.partition.front import solve
+
+    try:
+        solve(problem_of(graph, options, link), seconds=OTHERS_SECONDS)
+    except PipecompileError:
+        return False
+    return True

@@ -130,6 +130,13 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         """How many ranks take part."""
         return len(self.actions)
 
+    def first(self, microbatches: int) -> Schedule:
+        """The same order without the later microbatches; nothing that stays depends on them."""
+        if microbatches == self.microbatches:
+            return self
+        rows = [[a for a in row if a.microbatch is None or a.microbatch < microbatches] for row in self.rows]
+        return Schedule.of(self.name, microbatches, self.placement, rows, self.weight_versions)
+
     @staticmethod
     def of(
         name: str,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 from math import inf
 
 from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instance
@@ -25,7 +25,7 @@ Lanes = list[list[list[int]]]  # by kind, stage and microbatch
 def lower_bound(instance: Instance, objective: str) -> int:
     """No order has a smaller makespan, or largest span, in ns."""
     if objective == "span":
-        return max(_rank_span(instance, rank) for rank in range(instance.problem.ranks))
+        return max(_rank_span(instance, rank) for rank in set(instance.problem.placement))
     heads, tails = _heads(instance), _tails(instance)
     return max(_rank_bound(instance, rank, heads, tails) for rank in range(instance.problem.ranks))
 
@@ -48,18 +48,19 @@ def _drain(instance: Instance, rank: int, jobs: list[tuple[int, int, int]], tail
     """
     if instance.problem.caps is None:
         return 0
-    left = instance.problem.caps[rank] * _work_per_byte(instance, instance.stages_of[rank])
+    per_byte = _work_per_byte(instance, instance.stages_of[rank])
     total = sum(time for _, time, _ in jobs)
-    if left >= total:
+    if per_byte == inf or instance.problem.caps[rank] * per_byte >= total:
         return 0
+    left = int(instance.problem.caps[rank] * per_byte)
     now, done = 0, 0
     for head, time, _ in sorted(jobs):
         now = max(now, head)
-        spent = min(time, total - int(left) - done)
+        spent = min(time, total - left - done)
         now, done = now + spent, done + spent
-        if done >= total - int(left):
+        if done >= total - left:
             break
-    return now + max(tails[FORWARD][instance.stages_of[rank][0]][-1], int(left))
+    return now + max(tails[FORWARD][instance.stages_of[rank][0]][-1], left)
 
 
 def _work_per_byte(instance: Instance, stages: tuple[int, ...]) -> Fraction | float:
@@ -105,18 +106,20 @@ def _rooms(instance: Instance) -> list[list[tuple[int, int]]]:
     """Per stage s pairs of a stage t on its rank and n: forward j of s comes after backward j − n of t.
 
     Let forward j of s come before backward i of t, which is s or a later stage. As that backward runs, all stages up
-    to s are held of the microbatches i to j, and of i the others up to t, besides what t recomputed. If that is more
-    than the cap for j − i = n, forward j comes after backward j − n.
+    to s are held of the microbatches i to j, and of i the others up to t, besides what t recomputed; all but those
+    whose backwards do not wait for that of t. If that is more than the cap for j − i = n, forward j comes after
+    backward j − n.
     """
     problem, kept, again = instance.problem, instance.lane_bytes[FORWARD], instance.lane_bytes[RECOMPUTE]
     rooms: list[list[tuple[int, int]]] = [[] for _ in range(problem.stages)]
+    reach = instance.reach
     for stages, cap in zip(instance.stages_of, problem.caps or (), strict=False):
-        for place, stage in enumerate(stages):
-            each = sum(kept[s] for s in stages[: place + 1])
-            for last in stages[place:]:
-                others = sum(kept[s] for s in stages if stage < s <= last) + again[last]
-                if each and (cap - others) // each < problem.microbatches:
-                    rooms[stage].append((last, (cap - others) // each))
+        for stage, last in combinations_with_replacement(stages, 2):
+            waiting = [s for s in stages if s <= last <= reach[s]]
+            each = sum(kept[s] for s in waiting if s <= stage)
+            others = sum(kept[s] for s in waiting if s > stage) + again[last]
+            if each and (cap - others) // each < problem.microbatches:
+                rooms[stage].append((last, (cap - others) // each))
     return rooms
 
 
@@ -197,33 +200,28 @@ def _users(instance: Instance) -> list[list[list[tuple[int, int, int]]]]:
 
 
 class _Loads:
-    """The work that a rank must have done before an operation, and must do after it, besides what chains say."""
+    """The work that a rank must have done before an operation, and must do after it, besides what chains say.
+
+    `least` is that of each microbatch up to the operation's own, `most` that of each from its own on. Recomputes come
+    before their backward, but as early as one likes: they count after a forward, not after another backward.
+    """
 
     def __init__(self, instance: Instance) -> None:
-        self.instance = instance
-        times = instance.lane_ns
+        self.instance, reach = instance, instance.reach
         stages_of, placement = instance.stages_of, instance.problem.placement
+        forward, backward, weight, again = instance.lane_ns
         self.first = [stages_of[rank][0] for rank in placement]
-        count = range(instance.problem.stages)
-        forward = [sum(times[FORWARD][s] for s in stages_of[placement[stage]]) for stage in count]
-        again = [
-            sum(times[BACKWARD][s] + times[RECOMPUTE][s] for s in stages_of[placement[stage]] if s >= stage)
-            for stage in count
-        ]
-        upto = [sum(times[FORWARD][s] for s in stages_of[placement[stage]] if s <= stage) for stage in count]
-        # of each microbatch up to the operation's own: all of these come before it, or after
-        self.least = {FORWARD: upto, BACKWARD: [a + b for a, b in zip(forward, again, strict=True)]}
-        onward = [sum(times[FORWARD][s] for s in stages_of[placement[stage]] if s >= stage) for stage in count]
-        # a stage before this one may recompute ahead: only its backward is sure to come after
-        back = [
-            sum(times[BACKWARD][s] + times[WEIGHT][s] + times[RECOMPUTE][s] * (s >= stage) for s in stages_of[rank])
-            for stage, rank in enumerate(placement)
-        ]
-        rest = [
-            sum(times[BACKWARD][s] + times[WEIGHT][s] for s in stages_of[rank] if s <= stage)
-            for stage, rank in enumerate(placement)
-        ]
-        self.most = {FORWARD: [a + b for a, b in zip(onward, back, strict=True)], BACKWARD: rest}
+        self.least: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
+        self.most: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
+        for stage, rank in enumerate(placement):
+            held = stages_of[rank]
+            upto = sum(forward[s] for s in held if s <= stage)
+            onward = sum(forward[s] + again[s] for s in held if s >= stage)
+            there = sum(forward[s] for s in held if s <= reach[stage])
+            self.least[FORWARD].append(upto)
+            self.least[BACKWARD].append(there + sum(again[s] + backward[s] for s in held if stage <= s <= reach[stage]))
+            self.most[FORWARD].append(onward + sum(backward[s] + weight[s] for s in held if reach[s] >= stage))
+            self.most[BACKWARD].append(sum(backward[s] + weight[s] for s in held if s <= stage <= reach[s]))
 
     def before(self, kind: int, stage: int, microbatch: int, heads: Lanes) -> int:
         """From the first forward of the rank on, all that its microbatches up to this one need before."""

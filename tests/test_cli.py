@@ -366,7 +366,165 @@ def test_a_partition_needs_no_torch(graph_file: str, form: str) -> None:
     assert "torch" not in imported("partition", graph_file, "-k", "3", "--format", form)
 
 
+def schedule_problem(**more: Any) -> str:
+    """Two stages on each of two ranks, round and round, and four microbatches."""
+    costs = {"backward_input_ns": 10, "backward_weight_ns": 8, "activation_bytes": 4, "weight_gradient_bytes": 2}
+    stages = [{**costs, "rank": rank, "forward_ns": 10 + 3 * index} for index, rank in enumerate([0, 1, 0, 1])]
+    fields = {"ranks": 2, "microbatches": 4, "transfer_ns": 1, "memory_bytes": None, "split_backward": True, **more}
+    return json.dumps({"schema": "pipecompile/schedule-problem/1", "stages": stages, **fields})
+
+
+@pytest.fixture
+def problem_file(tmp_path: Path) -> str:
+    """A schedule problem."""
+    (tmp_path / "problem.json").write_text(schedule_problem())
+    return str(tmp_path / "problem.json")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_schedule(problem_file: str, form: str) -> None:
+    result = invoke("schedule", problem_file, "--time-limit", "0.2", "--format", form)
+    assert (result.exit_code, result.stderr) == (0, "")
+    if form == "json":
+        found = json.loads(result.stdout)
+        assert (found["asked"], found["fits"], found["violations"], found["placement"]) == (
+            "search",
+            True,
+            [],
+            [0, 1, 0, 1],
+        )
+        assert found["lower_bound_ns"] <= found["makespan_ns"] <= found["best_named"]["value_ns"]
+        assert sum(map(len, found["orders"])) >= 2 * 4 * 4
+        for rank in range(2):
+            busy = 4 * sum(10 + 3 * stage + 10 + 8 for stage in (rank, rank + 2))
+            assert busy + sum(found["idle"][rank].values()) == found["makespan_ns"]
+    else:
+        assert result.stdout.startswith("```\n") == (form == "github")
+        assert "4 stages on 2 ranks, 4 microbatches (loop)" in result.stdout
+        assert "interleaved-1f1b loop" in result.stdout
+        assert "\nrank  0 " in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_the_fields_of_a_schedule(problem_file: str) -> None:
+    result = invoke("schedule", problem_file, "--name", "gpipe", "--format", "json")
+    assert set(json.loads(result.stdout)) == {
+        *("asked", "name", "weight_versions", "microbatches", "placement", "shape", "orders", "objective"),
+        *("makespan_ns", "span_ns", "lower_bound_ns", "proven", "bubble", "idle", "peak_bytes", "memory_bytes", "fits"),
+        *("violations", "best_named", "named", "seconds"),
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--time-limit", "0.3"], ["--placement", "open", "--objective", "span"], ["--name", "looped-bfs"]]
+)
+def test_the_same_problem_is_scheduled_in_the_same_way(problem_file: str, arguments: list[str]) -> None:
+    def order() -> dict[str, object]:
+        result = fresh("-m", "pipecompile", "schedule", problem_file, *arguments, "--format", "json")
+        assert result.returncode == 0, result.stderr
+        return {name: value for name, value in json.loads(result.stdout).items() if name != "seconds"}
+
+    assert order() == order()
+
+
+def test_an_order_goes_to_torch_and_back(problem_file: str, tmp_path: Path) -> None:
+    csv, svg = tmp_path / "order.csv", tmp_path / "order.svg"
+    options = ("--name", "zb-v", "--placement", "v", "--csv", str(csv), "--svg", str(svg), "--format", "json")
+    made = json.loads(invoke("schedule", problem_file, *options).stdout)
+    assert [line.split(",") for line in csv.read_text().splitlines()] == made["orders"]
+    assert "<title>zb-v: 4 stages on 2 ranks, 4 microbatches</title>" in svg.read_text()
+    read_again = invoke("schedule", problem_file, "--order", str(csv), "--placement", "open", "--format", "json")
+    assert read_again.exit_code == 0, read_again.output
+    found = json.loads(read_again.stdout)
+    assert (found["asked"], found["orders"], found["makespan_ns"]) == ("csv", made["orders"], made["makespan_ns"])
+
+
+def test_asynchronous_schedules_show_their_versions(tmp_path: Path) -> None:
+    stages = [json.loads(schedule_problem())["stages"][rank] for rank in (0, 1)]
+    (tmp_path / "problem.json").write_text(schedule_problem(stages=stages))
+    problem, csv = str(tmp_path / "problem.json"), tmp_path / "order.csv"
+    result = invoke("schedule", problem, "--name", "pipedream")
+    assert result.exit_code == 0, result.output
+    assert "weights    stashed" in result.stdout
+    assert "0F0@0 0F1@0 0B0@0 0STEP0@1 0F2@1" in result.stdout
+    assert "bound" not in result.stdout
+    result = invoke("schedule", problem, "--name", "pipedream", "--csv", str(csv))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "versions of the weights cannot be written" in result.stderr
+    assert not csv.exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str) -> None:
+    path, csv = tmp_path / "problem.json", tmp_path / "order.csv"
+    path.write_text(schedule_problem(memory_bytes=[12, 100]))
+    result = invoke("schedule", str(path), "--name", "gpipe", "--csv", str(csv), "--format", form)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "rank 0: from 0F3 on it holds up to 32 bytes, 20 over its cap of 12" in result.stdout
+    assert not csv.exists()
+    assert invoke("schedule", str(path), "--time-limit", "0.2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "code", "message"),
+    [
+        (["--name", "2f2b"], {}, 2, "'2f2b' is not known; choose one of search, gpipe, 1f1b"),
+        (["--objective", "speed"], {}, 2, "'speed' is not known; choose one of makespan, span"),
+        (["--placement", "zigzag"], {}, 2, "choose one of linear, loop, v, open"),
+        (["--placement", "v", "--name", "1f1b"], {}, 2, "'1f1b' needs the stages on a linear of ranks"),
+        (["--name", "zb-h1", "--placement", "open"], {}, 2, "needs one stage on each rank"),
+        (["--name", "dualpipe-v", "--placement", "v"], {"microbatches": 3}, 2, "needs at least 4 microbatches"),
+        (["--time-limit", "-1"], {}, 2, "give a positive number"),
+        (["--order", "nothing.csv"], {}, 2, "nothing.csv: cannot be read"),
+        (["--order", "problem.json"], {}, 2, "problem.json: line 1, column 1: "),
+        (["--csv", "nowhere/order.csv", "--name", "gpipe"], {}, 2, "nowhere/order.csv: cannot be written"),
+        ([], {"memory_bytes": [7, 100]}, 1, "one microbatch alone holds 8 bytes on rank 0, whose cap is 7"),
+        ([], {"memory_bytes": [7]}, 2, "memory_bytes has 1 caps for 2 ranks"),
+        ([], {"ranks": 3}, 2, "rank 2 has no stage"),
+        ([], {"microbatches": 0}, 2, "`$.microbatches`"),
+        ([], {"schema": "pipecompile/schedule-problem/2"}, 2, "`$.schema`"),
+        ([], {"speed": 1}, 2, "unknown field `speed`"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_answered_in_one_line(
+    tmp_path: Path, arguments: list[str], more: dict[str, Any], code: int, message: str
+) -> None:
+    (tmp_path / "problem.json").write_text(schedule_problem(**more))
+    with_path = [str(tmp_path / word) if word.endswith((".csv", ".json")) else word for word in arguments]
+    result = invoke("schedule", str(tmp_path / "problem.json"), *with_path)
+    assert (result.exit_code, result.stdout) == (code, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pipecompile: ")
+    assert message in line
+    assert "PIPECOMPILE_DEBUG" not in line
+
+
+def test_recomputation_is_not_written_for_torch(tmp_path: Path) -> None:
+    tree = json.loads(schedule_problem())
+    for stage in tree["stages"]:
+        stage["recompute_ns"] = 9
+    path, csv = tmp_path / "problem.json", tmp_path / "order.csv"
+    path.write_text(json.dumps(tree))
+    result = invoke("schedule", str(path), "--name", "gpipe", "--csv", str(csv), "--svg", str(tmp_path / "order.svg"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "R0 is not F, I, W or B: recomputation cannot be written" in result.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["problem.json"]
+
+
+def test_a_problem_that_is_not_there(tmp_path: Path) -> None:
+    result = invoke("schedule", str(tmp_path / "problem.json"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "problem.json: cannot be read (No such file or directory)" in result.stderr
+
+
+def test_named_orders_need_neither_torch_nor_a_solver(problem_file: str) -> None:
+    assert imported("schedule", problem_file, "--name", "gpipe") == []
+    assert "torch" not in imported("schedule", problem_file, "--time-limit", "0.5")
+
+
 def test_help_lists_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("plan", "show", "check", "simulate", "partition", "verify"))
+    assert all(
+        name in result.stdout for name in ("plan", "show", "check", "simulate", "partition", "schedule", "verify")
+    )

@@ -3,7 +3,7 @@
 A rank never starts what could leave it stuck. Its oldest unfinished microbatch must always be able to finish: with
 what is held, less what weight gradients at hand would free, there must be room for all that this microbatch still
 needs. (The banker's algorithm, Dijkstra, EWD 108; microbatches are served in one order on all ranks, so the oldest of
-all can always go on, and the step ends.)
+all can always go on, and the step ends.) A recompute is followed by its backward, so what it takes is never in the way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instance, Rows
 
-__all__ = ["Policy", "build", "refill", "reserve"]
+__all__ = ["Policy", "build", "refill", "reserve", "serial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class _Builder:
         self.done = [[0] * problem.stages for _ in range(4)]
         self.held, self.free = [0] * problem.ranks, [0] * problem.ranks
         self.forwarded = [False] * problem.ranks
-        self.reserves = [reserve(instance, stages) for stages in instance.stages_of]
+        self.due: list[int | None] = [None] * problem.ranks  # the stage whose backward follows its recompute
+        self.reserves = [reserve(instance, rank) for rank in range(problem.ranks)]
         self.forwards = [sorted(stages, reverse=policy.deep_forward) for stages in instance.stages_of]
         self.backwards = [sorted(stages, reverse=policy.deep_backward) for stages in instance.stages_of]
         self.rows: Rows = [[] for _ in range(problem.ranks)]
@@ -87,6 +88,7 @@ class _Builder:
         self.held[rank] += self.lane_bytes[kind][stage]
         self.rows[rank].append(self.instance.operation(kind, stage, microbatch))
         heappush(self.queue, (end, rank))
+        self.due[rank] = stage if kind == RECOMPUTE else None
         if kind > BACKWARD:
             return
         self.forwarded[rank] = kind == FORWARD
@@ -99,10 +101,13 @@ class _Builder:
 
     def choose(self, rank: int, now: int) -> tuple[int, int] | None:
         """The kind and the stage of what `rank` starts now, None if it waits."""
+        due = self.due[rank]
+        if due is not None:
+            return BACKWARD, due
         backward, coming = self._backward(rank, now)
         forward, next_forward, blocked = self._forward(rank, now)
         if backward is not None and (forward is None or self._prefers_backward(rank)):
-            return self._with_recompute(backward), backward
+            return self._with_recompute(rank, backward, now)
         if forward is not None:
             return None if self._yields(rank, forward, now, coming) else (FORWARD, forward)
         return self._weight(rank, now, _sooner(coming, next_forward), blocked)
@@ -141,9 +146,12 @@ class _Builder:
         prefer = self.policy.prefer
         return prefer == "backward" or (prefer == "turns" and self.forwarded[rank])
 
-    def _with_recompute(self, stage: int) -> int:
-        again = self.instance.problem.recompute[stage]
-        return RECOMPUTE if again and self.done[RECOMPUTE][stage] == self.done[BACKWARD][stage] else BACKWARD
+    def _with_recompute(self, rank: int, stage: int, now: int) -> tuple[int, int] | None:
+        """The backward, its recompute, or the weight gradients that make room for that."""
+        if not self.instance.problem.recompute[stage]:
+            return BACKWARD, stage
+        room = self.caps is None or self.held[rank] + self.lane_bytes[RECOMPUTE][stage] <= self.caps[rank]
+        return (RECOMPUTE, stage) if room else self._weight(rank, now, None, True)
 
     def _yields(self, rank: int, stage: int, now: int, coming: int | None) -> bool:
         """Whether this forward would delay the first backward of its rank, which is known to come."""
@@ -173,8 +181,8 @@ class _Builder:
         if held > cap:
             return False
         forwarded, done = self.done[FORWARD], self.done[BACKWARD]
-        oldest = done[stages[0]]
-        own = sum(kept[s] for s in stages if forwarded[s] > oldest >= done[s])
+        oldest = min(done[s] for s in stages)
+        own = sum(kept[s] for s in stages if forwarded[s] > oldest == done[s])
         if forwarded[stage] == oldest:
             own += kept[stage]
         return held - self._reclaimable(stages) - own + self.reserves[rank] <= cap
@@ -209,14 +217,56 @@ class _Refill(_Builder):
         return None if self.missing[kind][stage][microbatch] else self.arrivals[kind][stage][microbatch]
 
 
-def reserve(instance: Instance, stages: tuple[int, ...]) -> int:
-    """The most that one microbatch alone comes to hold on a rank with these stages, in bytes."""
-    kept, again = instance.lane_bytes[FORWARD], instance.lane_bytes[RECOMPUTE]
-    total = most = 0
-    for stage in stages:
-        total += kept[stage]
-        most = max(most, total + again[stage])
-    return most
+def reserve(instance: Instance, rank: int) -> int:
+    """The most that one microbatch alone comes to hold on a rank, in whatever order it is done, in bytes.
+
+    As a stage recomputes, all others of the rank may be held but those whose backwards come before.
+    """
+    kept, again, reach = instance.lane_bytes[FORWARD], instance.lane_bytes[RECOMPUTE], instance.reach
+    held = instance.stages_of[rank]
+    return max((again[s] + sum(kept[t] for t in held if not s < t <= reach[s]) for s in held), default=0)
+
+
+def serial(instance: Instance) -> Rows | None:
+    """One microbatch after the other, in the order that holds least; None if no order at all fits."""
+    steps = _alone(instance)
+    if steps is None:
+        return None
+    rows: Rows = [[] for _ in instance.stages_of]
+    for microbatch in range(instance.problem.microbatches):
+        for kind, stage in steps:
+            rows[instance.problem.placement[stage]].append(instance.operation(kind, stage, microbatch))
+    return rows
+
+
+def _alone(instance: Instance) -> list[tuple[int, int]] | None:
+    """Kinds and stages of one microbatch: every backward as soon as there is room for its recompute.
+
+    With that and its weight gradients it leaves less than it found, so no order can need it to be later.
+    """
+    problem, held, steps = instance.problem, [0] * instance.problem.ranks, list[tuple[int, int]]()
+    stages, forward, todo = problem.stages, 0, set(range(problem.stages))
+
+    def fits(kind: int, stage: int) -> bool:
+        rank = problem.placement[stage]
+        return problem.caps is None or held[rank] + instance.lane_bytes[kind][stage] <= problem.caps[rank]
+
+    def ready(stage: int) -> bool:
+        waits = instance.lane_sources[BACKWARD][stage]
+        return stage in todo and not any(source in todo for _, source, _ in waits) and fits(RECOMPUTE, stage)
+
+    while todo:
+        stage = next(filter(ready, reversed(range(forward))), None)
+        if stage is None and (forward == stages or not fits(FORWARD, forward)):
+            return None
+        if stage is None:
+            stage, kinds, forward = forward, instance.kinds[forward][:1], forward + 1
+        else:
+            todo.remove(stage)
+            kinds = instance.kinds[stage][1:]
+        held[problem.placement[stage]] += sum(instance.lane_bytes[kind][stage] for kind in kinds)
+        steps += [(kind, stage) for kind in kinds]
+    return steps
 
 
 def _sooner(first: int | None, second: int | None) -> int | None:

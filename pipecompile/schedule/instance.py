@@ -132,6 +132,15 @@ class Instance:
         placement = self.problem.placement
         return tuple(tuple(s for s, at in enumerate(placement) if at == rank) for rank in range(self.problem.ranks))
 
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """Per stage the last one from which gradients flow back to it, from stage to stage."""
+        reach = list(range(self.problem.stages))
+        for stage in reversed(reach[:-1]):
+            if self.problem.gradient[stage]:
+                reach[stage] = reach[stage + 1]
+        return tuple(reach)
+
     def times(self, rows: Sequence[Sequence[int]]) -> Times | None:
         """The order performed as early as possible on links that are free and do not block; None if it deadlocks."""
         durations, sources = self.durations, self.sources

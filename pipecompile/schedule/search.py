@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.schedule import Schedule, Timeline
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
 from pipecompile.schedule.bound import lower_bound
 from pipecompile.schedule.climb import climb, value
-from pipecompile.schedule.greedy import Policy, build, refill, reserve
+from pipecompile.schedule.greedy import Policy, build, refill, reserve, serial
 from pipecompile.schedule.instance import Instance, Rows, Times
 from pipecompile.schedule.named import SPLIT, fitting, generate
 from pipecompile.schedule.policies import drawn, systematic, varied
@@ -84,9 +84,21 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
     """Every named schedule that trains on this placement, simulated."""
     for name in fitting(problem.placement, problem.microbatches):
         if problem.splits or name not in SPLIT:
-            schedule = generate(name, problem.placement, problem.microbatches, problem.recompute)
+            schedule = _recomputing(problem, generate(name, problem.placement, problem.microbatches))
             timeline = simulate(problem, schedule)
             yield Named(schedule, _measure(timeline, objective), timeline.peak_bytes, _within_caps(problem, timeline))
+
+
+def _recomputing(problem: Problem, schedule: Schedule) -> Schedule:
+    """With a recompute before every backward of a stage that has them, the last one too if the problem says so."""
+    rows: list[list[Action]] = []
+    for row in schedule.compute:
+        rows.append([])
+        for action in row:
+            if action.kind in BACKWARDS and problem.recompute[action.stage]:
+                rows[-1].append(action._replace(kind=Kind.RECOMPUTE))
+            rows[-1].append(action)
+    return Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows)
 
 
 def best_named(named: tuple[Named, ...]) -> Named | None:
@@ -109,16 +121,14 @@ def _within_caps(problem: Problem, timeline: Timeline) -> bool:
 
 def _refuse_what_never_fits(problem: Problem) -> None:
     """InfeasibleError if a microbatch alone is too much: on its way back it holds all its stages on a rank."""
-    if problem.caps is None:
-        return
     instance = Instance(problem, tuple(work.splits for work in problem.work))
-    for rank, (stages, cap) in enumerate(zip(instance.stages_of, problem.caps, strict=True)):
-        needed = reserve(instance, stages)
-        if needed > cap:
-            raise InfeasibleError(
-                f"no order fits: one microbatch alone holds {needed} bytes on rank {rank}, whose cap is {cap}; "
-                "allow more memory, use smaller microbatches, or recompute"
-            )
+    if problem.caps is None or serial(instance) is not None:
+        return
+    rank, needed = next((r, reserve(instance, r)) for r, cap in enumerate(problem.caps) if reserve(instance, r) > cap)
+    raise InfeasibleError(
+        f"no order fits: one microbatch alone holds {needed} bytes on rank {rank}, whose cap is {problem.caps[rank]}; "
+        "allow more memory, use smaller microbatches, or recompute"
+    )
 
 
 def _cheapest(problem: Problem) -> Instance:
@@ -193,6 +203,7 @@ class _Search:
             del self.pool[KEPT:]
 
     def _seed(self) -> None:
+        self._add(serial(self.instance))
         for order in self.named:
             rows = self.instance.rows_of(order.schedule)
             self._add(rows)

@@ -20,6 +20,8 @@ from pipecompile.ir.size import parse_bytes
 
 if TYPE_CHECKING:
     from pipecompile.api.verify import Comparison
+    from pipecompile.ir.schedule import Timeline
+    from pipecompile.schedule.critical import Critical
 
 __all__ = ["main"]
 
@@ -223,11 +225,13 @@ def _print_findings(path: str, found: Sequence[str], form: str) -> None:
 @format_option
 @answers
 def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
-    """Simulate one step of PLAN: when each rank does what, and why it waits."""
+    """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long it takes."""
+    from pipecompile.report.step import step_text
     from pipecompile.report.svg import timeline_svg
-    from pipecompile.report.text import time_text, timeline_text
     from pipecompile.report.trace import trace
+    from pipecompile.schedule.critical import critical_path
     from pipecompile.schedule.simulate import simulate_plan
+    from pipecompile.schedule.stages import problem_of_plan
 
     made = read(path, Plan)
     timeline = simulate_plan(made)
@@ -235,19 +239,24 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
         write(trace_path, trace(made, timeline))
     if svg_path is not None:
         write(svg_path, timeline_svg(made, timeline).encode())
+    critical = critical_path(problem_of_plan(made), timeline)
     if form == "json":
-        result = {
-            "makespan_ns": timeline.makespan_ns,
-            "span_ns": timeline.span_ns,
-            "bubble": timeline.bubble,
-            "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
-        }
-        click.echo(encode(result), nl=False)
+        click.echo(encode(_simulated(timeline, critical)), nl=False)
         return FINE
-    step, span = time_text(timeline.makespan_ns), time_text(timeline.span_ns)
-    text = f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}\n{timeline_text(timeline)}"
+    text = step_text(timeline, critical)
     click.echo(f"```\n{text}\n```" if form == "github" else text)
     return FINE
+
+
+def _simulated(timeline: Timeline, critical: Sequence[Critical]) -> dict[str, Any]:
+    return {
+        "makespan_ns": timeline.makespan_ns,
+        "span_ns": timeline.span_ns,
+        "bubble": timeline.bubble,
+        "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
+        "peak_activation_bytes": timeline.peak_bytes,
+        "critical_path": [[c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in critical],
+    }
 
 
 @commands.command()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipecompile.ir.problem import NamedOrder, Order
 from pipecompile.ir.schedule import Timeline
-from pipecompile.report.text import size_text, table, time_text, timeline_text
+from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
 
 __all__ = ["order_text", "order_title"]
 
@@ -87,10 +87,8 @@ def _ranks(order: Order) -> Iterator[str]:
     causes = ("dependency", "transfer", "memory", "imbalance")
     rows = [["rank", "idle", *causes, "peak", "cap"]]
     for rank, (idle, peak) in enumerate(zip(order.idle, order.peak_bytes, strict=True)):
-        spent = [idle.total_ns, idle.dependency_ns, idle.transfer_ns, idle.memory_ns, idle.imbalance_ns]
-        shares = [f"{time / max(order.makespan_ns, 1):.1%}" for time in spent]
         cap = "none" if order.memory_bytes is None else size_text(order.memory_bytes[rank])
-        rows.append([str(rank), *shares, size_text(peak), cap])
+        rows.append([str(rank), *idle_shares(idle, order.makespan_ns), size_text(peak), cap])
     return table(rows, left=set())
 
 

@@ -6,9 +6,19 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from pipecompile.ir.plan import Plan, Stage
-from pipecompile.ir.schedule import BACKWARDS, Event, Kind, Timeline
+from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 
-__all__ = ["bar", "gap_text", "objective_text", "size_text", "summary", "table", "time_text", "timeline_text"]
+__all__ = [
+    "bar",
+    "gap_text",
+    "idle_shares",
+    "objective_text",
+    "size_text",
+    "summary",
+    "table",
+    "time_text",
+    "timeline_text",
+]
 
 _MODULES_WIDTH = 26  # what 100 columns leave in the table of stages
 _BAR = " ▏▎▍▌▋▊▉█"
@@ -188,6 +198,12 @@ def table(rows: Sequence[Sequence[str]], left: set[int]) -> Iterator[str]:
             for column, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         yield " ".join(cells).rstrip()
+
+
+def idle_shares(idle: Idle, makespan_ns: int) -> list[str]:
+    """All idle time and that of each cause (dependency, transfer, memory, imbalance), as shares of the step."""
+    spent = [idle.total_ns, idle.dependency_ns, idle.transfer_ns, idle.memory_ns, idle.imbalance_ns]
+    return [f"{time / max(makespan_ns, 1):.1%}" for time in spent]
 
 
 def timeline_text(timeline: Timeline, width: int = 90) -> str:

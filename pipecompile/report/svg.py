@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -101,18 +101,27 @@ def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         y, idle = scale.y(rank), 1 - busy / max(timeline.makespan_ns, 1)
         yield f'<rect x="{_LEFT}" y="{y}" width="{scale.inner}" height="{_BAR}" fill="#1f2328" fill-opacity="0.05"/>'
         yield _text(20, y + _BAR / 2 + 4, f"rank {rank}", colour="#1f2328")
-        yield from (shape for event in row for shape in _event(event, scale, y))
+        shades = _shades(row)
+        yield from (shape for event in row for shape in _event(event, scale, y, shades[event.action.stage]))
         yield _text(_WIDTH - 20, y + _BAR / 2 + 4, f"{idle:.1%}", anchor="end", colour="#1f2328")
 
 
-def _event(event: Event, scale: _Scale, y: float) -> Iterator[str]:
+def _shades(row: Sequence[Event]) -> dict[int, str]:
+    """How opaque each stage of a rank is: the first one fully, the others paler."""
+    stages = sorted({event.action.stage for event in row})
+    step = 0.4 / max(len(stages) - 1, 1)
+    return {stage: f"{1 - index * step:.2f}".rstrip("0").rstrip(".") for index, stage in enumerate(stages)}
+
+
+def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
     _, fill, ink = _COLOURS[event.action.kind]
     left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
     gap, corner = min(0.5, width / 8), min(3, width / 6)
+    faded = "" if shade == "1" else f' fill-opacity="{shade}"'
     hint = f"{event.action}: {event.start_ns / 1e6:.3f} to {event.end_ns / 1e6:.3f} ms"
     yield (
         f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{_BAR}" rx="{corner:.2f}" '
-        f'fill="{fill}"><title>{hint}</title></rect>'
+        f'fill="{fill}"{faded}><title>{hint}</title></rect>'
     )
     label = str(event.action.microbatch)
     size = next((size for size in (12, 9) if width >= 0.62 * size * len(label) + 2), None)
@@ -127,7 +136,9 @@ def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         yield f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{fill}"/>'
         yield _text(x + 18, y + 10, name, colour="#59636e")
         x += 40 + 7 * len(name)
-    yield _text(x, y + 10, "numbers: microbatches", colour="#59636e")
+    several = any(len({event.action.stage for event in row}) > 1 for row in timeline.events)
+    paler = "; paler: the later stages of a rank" if several else ""
+    yield _text(x, y + 10, f"numbers: microbatches{paler}", colour="#59636e")
 
 
 def _text(

@@ -35,9 +35,12 @@ class Policy:
 
 
 def build(instance: Instance, policy: Policy) -> Rows | None:
-    """The order that `policy` makes; None if the caps leave no room for even one microbatch."""
-    builder = _Builder(instance, policy)
-    return builder.rows if builder.run() else None
+    """The order that `policy` makes; None if the caps may not let even one microbatch through in any order."""
+    caps, builder = instance.problem.caps, _Builder(instance, policy)
+    if caps is not None and any(need > cap for need, cap in zip(builder.reserves, caps, strict=True)):
+        return None
+    assert builder.run(), "the oldest microbatch can always go on"
+    return builder.rows
 
 
 def refill(instance: Instance, rows: Rows) -> Rows:
@@ -70,8 +73,6 @@ class _Builder:
 
     def run(self) -> bool:
         """Whether all could be done."""
-        if self.caps is not None and any(need > cap for need, cap in zip(self.reserves, self.caps, strict=True)):
-            return False
         while self.queue:
             now, rank = heappop(self.queue)
             if self.free[rank] <= now:

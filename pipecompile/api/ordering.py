@@ -10,7 +10,7 @@ from pipecompile.ir.plan import Link, Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
-from pipecompile.schedule.named import ASYNCHRONOUS, generate, in_flight, shape_needed
+from pipecompile.schedule.named import ASYNCHRONOUS, SPLIT, fitting, generate, in_flight, shape_needed
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.recompute import place_recompute
@@ -58,6 +58,11 @@ def flights(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
 
 def named_schedule(name: str, problem: Problem) -> Schedule:
     """The compute actions of a named schedule, each recompute as early as its memory allows."""
+    if name in SPLIT and not problem.splits:
+        raise InputError(
+            f"schedule {name!r} splits backwards in two, but the costs do not say how long each half takes; choose "
+            f"other costs, or one of {', '.join(n for n in fitting(problem.placement, 1) if n not in SPLIT)}"
+        )
     schedule = generate(name, problem.placement, problem.microbatches, problem.recompute)
     return place_recompute(problem, schedule)
 

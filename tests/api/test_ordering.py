@@ -1,0 +1,199 @@
+"""Plans under every schedule: where stages lie, what is searched, what fits, and what is refused. No PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecompile.api import ordering
+from pipecompile.api.checking import violations
+from pipecompile.api.ordering import placements
+from pipecompile.api.planning import draft
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.graph import CostGraph, Node, Tensor
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.schedule import Kind, Schedule
+from pipecompile.ir.serde import encode
+from pipecompile.schedule.check import check
+from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT
+from pipecompile.schedule.robust import gain_survives
+from pipecompile.schedule.simulate import simulate_plan
+from pipecompile.schedule.stages import problem_of_plan
+
+SYNCHRONOUS = [name for name in NAMES if name not in ASYNCHRONOUS and name != "forward-only"]
+MIB = 1 << 20
+
+
+def chain(times: list[tuple[int, int, int]], *, halves: bool = True) -> CostGraph:
+    """Nodes in a row with these times of forward, input and weight gradients, each saving one MiB."""
+    nodes = tuple(
+        Node(
+            name=f"n{index}",
+            forward_ns=forward,
+            backward_ns=first + second,
+            backward_input_ns=first if halves else None,
+            backward_weight_ns=second if halves else None,
+            parameter_bytes=0,
+            saved_bytes=MIB,
+            group=None,
+            saved=(index,),
+        )
+        for index, (forward, first, second) in enumerate(times)
+    )
+    tensors = tuple(
+        Tensor(producer=a.name, consumers=(b.name,), bytes=0, gradient_bytes=0, storage=i)
+        for i, (a, b) in enumerate(pairwise(nodes))
+    )
+    return CostGraph(nodes=nodes, tensors=tensors, storages=(MIB,) * len(nodes))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_search() -> Iterator[None]:
+    """What is tested here does not depend on how long is searched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "SEARCH_SECONDS", 0.2)
+        yield
+
+
+def options(**changes: Any) -> Options:
+    asked = {"k": 4, "microbatches": 8, "schedule": "1f1b", "objective": "variance", "recompute": "none"}
+    return Options(**{**asked, "memory_bytes": None, "costs": "flops", **changes})
+
+
+def planned(graph: CostGraph, **changes: Any) -> Plan:
+    made = draft(graph, options(**changes), graph_digest="0" * 64, verified=True, microbatch_shapes=[(1,)])
+    assert violations(made) == []
+    return made
+
+
+EVEN = chain([(20, 20, 20)] * 16)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recompute: str) -> None:
+    made = planned(EVEN, k=8, schedule=name, recompute=recompute)
+    assert made.schedule.name == name and made.ordering is None
+    assert made.ranks * made.stages_per_rank == 8
+    assert check(made.schedule, problem_of_plan(made)) == []
+    assert made.prediction.step_ns == simulate_plan(made).makespan_ns
+    halves = any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
+    assert halves == (name in SPLIT)
+    assert any(action.kind is Kind.RECOMPUTE for _, action in made.schedule) == (recompute == "stage")
+
+
+def test_placements_follow_the_schedule_the_options_or_both() -> None:
+    loop, v = (0, 1, 0, 1), (0, 1, 1, 0)
+    assert placements(options()) == ((0, 1, 2, 3),)
+    assert placements(options(schedule="interleaved-1f1b")) == (loop,)
+    assert placements(options(schedule="zb-v")) == (v,)
+    assert placements(options(schedule="gpipe", stages_per_rank=2, placement="v")) == (v,)
+    assert placements(options(schedule="search")) == ((0, 1, 2, 3),)
+    assert placements(options(schedule="search", stages_per_rank=2)) == ((0, 0, 1, 1), loop, v)
+    assert placements(options(schedule="search", stages_per_rank=2, placement="loop")) == (loop,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 3, "schedule": "zb-v"}, r"k=3 stages cannot be placed 2 on a rank; choose k as a multiple of 2"),
+        ({"schedule": "zb-v", "placement": "loop"}, r"schedule 'zb-v' needs the stages on a v of ranks"),
+        ({"schedule": "zb-h1", "stages_per_rank": 2}, r"schedule 'zb-h1' needs one stage on each rank"),
+        ({"schedule": "dualpipe-v", "microbatches": 3}, r"microbatches"),
+        ({"schedule": "pipedream"}, r"updates weights while microbatches are on their way"),
+        ({"schedule": "zigzag"}, r"schedule 'zigzag' is not known; choose one of gpipe, 1f1b"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned(EVEN, **changes)
+
+
+def test_halves_of_unknown_length_are_not_scheduled() -> None:
+    unknown = chain([(20, 20, 20)] * 8, halves=False)
+    with pytest.raises(InputError, match="do not say how long each half takes; choose other costs, or one of gpipe"):
+        planned(unknown, schedule="zb-h1")
+    made = planned(unknown, schedule="search")
+    assert not any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
+
+
+TIMES = st.lists(st.tuples(*[st.integers(1, 40)] * 3), min_size=6, max_size=10)
+
+
+@settings(max_examples=30)
+@given(TIMES, st.integers(2, 3), st.integers(2, 5), st.sampled_from([1, 2]))
+def test_a_searched_plan_is_no_longer_than_any_named_one(
+    times: list[tuple[int, int, int]], ranks: int, microbatches: int, each: int
+) -> None:
+    asked = {"k": ranks * each, "microbatches": microbatches, "stages_per_rank": each}
+    made = planned(chain(times), schedule="search", **asked)
+    assert made.ordering is not None
+    assert made.ordering.bound_ns <= made.ordering.searched_ns
+    assert made.prediction.step_ns <= min(made.ordering.named_ns.values())
+    assert made.ordering.kept == (made.schedule.name == "search") or made.ordering.searched_ns in (
+        made.ordering.named_ns.values()
+    )
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_search_uses_the_memory_that_there_is(each: int) -> None:
+    roomy = planned(EVEN, schedule="search", k=4 * each, stages_per_rank=each)
+    tight = planned(EVEN, schedule="search", k=4 * each, stages_per_rank=each, memory_bytes=13 * MIB)
+    assert max(memory.total.bound for memory in roomy.prediction.memory) > 13 * MIB
+    assert max(memory.total.bound for memory in tight.prediction.memory) <= 13 * MIB
+    assert roomy.prediction.step_ns <= tight.prediction.step_ns
+
+
+def test_stages_that_share_a_rank_fit_together_or_the_plan_is_refused() -> None:
+    made = planned(EVEN, schedule="zb-v", k=8, memory_bytes=40 * MIB)
+    assert max(memory.total.bound for memory in made.prediction.memory) <= 40 * MIB
+    with pytest.raises(InfeasibleError):
+        planned(EVEN, schedule="zb-v", k=8, memory_bytes=12 * MIB)
+
+
+def test_the_same_input_gives_the_same_bytes() -> None:
+    uneven = chain([(20 + 7 * i % 11, 20, 5 * i % 13) for i in range(14)])
+    first, second = (planned(uneven, schedule="search", memory_bytes=30 * MIB) for _ in range(2))
+    assert encode(first) == encode(second)
+
+
+def test_a_plan_that_misstates_the_other_schedules_is_found_out() -> None:
+    made = planned(EVEN, schedule="search")
+    assert made.ordering is not None
+    better = msgspec.structs.replace(made.ordering, named_ns={"gpipe": 1})
+    assert violations(msgspec.structs.replace(made, ordering=better)) == [
+        "the other schedules are not what the plan's stages give: the file was edited; plan again"
+    ]
+    with pytest.raises(ValueError, match="says how its schedule was searched"):
+        msgspec.structs.replace(made, ordering=None).__post_init__()
+
+
+def test_over_its_cap_a_plan_names_rank_and_action() -> None:
+    made = planned(EVEN)
+    capped = msgspec.structs.replace(made, options=msgspec.structs.replace(made.options, memory_bytes=9 * MIB))
+    found = violations(capped)
+    assert found and all("over its cap of" in line for line in found)
+    assert found[0].startswith("rank 0: from 0F2 on it holds up to")
+
+
+def test_fewer_microbatches_keep_the_order() -> None:
+    made = planned(EVEN, schedule="search", memory_bytes=13 * MIB)
+    short: Schedule = made.schedule.first(3)
+    assert short.microbatches == 3 and made.schedule.first(8) is made.schedule
+    assert check(short, replace(problem_of_plan(made), microbatches=3)) == []
+
+
+def test_only_a_gain_that_survives_noise_counts() -> None:
+    made = planned(chain([(50, 50, 50)] * 8), schedule="zb-h1")
+    worse = planned(chain([(50, 50, 50)] * 8), schedule="gpipe")
+    problem = problem_of_plan(made)
+    assert gain_survives(problem, made.schedule, worse.schedule)
+    assert not gain_survives(problem, worse.schedule, made.schedule)
+    assert not gain_survives(problem, made.schedule, made.schedule)

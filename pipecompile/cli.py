@@ -20,8 +20,7 @@ from pipecompile.ir.size import parse_bytes
 
 if TYPE_CHECKING:
     from pipecompile.api.verify import Comparison
-    from pipecompile.ir.schedule import Timeline
-    from pipecompile.schedule.critical import Critical
+    from pipecompile.ir.schedule import Critical, Timeline
 
 __all__ = ["main"]
 

@@ -29,12 +29,14 @@ __all__ = [
     "SUMS",
     "TRANSFERS",
     "Action",
+    "Critical",
     "Event",
     "Idle",
     "Kind",
     "Schedule",
     "Timeline",
     "Versions",
+    "Why",
 ]
 
 
@@ -162,6 +164,23 @@ class Event(NamedTuple):
     action: Action
     start_ns: int
     end_ns: int
+
+
+Why = Literal["start", "rank", "send", "dependency", "transfer", "queue", "reduction"]
+
+
+class Critical(NamedTuple):
+    """An event on the path, and why it does not begin earlier.
+
+    start: nothing is before it. rank: its rank has just ended the event before it on the path. send: and has then
+    sent what that made, and blocked. dependency: its input is made just then, on another rank or on its own. transfer:
+    its input arrives just then. queue: it arrives just then, behind others on the same link; the event before it on
+    the path made the first of them. reduction: it is the sum that the event before it completes or comes before.
+    """
+
+    rank: int
+    event: Event
+    why: Why
 
 
 class Idle(Value, frozen=True, kw_only=True):

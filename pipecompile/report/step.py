@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pipecompile.ir.schedule import Timeline
+from pipecompile.ir.schedule import Critical, Timeline
 from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
-from pipecompile.schedule.critical import Critical
 
 __all__ = ["step_text"]
 

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from pipecompile.ir.schedule import SUMS, Action, Event, Timeline
+from pipecompile.ir.schedule import SUMS, Action, Critical, Timeline, Why
 from pipecompile.schedule.dependencies import PARTS, handovers
 from pipecompile.schedule.problem import Problem
 
-__all__ = ["Critical", "critical_path"]
-
-Why = Literal["start", "rank", "send", "dependency", "transfer", "queue", "reduction"]
-
-
-class Critical(NamedTuple):
-    """An event on the path, and why it does not begin earlier.
-
-    start: nothing is before it. rank: its rank has just ended the event before it on the path. send: and has then
-    sent what that made, and blocked. dependency: its input is made just then, on another rank or on its own. transfer:
-    its input arrives just then. queue: it arrives just then, behind others on the same link; the event before it on
-    the path made the first of them. reduction: it is the sum that the event before it completes or comes before.
-    """
-
-    rank: int
-    event: Event
-    why: Why
-
+__all__ = ["critical_path"]
 
 class _Delivery(NamedTuple):
     """The last input of an action: when it arrives, and the event that set it on its way or blocked that way."""

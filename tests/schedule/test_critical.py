@@ -6,8 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Kind
-from pipecompile.schedule.critical import Critical, critical_path
+from pipecompile.ir.schedule import Critical, Kind
+from pipecompile.schedule.critical import critical_path
 from pipecompile.schedule.problem import Network, Problem, Skip, Work
 from pipecompile.schedule.simulate import simulate
 from tests.schedule.cases import equal, order

@@ -52,6 +52,11 @@ class Instance:
         """One more than the largest number."""
         return 4 * self.problem.stages * self.problem.microbatches
 
+    @property
+    def operations(self) -> int:
+        """How many there are in an order."""
+        return sum(map(len, self.kinds)) * self.problem.microbatches
+
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Per stage the kinds of operations it has, in the order in which a microbatch needs them."""

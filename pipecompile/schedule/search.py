@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
@@ -31,6 +30,7 @@ PER_SECOND = 1_000_000  # operations that the searches look at in a second
 SOLVER_SECONDS = 7.0  # that a unit of CP-SAT's deterministic time takes, its set-up included
 WINDOW, WINDOW_WORK = 60, 0.05  # operations, and deterministic time, of a neighbourhood
 BUILD = 4  # a step of list scheduling is so many looks
+LEAST = 50  # looks at each operation without which a search is not begun, if there was another
 KEPT = 12
 CLIMBERS = 4
 
@@ -67,9 +67,9 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
     best = best_named(named)
     candidates = [] if best is None else [(best.value, best.schedule)]
     if best is None or best.value > bound:
-        for instance in _instances(problem):
-            share = seconds / len(list(_instances(problem)))
-            found = _Search(instance, objective, bound, share, named).run()
+        instances = _affordable(list(_instances(problem)), seconds)
+        for instance in instances:
+            found = _Search(instance, objective, bound, seconds / len(instances), named).run()
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
     return Found(schedule, objective, least, bound, named)
@@ -91,6 +91,8 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
 
 def _recomputing(problem: Problem, schedule: Schedule) -> Schedule:
     """With a recompute before every backward of a stage that has them, the last one too if the problem says so."""
+    if not any(problem.recompute):
+        return schedule
     rows: list[list[Action]] = []
     for row in schedule.compute:
         rows.append([])
@@ -152,6 +154,11 @@ def _instances(problem: Problem) -> Iterator[Instance]:
         yield Instance(problem, choice)
 
 
+def _affordable(instances: list[Instance], seconds: float) -> list[Instance]:
+    """As many as there is time to build and climb from an order for; one at the least."""
+    return instances[: max(1, int(seconds * PER_SECOND / (LEAST * instances[0].operations)))]
+
+
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """An order, what it is worth, and the policy that made it, if one did."""
@@ -170,7 +177,7 @@ class _Search:
         self.instance, self.objective, self.bound = instance, objective, bound
         self.random = random.Random(0)
         self.named = named
-        self.work = seconds * PER_SECOND
+        self.work, self.size = seconds * PER_SECOND, instance.operations
         self.pool: list[_Candidate] = []
 
     def run(self) -> Schedule:
@@ -181,11 +188,6 @@ class _Search:
         self._windows(self.work * 0.2)
         self._climb(self.pool[0], self.work * 0.2, CLIMBERS)
         return self.instance.schedule("search", self._best_on_network())
-
-    @cached_property
-    def size(self) -> int:
-        """Operations in an order."""
-        return sum(map(len, self.instance.kinds)) * self.instance.problem.microbatches
 
     @property
     def _done(self) -> bool:
@@ -213,7 +215,7 @@ class _Search:
     def _draw(self, work: float) -> None:
         """List schedules: systematic ones first, then drawn and varied ones."""
         waiting = systematic(self.instance)
-        for number in range(max(3, int(work / (self.size * BUILD)))):
+        for number in range(max(1, int(work / (self.size * BUILD)))):
             policy = next(waiting, None) or self._another(number)
             self._add(build(self.instance, policy), policy)
             if self._done:

@@ -119,9 +119,9 @@ class _Table:
         caps = self.problem.caps
         for move in self.moves:
             room = caps is None or held[move.rank] + move.size <= caps[move.rank]
-            if room and not move.leaves & done and all(need in done for need, _ in move.needs):
-                if self._is_turn(move, done):
-                    yield move
+            possible = not move.leaves & done and all(need in done for need, _ in move.needs)
+            if room and possible and self._is_turn(move, done):
+                yield move
 
     def _is_turn(self, move: Move, done: frozenset[Mark]) -> bool:
         if not self.in_turn and (move.action.stage or move.action.kind is not Kind.FORWARD):

@@ -30,6 +30,7 @@ PER_SECOND = 1_000_000  # operations that the searches look at in a second
 SOLVER_SECONDS = 7.0  # that a unit of CP-SAT's deterministic time takes, its set-up included
 WINDOW, WINDOW_WORK = 60, 0.05  # operations, and deterministic time, of a neighbourhood
 BUILD = 4  # a step of list scheduling is so many looks
+NAMED = 12  # looks at each operation that a named order costs before it is a seed
 LEAST = 50  # looks at each operation without which a search is not begun, if there was another
 KEPT = 12
 CLIMBERS = 4
@@ -67,9 +68,12 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
     best = best_named(named)
     candidates = [] if best is None else [(best.value, best.schedule)]
     if best is None or best.value > bound:
-        instances = _affordable(list(_instances(problem)), seconds)
+        instances = list(_instances(problem))
+        spent = len(named) * instances[0].operations * NAMED // PER_SECOND  # whole seconds: nothing, but for large ones
+        left = max(seconds / 2, seconds - spent)
+        instances = _affordable(instances, left)
         for instance in instances:
-            found = _Search(instance, objective, bound, seconds / len(instances), named).run()
+            found = _Search(instance, objective, bound, left / len(instances), named).run()
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
     return Found(schedule, objective, least, bound, named)

@@ -12,7 +12,7 @@ from pipecompile.schedule.instance import BACKWARD, FORWARD, Instance
 
 __all__ = ["drawn", "systematic", "varied"]
 
-_PREFER = ("backward", "turns", "forward")
+_PREFER = ("turns", "forward", "backward")
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -21,18 +21,18 @@ def systematic(instance: Instance) -> Iterator[Policy]:
     problem = instance.problem
     several = ((True, False), (True, True), (False, False), (False, True))
     deep = several if problem.stages > problem.ranks else several[:1]
-    for depth, courteous in product(_depths(instance), (False, True)):
-        for prefer, patience in product(_PREFER, (0.0, 0.5, 1.0)):
-            yield Policy(depth, prefer, patience=patience, courteous=courteous)
+    for patience, depth, courteous, prefer in product((0.0, 0.5, 1.0), _depths(instance), (True, False), _PREFER):
+        yield Policy(depth, prefer, patience=patience, courteous=courteous)
     for depth, (forward, backward), prefer in product(_depths(instance), deep[1:], _PREFER):
         yield Policy(depth, prefer, forward, backward)
 
 
 def _depths(instance: Instance) -> Iterator[tuple[int, ...]]:
-    """Twice what 1F1B has, as ZB-H2; what round trips call for; 1F1B's; and as deep as memory allows."""
+    """Twice what 1F1B has, as ZB-H2, and less; what round trips call for; 1F1B's; and as deep as memory allows."""
     problem = instance.problem
     behind = [problem.stages - stage for stage in range(problem.stages)]
     yield tuple(2 * ahead for ahead in behind)
+    yield tuple(-(-3 * ahead // 2) for ahead in behind)
     yield tuple(_round_trips(instance))
     yield tuple(behind)
     yield tuple(2 * ahead - 1 for ahead in behind)

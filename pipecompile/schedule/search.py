@@ -22,6 +22,7 @@ from pipecompile.schedule.named import SPLIT, fitting, generate
 from pipecompile.schedule.policies import drawn, systematic, varied
 from pipecompile.schedule.problem import Network, Problem
 from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.weights import earlier, later
 
 __all__ = ["OBJECTIVES", "Found", "Named", "best_named", "bound_of", "named_orders", "search"]
 
@@ -186,7 +187,8 @@ class _Search:
 
     def run(self) -> Schedule:
         self._seed()
-        self._draw(self.work * 0.25)
+        self._draw(self.work * (0.25 if self._climbs else 0.8))
+        self._settle()
         for number, candidate in enumerate(self.pool[:CLIMBERS]):
             self._climb(candidate, self.work * 0.35 / CLIMBERS, number)
         self._windows(self.work * 0.2)
@@ -224,6 +226,22 @@ class _Search:
             self._add(build(self.instance, policy), policy)
             if self._done:
                 return
+
+    @property
+    def _climbs(self) -> bool:
+        """Whether there is time for so many steps that some of them help."""
+        return self.work * 0.35 / CLIMBERS > 200 * self.size
+
+    def _settle(self) -> None:
+        """Weight gradients of the best orders into waits and to the end, in turns, while that helps."""
+        for candidate in self.pool[: CLIMBERS if self._climbs else 1]:
+            rows, worth = candidate.rows, candidate.value
+            for move in (later, earlier) * 4:
+                moved = move(self.instance, rows, self._timed(rows))
+                times = self.instance.times(moved) if self.instance.fits(moved) else None
+                if times is not None and value(times, self.objective) <= worth:
+                    rows, worth = moved, value(times, self.objective)
+            self._add(rows, candidate.policy)
 
     def _another(self, number: int) -> Policy:
         known = [candidate.policy for candidate in self.pool if candidate.policy is not None]

@@ -10,6 +10,7 @@ from pipecompile.schedule.problem import Problem
 
 __all__ = ["critical_path"]
 
+
 class _Delivery(NamedTuple):
     """The last input of an action: when it arrives, and the event that set it on its way or blocked that way."""
 

@@ -33,7 +33,7 @@ def load(name: str) -> Target:
 
 def verify_model(name: str, options: dict[str, Any]) -> Verdict:
     """One seeded step of the pipeline beside the unsplit model's."""
-    return _verdict(verify(load(name), costs="flops", microbatches=4, **options)[1])
+    return _verdict(verify(load(name), **{"costs": "flops", "microbatches": 4, **options})[1])
 
 
 def verify_order(name: str, order: Order) -> Verdict:

@@ -55,6 +55,32 @@ def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str,
     assert verdicts[0].references[-1] == "the original module"
 
 
+PLANNED = [
+    *((name, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "search")),
+    *((name, 2) for name in ("interleaved-1f1b", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v", "search")),
+]
+
+
+def assert_planned(workers: Workers, folder: Path, name: str, schedule: str, ranks: int, each: int) -> None:
+    options = {"k": ranks * each, "schedule": schedule, "stages_per_rank": each, "microbatches": 2 * ranks}
+    for verdict in workers.run(ranks, jobs.verify_model, name, options, folder=str(folder)):
+        assert verdict.passed, verdict
+        assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("schedule", "each"), PLANNED)
+def test_every_planned_schedule_is_the_unsplit_step(
+    workers: Workers, tmp_path: Path, schedule: str, each: int, ranks: int
+) -> None:
+    assert_planned(workers, tmp_path, "sequential", schedule, ranks, each)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("search", 1), ("zb-v", 2)])
+def test_ties_and_dropout_under_planned_schedules(workers: Workers, tmp_path: Path, schedule: str, each: int) -> None:
+    assert_planned(workers, tmp_path, "gpt2", schedule, 4, each)
+
+
 def assert_exact(workers: Workers, folder: Path, name: str, order: Order) -> None:
     """Equal to the unsplit model, but for what the order of a sum over stages may change."""
     for verdict in workers.run(order.ranks, jobs.verify_order, name, order, folder=str(folder)):

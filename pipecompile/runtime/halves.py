@@ -14,9 +14,9 @@ parameters do not hang off one node:
     hanging off several nodes                 first half: a later walk would pass the lower nodes again
     hanging off a custom autograd Function    first half: a Function makes all of its gradients at once
 
-The gradients of the latter two are added to `.grad` in the second half like all others. torch.distributed.pipelining
-splits otherwise: its second half walks from a node through the nodes below it, in time that grows with their number,
-and fails on a reused module that meets a branch without gradients.
+The gradients of the latter two are added to `.grad` in the second half like all others. Each call of autograd walks
+the graph below where it begins, so the second half's bookkeeping grows with the square of a stage's nodes; that of
+torch.distributed.pipelining grows alike, and it fails on a reused module that meets a branch without gradients.
 """
 
 from __future__ import annotations

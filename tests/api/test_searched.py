@@ -1,0 +1,27 @@
+"""A searched schedule on a real model: shorter than 1F1B in the same memory, and the same gradients."""
+
+from __future__ import annotations
+
+from examples import models
+from pipecompile.api.checking import violations
+from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.target import Target
+from pipecompile.api.verify import verify
+from pipecompile.ir.plan import Plan
+
+
+def planned(target: Target, schedule: str, memory: int | None = None) -> Plan:
+    options = options_for(target, k=4, microbatches=8, costs="flops", schedule=schedule, memory=memory)
+    return make_plan(target, options, capture_target(target, options, verify=False))
+
+
+def test_a_searched_step_is_shorter_than_1f1b_in_the_same_memory_and_exact() -> None:
+    target = Target.of(models.gpt2(), "gpt2")
+    named = planned(target, "1f1b")
+    held = max(memory.total.bound for memory in named.prediction.memory)
+    searched = planned(target, "search", held)
+    assert violations(searched) == []
+    assert max(memory.total.bound for memory in searched.prediction.memory) <= held
+    assert searched.prediction.step_ns < named.prediction.step_ns
+    _, comparisons = verify(target, k=4, microbatches=8, costs="flops", schedule="search", memory=held)
+    assert all(not [d for d in c.differences if not d.equal] for c in comparisons)

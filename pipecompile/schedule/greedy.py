@@ -15,6 +15,8 @@ from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, 
 
 __all__ = ["Policy", "build", "refill", "reserve", "serial"]
 
+SHARES = 2  # of a rank's slack, divided evenly over the microbatches to come, that one wait may take
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -24,6 +26,7 @@ class Policy:
     that could start: backwards first, or forwards, or in turns. Among stages: deep ones first or the others. With
     nothing to start, a weight gradient runs unless something is known to arrive before `patience` of it is over.
     A courteous rank rather waits than delays its first backward by a forward: the ranks before wait for it too.
+    A thrifty rank waits only as its slack allows: the busiest hardly, the others so that they do not hold it up.
     """
 
     depth: tuple[int, ...]
@@ -32,11 +35,15 @@ class Policy:
     deep_backward: bool = False
     patience: float = 0.0
     courteous: bool = False
+    thrifty: bool = False
 
 
-def build(instance: Instance, policy: Policy) -> Rows | None:
-    """The order that `policy` makes; None if the caps may not let even one microbatch through in any order."""
-    caps, builder = instance.problem.caps, _Builder(instance, policy)
+def build(instance: Instance, policy: Policy, goal_ns: int) -> Rows | None:
+    """The order that `policy` makes; None if the caps may not let even one microbatch through in any order.
+
+    What a rank has to spare is counted up to `goal_ns`, when the step should end.
+    """
+    caps, builder = instance.problem.caps, _Builder(instance, policy, goal_ns)
     if caps is not None and any(need > cap for need, cap in zip(builder.reserves, caps, strict=True)):
         return None
     assert builder.run(), "the oldest microbatch can always go on"
@@ -53,9 +60,9 @@ def refill(instance: Instance, rows: Rows) -> Rows:
 class _Builder:
     """A step in the making: per kind and stage how many are done, per rank the bytes held and when it is free."""
 
-    def __init__(self, instance: Instance, policy: Policy) -> None:
+    def __init__(self, instance: Instance, policy: Policy, goal_ns: int = 0) -> None:
         problem = instance.problem
-        self.instance, self.policy = instance, policy
+        self.instance, self.policy, self.goal_ns = instance, policy, goal_ns
         self.microbatches, self.caps = problem.microbatches, problem.caps
         self.lane_ns, self.lane_bytes, self.split = instance.lane_ns, instance.lane_bytes, instance.split
         self.users = _users(instance)
@@ -63,6 +70,7 @@ class _Builder:
         self.arrivals = [[[0] * self.microbatches for _ in lanes] for lanes in instance.lane_sources[:2]]
         self.done = [[0] * problem.stages for _ in range(4)]
         self.held, self.free = [0] * problem.ranks, [0] * problem.ranks
+        self.todo_ns = [_work(instance, stages) for stages in instance.stages_of]
         self.forwarded = [False] * problem.ranks
         self.due: list[int | None] = [None] * problem.ranks  # the stage whose backward follows its recompute
         self.reserves = [reserve(instance, rank) for rank in range(problem.ranks)]
@@ -86,6 +94,7 @@ class _Builder:
         microbatch = self.done[kind][stage]
         self.done[kind][stage] += 1
         end = self.free[rank] = now + self.lane_ns[kind][stage]
+        self.todo_ns[rank] -= self.lane_ns[kind][stage]
         self.held[rank] += self.lane_bytes[kind][stage]
         self.rows[rank].append(self.instance.operation(kind, stage, microbatch))
         heappush(self.queue, (end, rank))
@@ -169,9 +178,18 @@ class _Builder:
         if not pending:
             return None
         stage = -max(pending)[1]
-        if blocked or coming is None or coming - now >= self.policy.patience * self.lane_ns[WEIGHT][stage]:
+        if blocked or coming is None or not self._waits(rank, stage, now, coming):
             return WEIGHT, stage
         return None
+
+    def _waits(self, rank: int, stage: int, now: int, coming: int) -> bool:
+        """Whether a weight gradient would delay what is coming, and the rank may idle until then."""
+        if coming - now >= self.policy.patience * self.lane_ns[WEIGHT][stage]:
+            return False
+        if not self.policy.thrifty:
+            return True
+        waits = self.microbatches - min(self.done[BACKWARD][s] for s in self.instance.stages_of[rank])
+        return (coming - now) * waits <= SHARES * (self.goal_ns - now - self.todo_ns[rank])
 
     def _safe(self, rank: int, stage: int) -> bool:
         """Whether there is room for one more forward of `stage`, and for the oldest microbatch besides."""
@@ -216,6 +234,11 @@ class _Refill(_Builder):
         if kind > BACKWARD:
             return 0
         return None if self.missing[kind][stage][microbatch] else self.arrivals[kind][stage][microbatch]
+
+
+def _work(instance: Instance, stages: tuple[int, ...]) -> int:
+    """How long these stages compute in a step."""
+    return instance.problem.microbatches * sum(lane[stage] for lane in instance.lane_ns for stage in stages)
 
 
 def reserve(instance: Instance, rank: int) -> int:

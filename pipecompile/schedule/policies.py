@@ -10,10 +10,18 @@ from itertools import product
 from pipecompile.schedule.greedy import Policy
 from pipecompile.schedule.instance import BACKWARD, FORWARD, Instance
 
-__all__ = ["drawn", "systematic", "varied"]
+__all__ = ["drawn", "systematic", "thrifty", "varied"]
 
 _PREFER = ("turns", "forward", "backward")
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def thrifty(instance: Instance) -> Iterator[Policy]:
+    """The few that come near the bound by themselves where there are many microbatches, the best first."""
+    behind = _behind(instance)
+    for patience, quarters in product((0.75, 1.0), (7, 6, 8, 5)):
+        depth = tuple(-(-quarters * ahead // 4) for ahead in behind)
+        yield Policy(depth, "turns", patience=patience, thrifty=True, courteous=True)
 
 
 def systematic(instance: Instance) -> Iterator[Policy]:
@@ -30,13 +38,18 @@ def systematic(instance: Instance) -> Iterator[Policy]:
 def _depths(instance: Instance) -> Iterator[tuple[int, ...]]:
     """Twice what 1F1B has, as ZB-H2, and less; what round trips call for; 1F1B's; and as deep as memory allows."""
     problem = instance.problem
-    behind = [problem.stages - stage for stage in range(problem.stages)]
+    behind = _behind(instance)
     yield tuple(2 * ahead for ahead in behind)
     yield tuple(-(-3 * ahead // 2) for ahead in behind)
     yield tuple(_round_trips(instance))
     yield tuple(behind)
     yield tuple(2 * ahead - 1 for ahead in behind)
     yield (problem.microbatches,) * problem.stages
+
+
+def _behind(instance: Instance) -> list[int]:
+    """Per stage how many there are from it to the end."""
+    return list(range(instance.problem.stages, 0, -1))
 
 
 def _round_trips(instance: Instance) -> Iterator[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
@@ -19,7 +20,7 @@ from pipecompile.schedule.climb import climb, value
 from pipecompile.schedule.greedy import Policy, build, refill, reserve, serial
 from pipecompile.schedule.instance import Instance, Rows, Times
 from pipecompile.schedule.named import SPLIT, fitting, generate
-from pipecompile.schedule.policies import drawn, systematic, varied
+from pipecompile.schedule.policies import drawn, systematic, thrifty, varied
 from pipecompile.schedule.problem import Network, Problem
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.weights import earlier, later
@@ -219,11 +220,14 @@ class _Search:
                 self._add(refill(self.instance, rows))
 
     def _draw(self, work: float) -> None:
-        """List schedules: systematic ones first, then drawn and varied ones."""
-        waiting = systematic(self.instance)
+        """List schedules: systematic ones first, then drawn and varied ones.
+
+        Climbing gains most from starts that differ in kind; without it the best policies come first.
+        """
+        waiting = chain(() if self._climbs else thrifty(self.instance), systematic(self.instance))
         for number in range(max(1, int(work / (self.size * BUILD)))):
             policy = next(waiting, None) or self._another(number)
-            self._add(build(self.instance, policy), policy)
+            self._add(build(self.instance, policy, self.bound), policy)
             if self._done:
                 return
 

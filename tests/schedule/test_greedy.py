@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipecompile.schedule.greedy import Policy, build, refill, reserve, serial
 from pipecompile.schedule.instance import WEIGHT, Instance, Rows
-from pipecompile.schedule.policies import drawn, systematic, varied
+from pipecompile.schedule.policies import drawn, systematic, thrifty, varied
 from pipecompile.schedule.problem import Problem, Work
 from tests.schedule.brute import best
 from tests.schedule.instances import instances, sound, tiny_problems
@@ -16,7 +16,8 @@ from tests.schedule.instances import instances, sound, tiny_problems
 @st.composite
 def policies(draw: st.DrawFn, instance: Instance) -> Policy:
     source = random.Random(draw(st.integers(0, 99)))
-    policy = draw(st.sampled_from(list(systematic(instance)))) if draw(st.booleans()) else drawn(instance, source)
+    known = [*thrifty(instance), *systematic(instance)]
+    policy = draw(st.sampled_from(known)) if draw(st.booleans()) else drawn(instance, source)
     return varied(policy, source) if draw(st.booleans()) else policy
 
 
@@ -30,7 +31,7 @@ def _roomy(instance: Instance) -> bool:
 def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> None:
     """Wherever there is room for one microbatch in any order; skips, cut gradients, recomputes, any placement."""
     instance = data.draw(instances())
-    rows = build(instance, data.draw(policies(instance)))
+    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200)))
     assert (rows is not None) == _roomy(instance)
     if rows is not None:
         sound(instance, rows)
@@ -40,7 +41,7 @@ def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> Non
 @given(st.data())
 def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataObject) -> None:
     instance = data.draw(instances())
-    rows = build(instance, data.draw(policies(instance))) or serial(instance)
+    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))) or serial(instance)
     if rows is not None:
         filled = refill(instance, rows)
         sound(instance, filled)
@@ -64,7 +65,7 @@ def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_ente
     """Two stages of 5 bytes on one rank of 5: F B of one, then of the other."""
     problem = Problem((0, 0), 2, (Work(1, 1, kept_bytes=5, splits=False),) * 2, (0,), (0,), (False,), caps=(5,))
     instance = Instance(problem, (False, False))
-    assert build(instance, Policy((1, 1))) is None
+    assert build(instance, Policy((1, 1)), 4) is None
     rows = serial(instance)
     assert rows is not None
     sound(instance, rows)
@@ -76,6 +77,6 @@ def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
     problem = Problem((0, 1, 0), 2, (work,) * 3, (0, 0), (0, 0), (True, True), caps=(10, 10))
     instance = Instance(problem, (True,) * 3)
     for policy in systematic(instance):
-        rows = build(instance, policy)
+        rows = build(instance, policy, 100)
         assert rows is not None
         sound(instance, rows)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,3 +116,12 @@ def test_an_error_says_which_rank_cannot_hold_one_microbatch() -> None:
 def test_a_problem_that_is_large_for_its_time_is_searched_nevertheless() -> None:
     found = search(replace(equal(range(4), 200, time=10), caps=(3, 3, 3, 3)), seconds=0.001)
     assert found.bound <= found.value
+
+
+def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
+    """Random costs, and time for a few builds alone: ranks with slack wait rather than delay the others."""
+    draw = random.Random(0)
+    times = [[draw.randrange(800, 1201) for _ in range(3)] for _ in range(16)]
+    work = tuple(Work(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times)
+    found = search(replace(equal(range(16), 128, hop=50), work=work, caps=(32,) * 16), seconds=0.4)
+    assert found.value <= 1.005 * found.bound

@@ -31,6 +31,8 @@ OBJECTIVES = ("makespan", "span")
 PER_SECOND = 1_000_000  # operations that the searches look at in a second
 SOLVER_SECONDS = 7.0  # that a unit of CP-SAT's deterministic time takes, its set-up included
 WINDOW, WINDOW_WORK = 60, 0.05  # operations, and deterministic time, of a neighbourhood
+WINDOW_SECONDS = 0.004  # besides, for its model
+IDLE_WINDOWS = 20  # without a gain, for each window's worth of operations, until it is given up
 BUILD = 4  # a step of list scheduling is so many looks
 NAMED = 12  # looks at each operation that a named order costs before it is a seed
 LEAST = 50  # looks at each operation without which a search is not begun, if there was another
@@ -266,16 +268,18 @@ class _Search:
         # Imported here: CP-SAT takes longer to load than small problems to solve.
         from pipecompile.schedule.window import cut, improve
 
-        rows, left = self.pool[0].rows, work / PER_SECOND
-        while left > 0 and not self._done:
+        rows, left, idle = self.pool[0].rows, work / PER_SECOND, 0
+        while left > 0 and idle < IDLE_WINDOWS * (1 + self.size // WINDOW):
             times = self._timed(rows)
+            if times.makespan_ns <= self.bound:
+                break
             width = max(1, times.makespan_ns * WINDOW // self.size)
             start = self.random.randrange(-width // 2, times.makespan_ns)
             window = cut(self.instance, rows, times.ends, start, start + width)
             found, spent = improve(self.instance, rows, times, window, work=WINDOW_WORK, seed=0)
-            left -= spent * SOLVER_SECONDS + self.size / PER_SECOND * 10
-            if found is not None and value(self._timed(found), self.objective) <= times.makespan_ns:
-                rows = found
+            left -= spent * SOLVER_SECONDS + WINDOW_SECONDS + self.size / PER_SECOND * 10
+            gain = -1 if found is None else times.makespan_ns - self._timed(found).makespan_ns
+            rows, idle = found if found is not None and gain >= 0 else rows, 0 if gain > 0 else idle + 1
         self._add(rows)
 
     def _timed(self, rows: Rows) -> Times:

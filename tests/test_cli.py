@@ -471,7 +471,7 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
         (["--name", "2f2b"], {}, 2, "'2f2b' is not known; choose one of search, gpipe, 1f1b"),
         (["--objective", "speed"], {}, 2, "'speed' is not known; choose one of makespan, span"),
         (["--placement", "zigzag"], {}, 2, "choose one of linear, loop, v, open"),
-        (["--placement", "v", "--name", "1f1b"], {}, 2, "'1f1b' needs the stages on a linear of ranks"),
+        (["--placement", "v", "--name", "1f1b"], {}, 2, "'1f1b' needs the stages placed as linear"),
         (["--name", "zb-h1", "--placement", "open"], {}, 2, "needs one stage on each rank"),
         (["--name", "dualpipe-v", "--placement", "v"], {"microbatches": 3}, 2, "needs at least 4 microbatches"),
         (["--time-limit", "-1"], {}, 2, "give a positive number"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipecompile.api.ordering import compared
+from pipecompile.api.ordering import compared, named_schedule, placements
 from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Ordering, Plan
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.stages import problem_of_plan
@@ -29,8 +29,35 @@ def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
     """What the plan says of itself, though its stages and its schedule give something else."""
     if predicted(plan.stages, plan.schedule, plan.link, plan.options.memory_bytes) != plan.prediction:
         yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
-    if plan.ordering is not None and (plan.ordering.named_ns, plan.ordering.bound_ns) != compared(problem):
+    if not _is_placed(plan) or not _is_named_rightly(plan, problem):
+        yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
+    if plan.search.values.get("step_ns", plan.prediction.step_ns) != plan.prediction.step_ns:
+        yield "the search states another step than the prediction: the file was edited; plan again"
+    if plan.ordering is not None and not _is_compared_rightly(plan, plan.ordering, problem):
         yield "the other schedules are not what the plan's stages give: the file was edited; plan again"
+
+
+def _is_placed(plan: Plan) -> bool:
+    wanted = plan.options.stages_per_rank in (None, plan.stages_per_rank)
+    return wanted and plan.schedule.placement in placements(plan.options)
+
+
+def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
+    """A named schedule has the order that its name stands for."""
+    name = plan.schedule.name
+    return name == "search" or named_schedule(name, problem).compute == plan.schedule.compute
+
+
+def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bool:
+    """What is said of other orders, beside the one that the plan has."""
+    best = min(ordering.named_ns.values(), default=ordering.searched_ns)
+    step_ns = ordering.searched_ns if ordering.kept else best
+    return (
+        (ordering.named_ns, ordering.bound_ns) == compared(problem)
+        and ordering.bound_ns <= ordering.searched_ns <= best
+        and plan.prediction.step_ns == step_ns
+        and (ordering.kept or plan.schedule.name != "search")
+    )
 
 
 def over_limits(

@@ -94,6 +94,7 @@ def pipecompile(
             recompute=recompute,
             pin=pin,
             groups=groups,
+            parameters_everywhere=parameters_everywhere,
         )
     captured = world.on_first(lambda: capture_target(target, options, verify=True))
     if captured is None:

@@ -86,7 +86,10 @@ def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Pa
             return found
         caps = tuple(max(0, cap - more) for cap, more in zip(problem.memory.caps, excess, strict=True))
         problem = replace(problem, memory=replace(problem.memory, caps=caps))
-        found = solve(problem, seconds=OTHERS_SECONDS)
+        try:
+            found = solve(problem, seconds=OTHERS_SECONDS)
+        except InfeasibleError:
+            break  # what it would say is about the lowered caps
     rank = max(range(len(excess)), key=excess.__getitem__)
     raise InfeasibleError(
         f"no cut was found whose ranks fit their memory: the last one tried needs {excess[rank]} bytes too many "

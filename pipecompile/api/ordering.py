@@ -13,7 +13,7 @@ from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import ASYNCHRONOUS, SPLIT, fitting, generate, in_flight, shape_needed
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.recompute import place_recompute
+from pipecompile.schedule.recompute import with_recompute
 from pipecompile.schedule.robust import gain_survives
 from pipecompile.schedule.stages import activation_caps, problem_of_stages
 
@@ -63,8 +63,7 @@ def named_schedule(name: str, problem: Problem) -> Schedule:
             f"schedule {name!r} splits backwards in two, but the costs do not say how long each half takes; choose "
             f"other costs, or one of {', '.join(n for n in fitting(problem.placement, 1) if n not in SPLIT)}"
         )
-    schedule = generate(name, problem.placement, problem.microbatches, problem.recompute)
-    return place_recompute(problem, schedule)
+    return with_recompute(problem, generate(name, problem.placement, problem.microbatches))
 
 
 def ordered(
@@ -101,7 +100,7 @@ def _searched(problem: Problem) -> tuple[Schedule, Ordering]:
         named_ns=_fitting(found.named),
         kept=kept,
     )
-    return place_recompute(problem, compute), ordering
+    return compute, ordering
 
 
 def compared(problem: Problem) -> tuple[dict[str, int], int]:

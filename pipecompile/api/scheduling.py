@@ -17,6 +17,7 @@ from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import NAMES, SPLIT, generate, shape_needed
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem, problem_of
+from pipecompile.schedule.recompute import with_recompute
 from pipecompile.schedule.search import OBJECTIVES, Named, bound_of, named_orders, search
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.torch_csv import read_csv
@@ -185,7 +186,7 @@ def _named(problem: Problem, request: Request) -> _Candidate:
             f"schedule {request.name!r} has backwards in halves, but the problem says split_backward false; "
             "choose one without, such as 1f1b"
         )
-    found = generate(request.name, problem.placement, problem.microbatches, problem.recompute)
+    found = with_recompute(problem, generate(request.name, problem.placement, problem.microbatches))
     return _simulated(problem, found, request.objective)
 
 
@@ -193,9 +194,8 @@ def _simulated(problem: Problem, found: Schedule, objective: str) -> _Candidate:
     """With a bound if it is a whole step: without backwards less is done, and without a flush no step ends."""
     whole = found.weight_versions == "synchronous" and any(action.kind in BACKWARDS for _, action in found)
     bound = bound_of(problem, objective) if whole else None
-    return _Candidate(
-        problem, found, simulate(problem, found), objective, bound, tuple(named_orders(problem, objective))
-    )
+    named = tuple(named_orders(problem, objective)) if whole else ()
+    return _Candidate(problem, found, simulate(problem, found), objective, bound, named)
 
 
 def _searched(problems: Sequence[Problem], request: Request) -> list[_Candidate]:

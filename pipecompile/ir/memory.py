@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from pipecompile.ir.graph import CostGraph, Tensor
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind
 from pipecompile.ir.serde import NonNegative, Value
 
 __all__ = [
@@ -283,13 +283,14 @@ def rank_memory(stages: dict[int, Footprint], row: Sequence[Action], *, microbat
 
 
 def activation_curve(stages: dict[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
-    """After each action of `row`, the activations that the rank holds."""
+    """After each action of `row`, the activations that the rank holds; of an evaluation, those of one forward."""
     recomputed = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE}
     # torch keeps everything until the gradients of the weights.
     whole = {s: changes(kept=f.kept, recomputed=ZERO, between=f.kept) for s, f in stages.items()}
     again = {s: changes(kept=f.outputs, recomputed=f.kept - f.outputs, between=f.kept) for s, f in stages.items()}
-    now = ZERO
+    now, trains = ZERO, any(action.kind in BACKWARDS for action in row)
     for action in row:
+        now = now if trains else ZERO
         table = again if (action.stage, action.microbatch) in recomputed else whole
         now += table[action.stage].get(action.kind, ZERO)
         yield action, now

@@ -62,7 +62,10 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
 SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
 TRANSFERS = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
-_PATTERN = re.compile(r"(\d+)(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)(\d*)(?:@(\d+))?")
+_NUMBER = r"0|[1-9][0-9]*"
+_PATTERN = re.compile(
+    rf"({_NUMBER})(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)({_NUMBER}|)(?:@({_NUMBER}))?"
+)
 
 
 Versions = Literal["synchronous", "stashed", "vertical-sync", "double-buffered"]

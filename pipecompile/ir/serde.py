@@ -33,7 +33,7 @@ def decode(data: bytes, type_: type[T], *, origin: str) -> T:
     try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{origin}: {error}; write the file again, it is not edited by hand") from error
+        raise FormatError(f"{origin}: {error}; correct it, or have it written again") from error
 
 
 def read(path: str | Path, type_: type[T]) -> T:

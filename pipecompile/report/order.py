@@ -33,7 +33,9 @@ def _header(order: Order) -> Iterator[str]:
     yield f"  bubble     {order.bubble:.1%}"
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
-        yield f"  weights    {order.weight_versions}: 0F4@1 is with version 1, which 0STEP0@1 makes; no flush"
+        step = next((text for row in order.orders for text in row if "STEP" in text and text.endswith("@1")), "")
+        made = f", {step} makes version 1" if step else ""
+        yield f"  weights    {order.weight_versions}: versions stand behind the @{made}; no flush"
     if order.asked == "search":
         yield f"  search     {_gain(order)}; {order.seconds:.2f} s"
 

@@ -75,7 +75,7 @@ def _ordering(plan: Plan) -> Iterator[str]:
         return
     gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
     named = f"best named {best} {time_text(ordering.named_ns[best])}"
-    fate = "" if ordering.kept else ", dropped: it does not survive 10 % noise on the durations"
+    fate = "" if ordering.kept else ", does not survive noise"
     change = f"search {found} ({-gain:+.1%}){fate}" if gain > 0 else "search found none shorter"
     yield f"  order      {named}, {change}; bound {bound}"
 

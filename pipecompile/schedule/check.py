@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product, zip_longest
+from itertools import pairwise, product, zip_longest
 
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
@@ -109,9 +109,9 @@ def _counts(subject: _Subject) -> Iterator[str]:
 
 
 def _is_optional(subject: _Subject, action: Action) -> bool:
-    """A recompute that saves nothing, and the optimizer's steps: one a stage where all step together."""
+    """A recompute that saves nothing, and optimizer steps, which are the training loop's if all step together."""
     if action.kind is Kind.STEP:
-        return subject.schedule.weight_versions != "synchronous" or action.microbatch is None
+        return subject.schedule.weight_versions != "synchronous"
     return action.kind is Kind.RECOMPUTE and subject.trains
 
 
@@ -184,7 +184,7 @@ def _memory(subject: _Subject) -> Iterator[str]:
     """What each rank holds, from its own order alone, stays within its cap."""
     problem = subject.problem
     for rank, (row, cap) in enumerate(zip(subject.schedule.compute, problem.caps or (), strict=False)):
-        held = list(accumulate(map(problem.change_bytes, row)))
+        held = problem.held_bytes(row)
         over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
         if over is not None:
             excess = max(held) - cap

@@ -149,7 +149,7 @@ def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> No
     instead = f"choose one of {', '.join(fitting(placement, max(1, microbatches)))}"
     if not _is_shaped(name, placement):
         shape, held = shape_needed(name)
-        wanted = "one stage on each rank" if held == 1 else f"the stages on a {shape} of ranks, such as "
+        wanted = "one stage on each rank" if held == 1 else f"the stages placed as {shape}, such as "
         if held != 1:
             wanted += " ".join(map(str, place(shape, len(set(placement)), held or 2)))
         raise InputError(

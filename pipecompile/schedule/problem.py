@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipecompile.errors import InputError
 from pipecompile.ir.memory import changes
 from pipecompile.ir.problem import ScheduleProblem
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind
 
 __all__ = ["Network", "Problem", "Skip", "Work", "problem_of"]
 
@@ -104,6 +104,11 @@ class Problem:
     def splits(self) -> bool:
         """Whether every stage can do its backward in two halves."""
         return all(work.splits for work in self.work)
+
+    def held_bytes(self, row: Sequence[Action]) -> tuple[int, ...]:
+        """What a rank holds as of each compute action of its row; where nothing goes back, nothing is kept for it."""
+        changes = map(self.change_bytes, row)
+        return tuple(accumulate(changes) if any(action.kind in BACKWARDS for action in row) else changes)
 
     @cached_property
     def _durations(self) -> tuple[dict[Kind, int], ...]:

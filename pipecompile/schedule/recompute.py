@@ -10,11 +10,25 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.schedule.perform import Run, Wait, perform
 from pipecompile.schedule.problem import Problem
 
-__all__ = ["place_recompute"]
+__all__ = ["place_recompute", "with_recompute"]
+
+
+def with_recompute(problem: Problem, schedule: Schedule) -> Schedule:
+    """A schedule without recomputes, with one for each backward of the stages that need it, as early as it may be."""
+    if not any(problem.recompute):
+        return schedule
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for row, before in zip(rows, schedule.rows, strict=True):
+        for action in before:
+            if action.kind in BACKWARDS and problem.recompute[action.stage]:
+                row.append(action._replace(kind=Kind.RECOMPUTE))
+            row.append(action)
+    lazy = Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions)
+    return place_recompute(problem, lazy)
 
 
 def place_recompute(problem: Problem, schedule: Schedule) -> Schedule:

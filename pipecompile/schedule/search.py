@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
+from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.schedule.bound import lower_bound
 from pipecompile.schedule.climb import climb, value
 from pipecompile.schedule.greedy import Policy, build, refill, reserve, serial
@@ -22,6 +22,7 @@ from pipecompile.schedule.instance import Instance, Rows, Times
 from pipecompile.schedule.named import SPLIT, fitting, generate
 from pipecompile.schedule.policies import drawn, systematic, thrifty, varied
 from pipecompile.schedule.problem import Network, Problem
+from pipecompile.schedule.recompute import place_recompute, with_recompute
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.weights import earlier, later
 
@@ -77,7 +78,7 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
         left = max(seconds / 2, seconds - spent)
         instances = _affordable(instances, left)
         for instance in instances:
-            found = _Search(instance, objective, bound, left / len(instances), named).run()
+            found = place_recompute(problem, _Search(instance, objective, bound, left / len(instances), named).run())
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
     return Found(schedule, objective, least, bound, named)
@@ -92,23 +93,9 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
     """Every named schedule that trains on this placement, simulated."""
     for name in fitting(problem.placement, problem.microbatches):
         if problem.splits or name not in SPLIT:
-            schedule = _recomputing(problem, generate(name, problem.placement, problem.microbatches))
+            schedule = with_recompute(problem, generate(name, problem.placement, problem.microbatches))
             timeline = simulate(problem, schedule)
             yield Named(schedule, _measure(timeline, objective), timeline.peak_bytes, _within_caps(problem, timeline))
-
-
-def _recomputing(problem: Problem, schedule: Schedule) -> Schedule:
-    """With a recompute before every backward of a stage that has them, the last one too if the problem says so."""
-    if not any(problem.recompute):
-        return schedule
-    rows: list[list[Action]] = []
-    for row in schedule.compute:
-        rows.append([])
-        for action in row:
-            if action.kind in BACKWARDS and problem.recompute[action.stage]:
-                rows[-1].append(action._replace(kind=Kind.RECOMPUTE))
-            rows[-1].append(action)
-    return Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows)
 
 
 def best_named(named: tuple[Named, ...]) -> Named | None:

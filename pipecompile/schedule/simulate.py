@@ -18,7 +18,6 @@ other. These rules reproduce table 5 of the Zero Bubble paper (Qi et al., arXiv 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
@@ -39,7 +38,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
             f"the problem for {list(problem.placement)} and {problem.microbatches}"
         )
     run = perform(problem, schedule)
-    held = tuple(tuple(accumulate(map(problem.change_bytes, row))) for row in schedule.compute)
+    held = tuple(map(problem.held_bytes, schedule.compute))
     sums = tuple(tuple(_reductions(problem, row)) for row in run.events)
     timeline = Timeline(run.events, (), held, sums)
     return Timeline(run.events, idle_of(problem, run, timeline), held, sums)

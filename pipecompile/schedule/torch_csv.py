@@ -19,7 +19,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD
 def read_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule in `text`; InputError names the line and the column of what is not one."""
     rows = []
-    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+    for line, cells in enumerate(_lines(text), start=1):
         found = (_action(cell.strip(), line, column) for column, cell in enumerate(cells, start=1) if cell.strip())
         rows.append(list(found))
     while rows and not rows[-1]:  # empty lines at the end are no ranks
@@ -29,6 +29,13 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
         return Schedule.of(name, max(numbers, default=0) + 1, _placement(rows), rows)
     except ValueError as error:
         raise InputError(f"the CSV is no schedule: {error}") from None
+
+
+def _lines(text: str) -> list[list[str]]:
+    try:
+        return list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise InputError(f"the text is no CSV ({error})") from None
 
 
 def write_csv(schedule: Schedule) -> str:

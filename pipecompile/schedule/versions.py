@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
 
 __all__ = ["bare", "versions"]
 
@@ -25,7 +25,7 @@ def versions(schedule: Schedule) -> Iterator[str]:
         return (
             f"rank {rank}: {action} names a version, but all of a step see the same weights" for rank, action in named
         )
-    return (line for check in (_made, _own, _same) for line in check(schedule))
+    return (line for check in (_made, _own, _newest, _buffered, _same, _stepped) for line in check(schedule))
 
 
 def _made(schedule: Schedule) -> Iterator[str]:
@@ -51,6 +51,47 @@ def _own(schedule: Schedule) -> Iterator[str]:
             forward = forwards.get((action.stage, action.microbatch), action)
             if action.version != forward.version:
                 yield f"rank {rank}: {action} uses another version than its forward {forward}"
+
+
+def _newest(schedule: Schedule) -> Iterator[str]:
+    """With stashed weights a forward takes the newest of its stage; with vertical sync the first stage does."""
+    if schedule.weight_versions == "double-buffered":
+        return
+    made: dict[int, int] = defaultdict(int)
+    for rank, action in schedule:
+        made[action.stage] += action.kind is Kind.STEP
+        version = made[action.stage] if action.version is None else action.version
+        bound = schedule.weight_versions == "stashed" or action.stage == 0
+        if bound and action.kind is Kind.FORWARD and version < made[action.stage]:
+            yield f"rank {rank}: {action} does not use version {made[action.stage]}, the newest of its stage"
+
+
+def _buffered(schedule: Schedule) -> Iterator[str]:
+    """With two buffers a microbatch of update u sees the weights that update u − 1 began with."""
+    if schedule.weight_versions != "double-buffered":
+        return
+    for rank, row in enumerate(schedule.rows):
+        updates, forwards = defaultdict[int, int](int), _forwards(row)
+        for action in row:
+            updates[action.stage] += action.kind is Kind.STEP
+            forward = forwards.get((action.stage, action.microbatch))
+            wanted = max(0, updates[action.stage] - 1)
+            if action.kind in BACKWARDS and forward is not None and forward.version not in (None, wanted):
+                yield f"rank {rank}: {forward} is part of update {updates[action.stage]}, which uses version {wanted}"
+
+
+def _stepped(schedule: Schedule) -> Iterator[str]:
+    """Every gradient is used by a step; unless weights are double-buffered, by one of its own."""
+    for rank, row in enumerate(schedule.rows):
+        waiting: dict[int, list[Action]] = defaultdict(list)
+        for action in row:
+            if action.kind is Kind.STEP:
+                waiting[action.stage].clear()
+            elif action.kind in SUMS:
+                waiting[action.stage].append(action)
+                if len(waiting[action.stage]) > 1 and schedule.weight_versions != "double-buffered":
+                    yield f"rank {rank}: no step comes between {waiting[action.stage][-2]} and {action}"
+        yield from (f"rank {rank}: no step comes after {actions[-1]}" for actions in waiting.values() if actions)
 
 
 def _same(schedule: Schedule) -> Iterator[str]:

@@ -104,7 +104,7 @@ def test_placements_follow_the_schedule_the_options_or_both() -> None:
     ("changes", "message"),
     [
         ({"k": 3, "schedule": "zb-v"}, r"k=3 stages cannot be placed 2 on a rank; choose k as a multiple of 2"),
-        ({"schedule": "zb-v", "placement": "loop"}, r"schedule 'zb-v' needs the stages on a v of ranks"),
+        ({"schedule": "zb-v", "placement": "loop"}, r"schedule 'zb-v' needs the stages placed as v"),
         ({"schedule": "zb-h1", "stages_per_rank": 2}, r"schedule 'zb-h1' needs one stage on each rank"),
         ({"schedule": "dualpipe-v", "microbatches": 3}, r"microbatches"),
         ({"schedule": "pipedream"}, r"updates weights while microbatches are on their way"),
@@ -173,6 +173,56 @@ def test_a_plan_that_misstates_the_other_schedules_is_found_out() -> None:
     ]
     with pytest.raises(ValueError, match="says how its schedule was searched"):
         msgspec.structs.replace(made, ordering=None).__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kept": False}, "the other schedules are not"),
+        ({"searched_ns": 1}, "the other schedules are not"),
+        ({"bound_ns": 0}, "the other schedules are not"),
+    ],
+)
+def test_an_edited_ordering_is_found_out(changes: dict[str, Any], message: str) -> None:
+    made = planned(EVEN, schedule="search", memory_bytes=13 * MIB)
+    assert made.schedule.name == "search" and made.ordering is not None
+    edited = msgspec.structs.replace(made, ordering=msgspec.structs.replace(made.ordering, **changes))
+    assert any(message in line for line in violations(edited))
+
+
+def test_an_order_under_anothers_name_is_found_out() -> None:
+    made = planned(EVEN)
+    renamed = msgspec.structs.replace(
+        made,
+        schedule=msgspec.structs.replace(made.schedule, name="gpipe"),
+        options=msgspec.structs.replace(made.options, schedule="gpipe"),
+    )
+    moved = msgspec.structs.replace(made, options=msgspec.structs.replace(made.options, stages_per_rank=2))
+    for edited in (renamed, moved):
+        assert violations(edited) == [
+            "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
+        ]
+    step = msgspec.structs.replace(made.search, values={**made.search.values, "step_ns": 1})
+    assert violations(msgspec.structs.replace(made, search=step)) == [
+        "the search states another step than the prediction: the file was edited; plan again"
+    ]
+
+
+def test_an_evaluation_is_planned_within_its_memory() -> None:
+    made = planned(EVEN, schedule="forward-only", memory_bytes=8 * MIB)
+    assert max(memory.total.bound for memory in made.prediction.memory) <= 8 * MIB
+
+
+@settings(max_examples=20)
+@given(TIMES, st.integers(2, 4))
+def test_searched_with_recompute_is_no_longer_than_the_named_plan(
+    times: list[tuple[int, int, int]], microbatches: int
+) -> None:
+    asked = {"k": 3, "microbatches": microbatches, "recompute": "stage"}
+    searched = planned(chain(times), schedule="search", **asked)
+    assert searched.ordering is not None
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        assert searched.ordering.named_ns[name] == planned(chain(times), schedule=name, **asked).prediction.step_ns
 
 
 def test_over_its_cap_a_plan_names_rank_and_action() -> None:

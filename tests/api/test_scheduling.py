@@ -123,7 +123,7 @@ def test_with_one_stage_a_rank_there_is_one_placement(tmp_path: Path) -> None:
 def test_a_placement_replaces_the_ranks_of_the_file(loop: Path) -> None:
     assert schedule(loop, Request(name="zb-v", placement="v")).placement == (0, 1, 1, 0)
     assert schedule(loop, Request(name="zb-v", placement="open")).placement == (0, 1, 1, 0)
-    with pytest.raises(InputError, match="schedule 'zb-v' needs the stages on a v of ranks"):
+    with pytest.raises(InputError, match="schedule 'zb-v' needs the stages placed as v"):
         schedule(loop, Request(name="zb-v"))
 
 

@@ -34,7 +34,7 @@ def test_the_same_value_gives_the_same_bytes_with_sorted_keys() -> None:
     ],
 )
 def test_reading_is_strict_and_names_file_and_place(data: bytes, message: str) -> None:
-    with pytest.raises(FormatError, match=rf"^point\.json: .*({message}).*; write the file again"):
+    with pytest.raises(FormatError, match=rf"^point\.json: .*({message}).*; correct it"):
         decode(data, _Point, origin="point.json")
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Action, Schedule, Versions
+from pipecompile.ir.schedule import Action, Kind, Schedule, Versions
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
+from pipecompile.schedule.named import generate
 from pipecompile.schedule.problem import Work
 from pipecompile.schedule.simulate import simulate
 from tests.schedule.cases import equal, order
@@ -161,11 +163,8 @@ def test_a_reduction_before_the_last_gradient_is_named() -> None:
     assert found == "rank 0: 0REDUCE_GRAD stands before 0W0, which it needs"
 
 
-def test_an_optimizer_step_comes_after_the_reduction() -> None:
-    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == []
-    assert check(order(["0F0 0B0 0STEP 0REDUCE_GRAD"], [0], 1)) == [
-        "rank 0: 0STEP stands before 0REDUCE_GRAD, which it needs"
-    ]
+def test_optimizer_steps_are_the_training_loops_where_all_step_together() -> None:
+    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == ["rank 0: 0STEP is out of place"]
     assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP0"], [0], 1)) == ["rank 0: 0STEP0 is out of place"]
 
 
@@ -196,6 +195,35 @@ def test_a_wrong_version_is_named(right: str, wrong: str, messages: list[str]) -
     found = check(_asynchronous([row.replace(right, wrong) for row in PIPEDREAM], "stashed"))
     assert len(found) == len(messages)
     assert all(line.startswith(f"rank 0: {message}") for line, message in zip(found, messages, strict=True))
+
+
+def test_old_weights_and_gradients_without_a_step_are_named() -> None:
+    stale = [row.replace("0F2@1", "0F2@0").replace("0B2@1", "0B2@0") for row in PIPEDREAM]
+    assert check(_asynchronous(stale, "stashed")) == ["rank 0: 0F2@0 does not use version 1, the newest of its stage"]
+    unused = [row.replace(" 0STEP2@3", "") for row in PIPEDREAM]
+    assert check(_asynchronous(unused, "stashed")) == ["rank 0: no step comes after 0B2@1"]
+
+
+@pytest.mark.parametrize("microbatches", [2, 5, 8])
+def test_two_buffers_are_the_weights_before_the_last_update(microbatches: int) -> None:
+    problem = equal([0, 1], microbatches)
+    sound = lower(problem, generate("pipedream-2bw", [0, 1], microbatches))
+    assert check(sound, problem) == []
+    rows = [[a._replace(version=0) if a.version and a.kind is not Kind.STEP else a for a in r] for r in sound.rows]
+    stale = Schedule.of("x", microbatches, [0, 1], rows, "double-buffered")
+    assert bool(check(stale, problem)) == any(a.version for _, a in sound if a.kind is Kind.FORWARD)
+    bare = [[action for action in row if action.kind is not Kind.STEP] for row in sound.rows]
+    assert any(
+        "no step comes after" in line for line in check(Schedule.of("x", microbatches, [0, 1], bare, "double-buffered"))
+    )
+
+
+def test_an_evaluation_holds_one_forward_at_a_time() -> None:
+    problem = replace(equal([0, 1], 4), caps=(1, 1))
+    problem = replace(problem, work=tuple(replace(w, kept_bytes=1) for w in problem.work))
+    evaluation = lower(problem, generate("forward-only", [0, 1], 4))
+    assert check(evaluation, problem) == []
+    assert simulate(problem, evaluation).peak_bytes == (1, 1)
 
 
 def test_another_version_than_on_the_first_stage_is_named_under_vertical_sync() -> None:

@@ -76,7 +76,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
             [0, 0, 1, 1],
             "'zb-h1' needs one stage on each rank, but the stages lie on 0 0 1 1; place them so, or",
         ),
-        ("1f1b", [0, 1, 0, 1], "needs the stages on a linear of ranks, such as 0 0 1 1, but the stages lie on 0 1 0 1"),
+        ("1f1b", [0, 1, 0, 1], "needs the stages placed as linear, such as 0 0 1 1, but the stages lie on 0 1 0 1"),
         (
             "zb-v",
             [0, 1, 2],

@@ -160,8 +160,19 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @answers
 def show(path: str, form: str) -> int:
     """The plan for people: stages, loads, memory, timeline."""
-    _print_plan(read(path, Plan), form)
+    _print_plan(_read_plan(path), form)
     return FINE
+
+
+def _read_plan(path: str) -> Plan:
+    """The plan; standard error says if it is not sound, for then its figures are not to be trusted."""
+    from pipecompile.api.checking import violations
+
+    made = read(path, Plan)
+    found = violations(made)
+    if found:
+        click.echo(f"pipecompile: {path} is not sound: {found[0]}; see pipecompile check", err=True)
+    return made
 
 
 def _print_plan(made: Plan, form: str) -> None:
@@ -232,7 +243,7 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
     from pipecompile.schedule.simulate import simulate_plan
     from pipecompile.schedule.stages import problem_of_plan
 
-    made = read(path, Plan)
+    made = _read_plan(path)
     timeline = simulate_plan(made)
     if trace_path is not None:
         write(trace_path, trace(made, timeline))
@@ -321,6 +332,8 @@ def schedule(
 
     found = answer(path, Request(seconds=time_limit, **options))
     order, files = found.order, dict[str, str]()
+    if csv_path is not None and found.skips:
+        raise InputError("torch's runtime sends to the next stage only, so an order with skips has no CSV; drop --csv")
     if csv_path is not None and order.fits:
         files[csv_path] = write_csv(found.schedule)
     if svg_path is not None and order.fits:

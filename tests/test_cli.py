@@ -528,3 +528,12 @@ def test_help_lists_the_commands() -> None:
     assert all(
         name in result.stdout for name in ("plan", "show", "check", "simulate", "partition", "schedule", "verify")
     )
+
+
+@pytest.mark.parametrize("command", ["show", "simulate"])
+def test_figures_of_an_unsound_plan_come_with_a_warning(plan_file: str, tmp_path: Path, command: str) -> None:
+    edited = tmp_path / "edited.json"
+    edited.write_text(Path(plan_file).read_text().replace('"0REDUCE_GRAD"', '"0SEND_B0"'))
+    result = invoke(command, str(edited))
+    assert "is not sound: rank 0: 0REDUCE_GRAD is missing" in result.stderr
+    assert "see pipecompile check" in result.stderr

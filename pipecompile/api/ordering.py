@@ -10,7 +10,7 @@ from pipecompile.ir.plan import Link, Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
-from pipecompile.schedule.named import ASYNCHRONOUS, SPLIT, fitting, generate, in_flight, shape_needed
+from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT, fitting, generate, in_flight, shape_needed
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.recompute import with_recompute
@@ -27,6 +27,9 @@ SEARCH_SECONDS = 3.0  # of work
 
 def placements(options: Options) -> tuple[tuple[int, ...], ...]:
     """Where the stages may lie: one way, or several where a search may choose; InputError if the options disagree."""
+    known = [name for name in NAMES if name not in ASYNCHRONOUS]
+    if options.schedule not in (*NAMES, "search"):
+        raise InputError(f"schedule {options.schedule!r} is not known; choose one of {', '.join(known)}, search")
     if options.schedule in ASYNCHRONOUS:
         raise InputError(
             f"schedule {options.schedule!r} updates weights while microbatches are on their way, which no step does "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 
 from pipecompile.errors import InfeasibleError, InputError, ScheduleError
 from pipecompile.ir.problem import NamedOrder, Order, ScheduleProblem
-from pipecompile.ir.schedule import BACKWARDS, Schedule, Timeline
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
 from pipecompile.ir.serde import read
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
@@ -62,6 +63,7 @@ class Answer:
     order: Order
     schedule: Schedule
     timeline: Timeline
+    skips: bool
 
 
 def schedule(path: str | Path, request: Request) -> Order:
@@ -104,7 +106,7 @@ def answer(path: str | Path, request: Request) -> Answer:
         named=named,
         seconds=round(time.perf_counter() - began, 3),
     )
-    return Answer(order, best.schedule, timeline)
+    return Answer(order, best.schedule, timeline, bool(given.skips))
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ def _candidates(given: ScheduleProblem, request: Request) -> list[_Candidate]:
     """One for each placement in question; at least one."""
     if request.order is not None:
         found = _read_order(given, request, Path(request.order))
-        return [_simulated(problem_of(given, found.placement), found, request.objective)]
+        try:
+            return [_simulated(problem_of(given, found.placement), found, request.objective)]
+        except ScheduleError as error:
+            raise ScheduleError(f"{request.order}: {error}") from None
     placements = _placements(given, request)
     if request.name != "search":
         return [_named(problem_of(given, placement), request) for placement in placements]
@@ -177,7 +182,20 @@ def _read_order(given: ScheduleProblem, request: Request, path: Path) -> Schedul
     if not left_open and found.placement not in _placements(given, request):
         ranks = " ".join(map(str, found.placement))
         raise InputError(f"{path} has the stages on ranks {ranks}, but the problem has not; use --placement open")
+    missing = list(_missing(found))
+    if missing:
+        rank, more = found.placement[missing[0].stage], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ScheduleError(f"{path}: rank {rank}: {missing[0]} is missing{more}; a stage does F and B, or F, I and W")
     return found
+
+
+def _missing(found: Schedule) -> Iterator[Action]:
+    """The actions without which an order that was read is no training step."""
+    there = {action for row in found.rows for action in row}
+    for stage, microbatch in product(range(len(found.placement)), range(found.microbatches)):
+        halves = {Action(stage, kind, microbatch) for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+        backward = halves if halves & there else {Action(stage, Kind.BACKWARD, microbatch)}
+        yield from sorted({Action(stage, Kind.FORWARD, microbatch), *backward} - there)
 
 
 def _named(problem: Problem, request: Request) -> _Candidate:

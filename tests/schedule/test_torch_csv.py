@@ -90,3 +90,14 @@ def test_what_the_format_cannot_say_is_refused(text: str, message: str) -> None:
 def test_what_torch_could_not_load_is_not_written() -> None:
     with pytest.raises(InputError, match="line 1, column 2: 0R0 is not F, I, W or B"):
         write_csv(order(["0F0 0R0 0B0"], [0], 1))
+
+
+@pytest.mark.parametrize("text", ["00F0", "0F01", "٠F٠"])
+def test_numbers_are_written_in_one_way(text: str) -> None:
+    with pytest.raises(InputError, match="is not an action"):
+        read_csv(text)
+
+
+def test_what_is_no_csv_is_refused() -> None:
+    with pytest.raises(InputError, match="is no CSV"):
+        read_csv("0" * 200_000)

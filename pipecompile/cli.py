@@ -11,7 +11,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError
 from pipecompile.ir.plan import Plan
@@ -20,7 +19,6 @@ from pipecompile.ir.size import parse_bytes
 
 if TYPE_CHECKING:
     from pipecompile.api.verify import Comparison
-    from pipecompile.ir.schedule import Critical, Timeline
 
 __all__ = ["main"]
 
@@ -236,7 +234,7 @@ def _print_findings(path: str, found: Sequence[str], form: str) -> None:
 @answers
 def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
     """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long it takes."""
-    from pipecompile.report.step import step_text
+    from pipecompile.report.step import step_figures, step_text
     from pipecompile.report.svg import timeline_svg
     from pipecompile.report.trace import trace
     from pipecompile.schedule.critical import critical_path
@@ -251,22 +249,11 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
         write(svg_path, timeline_svg(made, timeline).encode())
     critical = critical_path(problem_of_plan(made), timeline)
     if form == "json":
-        click.echo(encode(_simulated(timeline, critical)), nl=False)
+        click.echo(encode(step_figures(timeline, critical)), nl=False)
         return FINE
     text = step_text(timeline, critical)
     click.echo(f"```\n{text}\n```" if form == "github" else text)
     return FINE
-
-
-def _simulated(timeline: Timeline, critical: Sequence[Critical]) -> dict[str, Any]:
-    return {
-        "makespan_ns": timeline.makespan_ns,
-        "span_ns": timeline.span_ns,
-        "bubble": timeline.bubble,
-        "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
-        "peak_activation_bytes": timeline.peak_bytes,
-        "critical_path": [[c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in critical],
-    }
 
 
 @commands.command()

@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
+
+import msgspec
 
 from pipecompile.ir.schedule import Critical, Timeline
 from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
 
-__all__ = ["step_text"]
+__all__ = ["step_figures", "step_text"]
 
 _SHOWN = 12  # actions of the critical path, at most, from each end of a rank's part
+
+
+def step_figures(timeline: Timeline, path: Sequence[Critical]) -> dict[str, Any]:
+    """The same for scripts; of the critical path rank, action, start, end, and why it does not begin earlier."""
+    return {
+        "makespan_ns": timeline.makespan_ns,
+        "span_ns": timeline.span_ns,
+        "bubble": timeline.bubble,
+        "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
+        "peak_activation_bytes": timeline.peak_bytes,
+        "critical_path": [[c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in path],
+    }
 
 
 def step_text(timeline: Timeline, path: Sequence[Critical]) -> str:

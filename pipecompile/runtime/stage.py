@@ -71,11 +71,6 @@ class EagerStage:
         self.tied = frozenset(tied)
         self.gathered = frozenset(gathered)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether there are input gradients to compute before the weight gradients."""
-        return any(self._gradient_inputs)
-
     def forward(
         self, inputs: Sequence[Tensor], moment: Moment, target: Any = None, *, recompute: bool = False
     ) -> tuple[tuple[Tensor, ...], Saved]:

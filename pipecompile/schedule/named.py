@@ -7,14 +7,15 @@ backward. The last stage never recomputes: its backward follows its forward at o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.asynchronous import DOUBLE_BUFFERED, STASHED, VERTICAL_SYNC, Policy, versioned
 from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_one_b
 from pipecompile.schedule.placement import place, shapes_of
+from pipecompile.schedule.recompute import recomputing
 from pipecompile.schedule.turns import Layout, Turn, layout_of, numbered
 from pipecompile.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
 from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
@@ -88,7 +89,7 @@ def generate(
     assert len(again) == stages, "one entry for each stage"
     again[-1] = False
     rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
-    by_rank = {placement[held[0]]: list(_recomputing(row, again)) for held, row in rows}
+    by_rank = {placement[held[0]]: list(recomputing(row, again)) for held, row in rows}
     return Schedule.of(
         name,
         microbatches,
@@ -119,13 +120,6 @@ def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[
     if named.policy is None:
         return rows
     return [tuple(versioned(row, named.policy, len(layout), microbatches)) for row in rows]
-
-
-def _recomputing(row: Iterable[Action], again: Sequence[bool]) -> Iterator[Action]:
-    for action in row:
-        if action.kind in BACKWARDS and again[action.stage]:
-            yield action._replace(kind=Kind.RECOMPUTE)
-        yield action
 
 
 def _named(name: str) -> _Named:

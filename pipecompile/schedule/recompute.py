@@ -7,26 +7,29 @@ after    F0 F1 F2 F3 R0 R1 R2 .  .  B0 B1 B2 R3 B3          with room for three 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.schedule.perform import Run, Wait, perform
 from pipecompile.schedule.problem import Problem
 
-__all__ = ["place_recompute", "with_recompute"]
+__all__ = ["place_recompute", "recomputing", "with_recompute"]
+
+
+def recomputing(row: Iterable[Action], again: Sequence[bool]) -> Iterator[Action]:
+    """The row with a recompute right before each backward of the stages of `again`."""
+    for action in row:
+        if action.kind in BACKWARDS and again[action.stage]:
+            yield action._replace(kind=Kind.RECOMPUTE)
+        yield action
 
 
 def with_recompute(problem: Problem, schedule: Schedule) -> Schedule:
     """A schedule without recomputes, with one for each backward of the stages that need it, as early as it may be."""
     if not any(problem.recompute):
         return schedule
-    rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for row, before in zip(rows, schedule.rows, strict=True):
-        for action in before:
-            if action.kind in BACKWARDS and problem.recompute[action.stage]:
-                row.append(action._replace(kind=Kind.RECOMPUTE))
-            row.append(action)
+    rows = [list(recomputing(row, problem.recompute)) for row in schedule.rows]
     lazy = Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions)
     return place_recompute(problem, lazy)
 

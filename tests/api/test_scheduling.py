@@ -231,10 +231,14 @@ def test_an_order_over_the_caps_is_simulated_all_the_same(tmp_path: Path) -> Non
     ],
 )
 def test_an_order_that_cannot_be_run_is_refused(tmp_path: Path, rows: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_order(tmp_path, rows)
+
+
+def read_order(tmp_path: Path, rows: str) -> Order:
     path, order = write_problem(tmp_path, [stage(0), stage(1)], 2, 2), tmp_path / "order.csv"
     order.write_text(rows)
-    with pytest.raises(ScheduleError, match=message):
-        schedule(path, Request(order=order))
+    return schedule(path, Request(order=order))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +251,8 @@ def test_an_order_that_cannot_be_run_is_refused(tmp_path: Path, rows: str, messa
     ],
 )
 def test_what_is_no_order_for_the_problem_is_refused(tmp_path: Path, rows: str, message: str) -> None:
-    path, order = write_problem(tmp_path, [stage(0), stage(1)], 2, 2), tmp_path / "order.csv"
-    order.write_text(rows)
     with pytest.raises(InputError, match=message):
-        schedule(path, Request(order=order))
+        read_order(tmp_path, rows)
 
 
 def test_halves_are_refused_where_the_backward_is_whole(tmp_path: Path) -> None:

@@ -151,6 +151,10 @@ def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
         assert found["makespan_ns"] == made.prediction.step_ns
         assert found["bubble"] == made.prediction.bubble
         assert len(found["idle"]) == 4
+        curves = found["activations"]
+        assert [max(size for _, size in curve) for curve in curves] == found["peak_activation_bytes"]
+        assert all(curve[-1][1] == 0 and curve == sorted(curve, key=lambda point: point[0]) for curve in curves)
+        assert found["critical_path"][-1][3] == found["makespan_ns"]
     else:
         assert result.stdout.startswith("```\nstep " if form == "github" else "step ")
     assert json.loads(trace.read_text())

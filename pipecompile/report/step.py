@@ -18,13 +18,17 @@ _SHOWN = 12  # actions of the critical path, at most, from each end of a rank's 
 
 
 def step_figures(timeline: Timeline, path: Sequence[Critical]) -> dict[str, Any]:
-    """The same for scripts; of the critical path rank, action, start, end, and why it does not begin earlier."""
+    """The same for scripts, and what each rank's activations hold, as (ns, bytes from then on).
+
+    Of the critical path rank, action, start, end, and why it does not begin earlier.
+    """
     return {
         "makespan_ns": timeline.makespan_ns,
         "span_ns": timeline.span_ns,
         "bubble": timeline.bubble,
         "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
         "peak_activation_bytes": timeline.peak_bytes,
+        "activations": [timeline.memory(rank) for rank in range(len(timeline.events))],
         "critical_path": [[c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in path],
     }
 

@@ -205,9 +205,10 @@ def _gpt2(layers: int) -> Any:
 
 def _costed(made: object, name: str) -> CostGraph:
     """The cost graph of one microbatch by the `flops` model; the self-check would add a training step of the model."""
-    from pipecompile.api.compile import capture_target, cost_graph, options_for
+    from pipecompile.api.compile import capture_target, options_for
+    from pipecompile.api.costing import cost_graph
     from pipecompile.api.target import Target
 
     target: Target = Target.of(made, name)
     options = options_for(target, k=1, microbatches=MICROBATCHES, costs="flops")
-    return cost_graph(target, options, capture_target(target, options, verify=False))
+    return cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=False))

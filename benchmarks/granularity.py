@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from examples import models
-from pipecompile.api.compile import capture_target, cost_graph, options_for
+from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.costing import cost_graph
 from pipecompile.api.cutting import problem_of
 from pipecompile.api.staging import block_of
 from pipecompile.api.target import Target
@@ -41,7 +42,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     """One model at both granularities."""
     target = Target.of(getattr(models, name)(), name)
     options = options_for(target, k=STAGES, costs="measured")
-    graph = cost_graph(target, options, capture_target(target, options, verify=True))
+    graph = cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=True))
     cuts = {"operators": (), "blocks": blocks(graph)}
     asked = problem_of(graph, options, Link())
     return [_row(name, kind, replace(asked, together=together)) for kind, together in cuts.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Flops:
 
     name: ClassVar[str] = "flops"
     real: ClassVar[bool] = False
+    memory: ClassVar[Literal["cuda"]] = "cuda"
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
 
     def cost(self, call: Call) -> Cost:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -31,6 +31,7 @@ class Measured:
 
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
+    memory: Literal["cpu", "cuda"] = "cpu"
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
     entry_ns: dict[torch.device, int] = field(default_factory=dict, init=False, repr=False)
 

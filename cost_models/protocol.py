@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,12 +16,16 @@ __all__ = ["FREE", "Call", "Cost", "CostModel", "Trial", "size_bytes", "tensors"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters."""
+    """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters.
+
+    `workspace_bytes` is the scratch that its kernels take beside tensors that fake ones show.
+    """
 
     forward_ns: int
     backward_ns: int
     backward_input_ns: int
     backward_weight_ns: int
+    workspace_bytes: int = 0
 
 
 FREE = Cost(0, 0, 0, 0)
@@ -33,6 +37,10 @@ class CostModel(Protocol):
     @property
     def name(self) -> str:
         """As a user writes it after `--costs`."""
+
+    @property
+    def memory(self) -> Literal["cpu", "cuda"]:
+        """Whose allocator and kernels decide what is held, as memory.py and profiling/cuda.py know them."""
 
     @property
     def real(self) -> bool:

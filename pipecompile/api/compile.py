@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from pipecompile.api.checking import violations
+from pipecompile.api.costing import Captured, cost_graph, cost_model
 from pipecompile.api.ordering import placements
 from pipecompile.api.pipeline import Pipeline, Program, check_world
 from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
-from pipecompile.cost_models.flops import Flops
-from pipecompile.cost_models.measured import Measured
-from pipecompile.cost_models.protocol import CostModel
 from pipecompile.errors import InputError, ScheduleError, StalePlanError
-from pipecompile.frontend.capture import Capture, batch_size, capture
+from pipecompile.frontend.capture import batch_size, capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, arguments_of
-from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group, belongs
-from pipecompile.profiling.profile import profile
 from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
 from pipecompile.schedule.placement import SHAPES
 
-__all__ = ["Captured", "capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
-
-COST_MODELS: dict[str, Callable[[], CostModel]] = {"flops": Flops, "measured": Measured}
+__all__ = ["capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
 
 
 def pipecompile(
@@ -131,7 +123,7 @@ def options_for(
     """The options of a plan, checked: InputError names what was given and what there is."""
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
-    _one_of("costs", costs, COST_MODELS)
+    cost_model(costs)
     _one_of("recompute", recompute, ("none", "stage"))
     if stages_per_rank is not None and stages_per_rank < 1:
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
@@ -172,17 +164,6 @@ def _microbatches(target: Target, microbatches: int) -> int:
     return microbatches
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A model captured at the size of one microbatch: what it is, the graph for that size, and the microbatch."""
-
-    capture: Capture
-    module: fx.GraphModule
-    sample: Arguments
-    digest: str
-    verified: bool
-
-
 def capture_target(target: Target, options: Options, *, verify: bool) -> Captured:
     """Captures the model at the size of the first microbatch; `verify` proves it by a training step."""
     args, kwargs = split((target.call.args, target.call.kwargs), options.microbatches)[0]
@@ -206,46 +187,12 @@ def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
     """Costs the graph and plans it."""
     tensors = captured.capture.inputs.flatten(captured.sample)
     return draft(
-        cost_graph(target, options, captured),
+        cost_graph(target, options.costs, options.microbatches, captured),
         options,
         graph_digest=captured.digest,
         verified=captured.verified,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
     )
-
-
-def cost_graph(target: Target, options: Options, captured: Captured) -> CostGraph:
-    """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
-    device = target.device
-    inputs = [tensor.to(device) for tensor in captured.capture.inputs.flatten(captured.sample)]
-    loss, targets = None, []
-    leaves, spec = torch.utils._pytree.tree_flatten(split(target.targets, options.microbatches)[0])
-    if target.loss_fn is not None and target.targets is not None:
-        targets = [leaf.to(device) for leaf in leaves if isinstance(leaf, Tensor)]
-
-        def loss(outputs: Sequence[Any], given: Sequence[Tensor]) -> Tensor:
-            rest = iter(given)
-            tree = torch.utils._pytree.tree_unflatten(
-                [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-            )
-            return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
-
-    costs = profile(captured.module, inputs, COST_MODELS[options.costs](), loss=loss, targets=targets)
-    return _canonical(costs, captured.capture)
-
-
-def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
-    """The same with every parameter under its first name in the original model, tied or not."""
-    first, aliases = captured.first_names, captured.aliases
-    parameters = [
-        replace(parameter, name=name, aliases=aliases.get(name, ()))
-        for parameter in costs.parameters
-        for name in [first.get(parameter.name, parameter.name)]
-    ]
-    nodes = [
-        replace(n, parameters=tuple(sorted({first.get(name, name) for name in n.parameters}))) for n in costs.nodes
-    ]
-    return replace(costs, nodes=tuple(nodes), parameters=tuple(sorted(parameters, key=lambda p: p.name)))
 
 
 def check_current(plan: Plan, captured: Captured) -> None:

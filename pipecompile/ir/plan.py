@@ -27,7 +27,8 @@ __all__ = [
 class Options(Value, frozen=True, kw_only=True):
     """What was asked for. `memory_bytes` is the cap of each rank, None for no cap.
 
-    `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides.
+    `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
+    its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
     """
 
     k: Positive
@@ -42,6 +43,8 @@ class Options(Value, frozen=True, kw_only=True):
     parameters_everywhere: bool = False
     stages_per_rank: Positive | None = None
     placement: Literal["linear", "loop", "v"] | None = None
+    optimizer: str | None = None
+    master_weights: bool = False
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):

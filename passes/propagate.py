@@ -8,19 +8,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from pipecompile.passes.ambient import entered
 from pipecompile.passes.watch import Watch
 
-__all__ = ["faked_state", "named_state", "propagate", "swapped"]
+__all__ = ["faked_state", "has_values", "named_state", "propagate", "swapped", "without_values"]
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every name of every parameter and buffer, tied names included, parameters first."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether `tensor` lies in memory: not one of the meta device, and not a fake one."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def without_values(tensor: Tensor, device: torch.device | str = "meta") -> Tensor:
+    """One of the same shape, strides and type whose values nobody has set, a parameter for a parameter."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager
@@ -52,7 +65,9 @@ def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[
 def faked_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     """A fake of static shape for every parameter and buffer, by the identity of the real one."""
     unique = {id(tensor): tensor for _, tensor in named_state(module)}
-    return {key: mode.from_tensor(tensor, static_shapes=True) for key, tensor in unique.items()}
+    # A fake of somebody else's mode is strange to ours.
+    plain = {key: without_values(t) if isinstance(t, FakeTensor) else t for key, t in unique.items()}
+    return {key: mode.from_tensor(tensor, static_shapes=True) for key, tensor in plain.items()}
 
 
 class _Propagator(fx.Interpreter):

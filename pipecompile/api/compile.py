@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.api.checking import violations
@@ -165,8 +166,15 @@ def _microbatches(target: Target, microbatches: int) -> int:
 
 
 def capture_target(target: Target, options: Options, *, verify: bool) -> Captured:
-    """Captures the model at the size of the first microbatch; `verify` proves it by a training step."""
-    args, kwargs = split((target.call.args, target.call.kwargs), options.microbatches)[0]
+    """Captures the model at the size of the first microbatch; `verify` proves it by a training step.
+
+    A model without values (on the meta device, of fake tensors) cannot be proven: its plan says so.
+    """
+    verify = verify and target.has_values
+    call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
+    if not target.has_values:
+        call = pytree.tree_map_only(Tensor, target.on_device, call)
+    args, kwargs = call
     sample = Arguments(args, kwargs)
     captured = capture(target.model, sample)
     module = captured.instantiate(sample)

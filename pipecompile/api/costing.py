@@ -47,10 +47,15 @@ def cost_model(name: str) -> CostModel:
 
 def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured) -> CostGraph:
     """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
-    device = target.device
-    inputs = [tensor.to(device) for tensor in captured.capture.inputs.flatten(captured.sample)]
+    model = cost_model(costs)
+    if model.real and not target.has_values:
+        raise InputError(
+            f"costs={costs!r} runs the model, but it, or its input, is on the meta device or of fake tensors; "
+            "use flops or roofline:DEVICE, or give a model that is in memory"
+        )
+    inputs = [target.on_device(tensor) for tensor in captured.capture.inputs.flatten(captured.sample)]
     loss, targets = loss_of(target, microbatches, captured)
-    graph = profile(captured.module, inputs, cost_model(costs), loss=loss, targets=targets)
+    graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
     return _canonical(graph, captured.capture)
 
 
@@ -67,7 +72,7 @@ def loss_of(target: Target, microbatches: int, captured: Captured) -> tuple[Loss
         )
         return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
 
-    return loss, [leaf.to(target.device) for leaf in leaves if isinstance(leaf, Tensor)]
+    return loss, [target.on_device(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:

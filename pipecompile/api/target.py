@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile import __version__
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.passes.propagate import has_values, without_values
 
 __all__ = ["LossFunction", "Target", "load_target", "made_with", "model_loss", "sum_of_squares"]
 
@@ -36,8 +38,19 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; costs are measured there."""
-        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        """Where the model is; costs are measured there. Fake tensors are of the meta device for us."""
+        first = next(self.model.parameters(), torch.empty(0))
+        return torch.device("meta") if isinstance(first, FakeTensor) else first.device
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it can run: neither the model nor the minibatch is on the meta device or of fake tensors."""
+        state = (*self.model.parameters(), *self.model.buffers())
+        return all(map(has_values, (*state, *_tensors(self.call.args, self.call.kwargs, self.targets))))
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """`tensor` of the minibatch, beside the model."""
+        return tensor.to(self.device) if has_values(tensor) else without_values(tensor, self.device)
 
     @property
     def trained_by(self) -> LossFunction:
@@ -58,6 +71,10 @@ class Target:
             raise InputError(f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module")
         call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
         return Target(value["model"], call, value.get("loss_fn"), value.get("targets"))
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _described(value: Any) -> str:

@@ -39,11 +39,11 @@ def _qualified(function: Any) -> str:
 
 
 def _text(arguments: Any) -> str:
-    """Arguments as text; objects that print their address are named by their type."""
+    """Arguments as text; objects that print their address are named by their type, and all devices are one."""
 
     def plain(item: Any) -> Any:
         text = repr(item)
-        return _qualified(type(item)) if " at 0x" in text else item
+        return _qualified(type(item)) if " at 0x" in text or isinstance(item, torch.device) else item
 
     return str(map_aggregate(arguments, plain))
 

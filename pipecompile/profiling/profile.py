@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import Cost, CostModel, size_bytes
 from pipecompile.ir import graph as ir
-from pipecompile.passes.propagate import named_state
+from pipecompile.passes.propagate import has_values, named_state
 from pipecompile.profiling.observe import Observation, observe
 from pipecompile.profiling.price import price
 from pipecompile.profiling.workload import Loss, Workload
@@ -52,7 +52,7 @@ def profile(
 
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if has_values(buffer)]
     devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
     with torch.random.fork_rng(devices):
         try:

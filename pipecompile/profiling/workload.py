@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from pipecompile.passes.propagate import named_state
+from pipecompile.passes.propagate import named_state, without_values
 
 __all__ = ["Loss", "Workload"]
 
@@ -43,17 +44,25 @@ class Workload:
     def faked(self) -> Workload:
         """The same on fake CPU tensors, one storage each; call it under the FakeTensorMode that is to own them."""
         # Copying with the fakes already in the memo copies the modules around them and never a real tensor.
-        memo: dict[int, Any] = {id(value): _fake(value) for _, value in named_state(self.module)}
+        memo: dict[int, Any] = {id(value): without_values(value, "cpu") for _, value in named_state(self.module)}
         return replace(
             self,
             module=copy.deepcopy(self.module, memo),
-            inputs=tuple(map(_fake, self.inputs)),
-            targets=tuple(map(_fake, self.targets)),
+            graph=_on_cpu(self.graph),
+            inputs=tuple(without_values(value, "cpu") for value in self.inputs),
+            targets=tuple(without_values(value, "cpu") for value in self.targets),
         )
 
 
-def _fake(value: Tensor) -> Tensor:
-    fake = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=value.requires_grad)
-    return fake.requires_grad_(value.requires_grad)
+def _on_cpu(graph: fx.Graph) -> fx.Graph:
+    """A copy that makes its tensors there: the devices among the constants are those of the model that was captured."""
+    copies: dict[fx.Node, fx.Node] = {}
+    moved = fx.Graph()
+    for node in graph.nodes:
+        new = copies[node] = moved.node_copy(node, copies.__getitem__)
+        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _device_on_cpu)  # type: ignore[assignment]
+    return moved
+
+
+def _device_on_cpu(argument: Any) -> Any:
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument

@@ -21,7 +21,7 @@ from pipecompile.api.cutting import problem_of
 from pipecompile.api.staging import block_of
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import FREE
 from pipecompile.partition.front import solve
 from pipecompile.partition.problem import Problem
 
@@ -44,7 +44,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     options = options_for(target, k=STAGES, costs="measured")
     graph = cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=True))
     cuts = {"operators": (), "blocks": blocks(graph)}
-    asked = problem_of(graph, options, Link())
+    asked = problem_of(graph, options, FREE)
     return [_row(name, kind, replace(asked, together=together)) for kind, together in cuts.items()]
 
 

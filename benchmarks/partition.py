@@ -27,7 +27,7 @@ from benchmarks.baselines import BASELINES, Assignment, has_torchgpipe
 from benchmarks.cost_graphs import FAMILIES, MODELS, captured, deep, synthetic
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serde import read
 from pipecompile.partition.check import faults
 from pipecompile.partition.front import solve
@@ -37,7 +37,7 @@ from pipecompile.partition.result import Partition
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances" / "placement"
 RESULT = Path(__file__).parent / "results" / "partition.json"
-LINK = Link(bandwidth_bytes_per_s=16 * 10**9)
+LINK = Links.of(Link(bandwidth_bytes_per_s=16 * 10**9))
 SECONDS = 10.0
 STAGES = (2, 4, 8, 16)
 SIZES = (50, 300)  # of synthetic graphs
@@ -81,7 +81,7 @@ def instances() -> Iterator[tuple[str, Problem, int]]:
             graph,
             k,
             communication=best["comm"],
-            link=Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"]),
+            links=Links.of(Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"])),
             memory=Memory.simple(graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)),
         )
         yield name, problem, best["best_max_load_ns"]
@@ -91,7 +91,7 @@ def captured_models() -> Iterator[tuple[str, Problem, int]]:
     """The example models."""
     for name in MODELS:
         graph = captured(name)
-        yield from ((name, Problem(graph, k, link=LINK), 0) for k in STAGES)
+        yield from ((name, Problem(graph, k, links=LINK), 0) for k in STAGES)
 
 
 def synthetic_graphs() -> Iterator[tuple[str, Problem, int]]:
@@ -99,7 +99,7 @@ def synthetic_graphs() -> Iterator[tuple[str, Problem, int]]:
     for family in FAMILIES:
         for nodes in SIZES:
             graph = synthetic(family, nodes)
-            yield from ((f"{family} {nodes}", Problem(graph, k, link=LINK), 0) for k in STAGES)
+            yield from ((f"{family} {nodes}", Problem(graph, k, links=LINK), 0) for k in STAGES)
 
 
 GROUPS: dict[str, Callable[[], Iterator[tuple[str, Problem, int]]]] = {
@@ -204,7 +204,7 @@ def measure(kind: str, nodes: int, k: int) -> Row:
     """One cut by ours, and the peak of this process."""
     graph = _graph(kind, nodes)
     started = time.perf_counter()
-    found = solve(Problem(graph, k, objective="max-load", link=LINK), seconds=SECONDS)
+    found = solve(Problem(graph, k, objective="max-load", links=LINK), seconds=SECONDS)
     return {
         "kind": kind,
         "nodes": len(graph.nodes),

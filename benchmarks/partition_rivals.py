@@ -44,7 +44,7 @@ def main() -> None:
 
 def compare(kind: str, nodes: int, k: int) -> dict[str, Any]:
     """Ours and both rivals on one graph, as ratios to the bound."""
-    problem = Problem(deep(kind, nodes), k, objective="max-load", link=LINK)
+    problem = Problem(deep(kind, nodes), k, objective="max-load", links=LINK)
     began = time.perf_counter()
     found = solve(problem, seconds=SECONDS).search
     seconds = time.perf_counter() - began

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError, StaleProfileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serde import encode, read, write
 from pipecompile.ir.size import parse_bytes
@@ -45,7 +45,7 @@ def answers(command: Callable[..., int]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         try:
             code = command(**options)
-        except (InfeasibleError, StalePlanError) as error:
+        except (InfeasibleError, StalePlanError, StaleProfileError) as error:
             code = _complain(error, NO)
         except PipecompileError as error:
             code = _complain(error, ERROR)
@@ -85,6 +85,8 @@ SCHEDULE_HELP = (
     "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
 )
 
+COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
+
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
 )
@@ -102,7 +104,8 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
             click.option("--memory", help="Cap of each rank, such as 16GiB."),
             click.option("--recompute", default="none", show_default=True, help="none or stage."),
-            click.option("--costs", default="measured", show_default=True, help="measured or flops."),
+            click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
+            click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
             click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
             click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
@@ -139,11 +142,14 @@ def _pin(text: str) -> tuple[str, int]:
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
     from pipecompile.api.compile import capture_target, make_plan, options_for
+    from pipecompile.api.linking import links_for
     from pipecompile.api.target import load_target, made_with
 
     subject = load_target(target)
+    given = options.pop("links")
     chosen = options_for(subject, **_options(options))
-    made = make_plan(subject, chosen, capture_target(subject, chosen, verify=True))
+    links = links_for(chosen, given)
+    made = make_plan(subject, chosen, capture_target(subject, chosen, verify=True), links)
     if output is not None:
         write(output, encode(made))
     _print_plan(made, form)
@@ -212,8 +218,12 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
 
 def _staleness(made: Plan, target: str) -> list[str]:
     from pipecompile.api.compile import staleness
+    from pipecompile.api.costing import comparable
     from pipecompile.api.target import load_target
 
+    costs = made.options.costs
+    if not comparable(costs):
+        click.echo(f"{costs} costs are not compared: they differ from run to run, or are not at hand here", err=True)
     return staleness(made, load_target(target))
 
 
@@ -280,13 +290,13 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
 @answers
 def partition(path: str, form: str, **options: Any) -> int:
     """Cut a cost graph into stages: the partitioner alone."""
-    from pipecompile.api.partitioning import Request, link_of
+    from pipecompile.api.partitioning import Request, given_links
     from pipecompile.api.partitioning import partition as cut
     from pipecompile.report.cut import cut_text
 
     seconds, given = options.pop("time_limit"), _options(options)
-    link = link_of(given.pop("links"), given.pop("bandwidth"), given.pop("latency"))
-    found = cut(path, Request(link=link, communication=given.pop("comm"), **given), seconds=seconds)
+    links = given_links(given.pop("links"), given.pop("bandwidth"), given.pop("latency"))
+    found = cut(path, Request(links=links, communication=given.pop("comm"), **given), seconds=seconds)
     if form == "json":
         click.echo(encode(found), nl=False)
     else:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import FREE, Links
 from pipecompile.partition.check import faults
 from pipecompile.partition.objective import measures, rank_loads, stage_loads
 from pipecompile.partition.problem import COMMUNICATIONS, Candidate, Memory, Problem
@@ -61,9 +61,14 @@ def graphs(draw: st.DrawFn, most: int, scale: int = 1, narrow: bool = False) -> 
 
 
 @st.composite
-def links(draw: st.DrawFn, scale: int) -> Link:
-    bandwidth = draw(st.sampled_from([None, max(1, 3 * 10**8 // scale)]))
-    return Link(bandwidth_bytes_per_s=bandwidth, latency_ns=draw(st.integers(0, 2)) * scale)
+def links(draw: st.DrawFn, scale: int, ranks: int | None = None) -> Links:
+    """One link for all, or a matrix for so many ranks."""
+    rate = st.sampled_from([None, max(1, 3 * 10**8 // scale)])
+    delay = st.integers(0, 2).map(lambda latency: latency * scale)
+    if ranks is None:
+        return Links(bandwidth_bytes_per_s=draw(rate), latency_ns=draw(delay))
+    rates, delays = (st.tuples(*[st.tuples(*[value] * ranks)] * ranks) for value in (rate, delay))
+    return Links(bandwidth_bytes_per_s=draw(rates), latency_ns=draw(delays))
 
 
 @st.composite
@@ -74,14 +79,13 @@ def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = Fals
     placement = draw(st.sampled_from([(0,) * k, around, back])) if shared else tuple(range(k))
     ranks, communication = max(placement) + 1, draw(st.sampled_from(COMMUNICATIONS))
     speed = st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)])
-    matrix = st.tuples(*[st.tuples(*[links(scale)] * ranks)] * ranks)
     names = st.sampled_from([n.name for n in graph.nodes])
     return Problem(
         graph,
         k,
         objective=draw(st.sampled_from(["variance", "max-load"])),
         communication=communication,
-        link=draw(links(scale) if communication == "endpoint" else links(scale) | matrix),
+        links=draw(links(scale) if communication == "endpoint" else links(scale) | links(scale, ranks)),
         placement=placement,
         speeds=draw(st.none() | st.tuples(*[speed] * ranks)),
         recompute=draw(st.booleans()),
@@ -113,7 +117,7 @@ def prices(seed: int) -> Callable[[Candidate], int | None]:
 
 def cuts(problem: Problem) -> Iterator[dict[str, int]]:
     """Every assignment that the problem allows; none if there are too few units."""
-    if problem.k > len(replace(problem, k=1, placement=(0,), speeds=None, link=Link(), memory=None, pin={}).units):
+    if problem.k > len(replace(problem, k=1, placement=(0,), speeds=None, links=FREE, memory=None, pin={}).units):
         return
     place = {name: index for index, unit in enumerate(problem.units) for name in unit}
     before: list[set[int]] = [set() for _ in problem.units]

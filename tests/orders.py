@@ -94,7 +94,7 @@ def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipel
 
 def _under(plan: Plan, order: Order) -> Plan:
     compute = order.schedule(plan.microbatches)
-    problem = problem_of_stages(plan.stages, plan.link, compute.placement, plan.microbatches)
+    problem = problem_of_stages(plan.stages, plan.links, compute.placement, plan.microbatches)
     stages = [
         msgspec.structs.replace(
             stage, recompute="stage" if order.recompute and stage is not plan.stages[-1] else "none"

@@ -11,16 +11,19 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.api.checking import violations
-from pipecompile.api.costing import Captured, cost_graph, cost_model
+from pipecompile.api.costing import Captured, comparable, cost_graph, cost_model
+from pipecompile.api.linking import Given, links_for
 from pipecompile.api.ordering import placements
 from pipecompile.api.pipeline import Pipeline, Program, check_world
 from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
-from pipecompile.errors import InputError, ScheduleError, StalePlanError
+from pipecompile.cost_models.table import CostFunction
+from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
 from pipecompile.frontend.capture import batch_size, capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
@@ -44,7 +47,8 @@ def pipecompile(
     placement: str | None = None,
     objective: str = "variance",
     memory: int | str | None = None,
-    costs: str = "measured",
+    costs: str | CostFunction = "measured",
+    links: Given = None,
     loss_fn: LossFunction | None = None,
     recompute: str = "none",
     pin: Mapping[str, int] | None = None,
@@ -63,13 +67,17 @@ def pipecompile(
     a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or
     bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
     `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
-    stage has a node with parameters. `sample_target` lets the costs include the loss. `plan` runs a committed plan
+    stage has a node with parameters. `sample_target` lets the costs include the loss.
+    `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
+    `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers
+    count as free. `plan` runs a committed plan
     instead of making one; all other options are then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
     world.join()
-    target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target)
+    priced = costs if callable(costs) else None
+    target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target, costs=priced)
     if plan is not None:
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
         options = committed.options
@@ -83,12 +91,13 @@ def pipecompile(
             placement=placement,
             objective=objective,
             memory=memory,
-            costs=costs,
+            costs="function" if callable(costs) else costs,
             recompute=recompute,
             pin=pin,
             groups=groups,
             parameters_everywhere=parameters_everywhere,
         )
+        connected = world.on_first(lambda: links_for(options, links)) or FREE
     captured = world.on_first(lambda: capture_target(target, options, verify=True))
     if captured is None:
         captured = capture_target(target, options, verify=False)
@@ -98,7 +107,8 @@ def pipecompile(
         if found:
             raise ScheduleError(f"the plan is not sound: {found[0]}")
     else:
-        committed = decode(world.shared(lambda: encode(make_plan(target, options, captured))), Plan, origin="rank 0")
+        made = world.shared(lambda: encode(make_plan(target, options, captured, connected)))
+        committed = decode(made, Plan, origin="rank 0")
         check_current(committed, captured)
     check_world(committed)
     program = Program(captured.capture, captured.module, committed.assignment)
@@ -124,7 +134,7 @@ def options_for(
     """The options of a plan, checked: InputError names what was given and what there is."""
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
-    cost_model(costs)
+    cost_model(costs, target.costs)
     _one_of("recompute", recompute, ("none", "stage"))
     if stages_per_rank is not None and stages_per_rank < 1:
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
@@ -191,7 +201,7 @@ def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> N
             raise InputError(f"no node or module is called {name!r}; modules are named as in model.named_modules()")
 
 
-def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
+def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
     """Costs the graph and plans it."""
     tensors = captured.capture.inputs.flatten(captured.sample)
     return draft(
@@ -200,6 +210,7 @@ def make_plan(target: Target, options: Options, captured: Captured) -> Plan:
         graph_digest=captured.digest,
         verified=captured.verified,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
+        links=links,
     )
 
 
@@ -235,16 +246,20 @@ def _misplaced(plan: Plan, graph: fx.Graph) -> str | None:
 def staleness(plan: Plan, target: Target) -> list[str]:
     """Why `plan` is no longer what these options give for this model; empty if it is.
 
-    Costs are compared where they are the same on every machine; measured ones differ from run to run.
+    Costs are compared where they are the same on every machine (`comparable`): measured ones differ from run to run,
+    and a function or a file may not be at hand.
     """
     captured = capture_target(target, plan.options, verify=True)
     try:
         check_current(plan, captured)
     except StalePlanError as error:
         return [str(error)]
-    if plan.options.costs != "flops":
+    if not comparable(plan.options.costs):
         return []
-    now = make_plan(target, plan.options, captured)
+    try:
+        now = make_plan(target, plan.options, captured, plan.links)
+    except StaleProfileError as error:
+        return [str(error)]
     if now.fingerprint.costs != plan.fingerprint.costs:
         return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now.fingerprint.costs[:12]}…); plan again"]
     return [] if encode(now) == encode(plan) else ["planning again gives another plan: the file was edited; plan again"]

@@ -13,8 +13,9 @@ from pipecompile.api.ordering import flights, named_schedule, placements, stand_
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
 from pipecompile.ir.memory import Layout, buffers, floors
-from pipecompile.ir.plan import Faster, Link, Options
+from pipecompile.ir.plan import Faster, Options
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
@@ -30,12 +31,12 @@ OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
 CAPS_LOWERED = 5
 
 
-def cut(graph: CostGraph, options: Options, link: Link, placement: Sequence[int]) -> Partition:
+def cut(graph: CostGraph, options: Options, links: Links, placement: Sequence[int]) -> Partition:
     """The cut, all objectives' values for it, and whether another objective would shorten the step."""
     # Imported here: solvers need numpy and networkx, which reading a plan does not.
     from pipecompile.partition.front import solve
 
-    problem, found = _fitting(graph, options, link, placement)
+    problem, found = _fitting(graph, options, links, placement)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
     others = [
@@ -53,7 +54,7 @@ def cut(graph: CostGraph, options: Options, link: Link, placement: Sequence[int]
     return replace(found, search=search)
 
 
-def _fitting(graph: CostGraph, options: Options, link: Link, placement: Sequence[int]) -> tuple[Problem, Partition]:
+def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequence[int]) -> tuple[Problem, Partition]:
     """What is asked of the partitioner, and its cut; InfeasibleError says which constraint cannot be met.
 
     A searched order may hold fewer microbatches than the named one by which the cut is judged: if that does not fit,
@@ -63,12 +64,12 @@ def _fitting(graph: CostGraph, options: Options, link: Link, placement: Sequence
 
     held = [flights(options, placement), (1,) * options.k]
     for in_flight in held if options.schedule == "search" else held[:1]:
-        problem = problem_of(graph, options, link, placement, in_flight)
+        problem = problem_of(graph, options, links, placement, in_flight)
         try:
             return problem, _within_caps(graph, options, problem, solve(problem))
         except InfeasibleError as error:
             refusal = error
-    raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, link)}")
+    raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
 def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Partition) -> Partition:
@@ -113,7 +114,7 @@ def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partiti
 def problem_of(
     graph: CostGraph,
     options: Options,
-    link: Link,
+    links: Links,
     placement: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Problem:
@@ -127,7 +128,7 @@ def problem_of(
         graph,
         options.k,
         objective=options.objective,
-        link=link,
+        links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=options.recompute == "stage",
         memory=_memory(graph, options, placement, in_flight or flights(options, placement)),
@@ -136,7 +137,7 @@ def problem_of(
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in (*SPLIT, "search"),
-        step_ns=lambda assignment: step_ns(graph, assignment, options, link, placement),
+        step_ns=lambda assignment: step_ns(graph, assignment, options, links, placement),
     )
 
 
@@ -194,34 +195,35 @@ def step_ns(
     graph: CostGraph,
     assignment: Mapping[str, int],
     options: Options,
-    link: Link,
+    links: Links,
     placement: Sequence[int] | None = None,
 ) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
     placement = placement or placements(options)[0]
-    problem = problem_of_stages(stages_of(graph, assignment, options), link, placement, options.microbatches)
+    problem = problem_of_stages(stages_of(graph, assignment, options), links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 
 
-def _what_would_fit(graph: CostGraph, options: Options, link: Link) -> str:
+def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
     if options.memory_bytes is None:
         return ""
-    more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, 2 * options.k + 3)]
+    most = options.k if links.ranks is not None else 2 * options.k + 2  # links of some ranks are for no others
+    more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, most + 1)]
     changed = {f"k={other.k}": other for other in more}
     if options.recompute == "none":
         changed = {"recompute=stage": msgspec.structs.replace(options, recompute="stage"), **changed}
-    fitting = [text for text, other in changed.items() if _is_feasible(graph, other, link)]
+    fitting = [text for text, other in changed.items() if _is_feasible(graph, other, links)]
     if not fitting:
-        return f"; neither up to {more[-1].k} stages nor recompute would fit: allow more memory or fewer microbatches"
+        return f"; neither up to {most} stages nor recompute would fit: allow more memory or fewer microbatches"
     return f"; this would fit: {' or '.join(fitting[:2])}"
 
 
-def _is_feasible(graph: CostGraph, options: Options, link: Link) -> bool:
+def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
     from pipecompile.partition.front import solve
 
     try:
-        solve(problem_of(graph, options, link), seconds=OTHERS_SECONDS)
+        solve(problem_of(graph, options, links), seconds=OTHERS_SECONDS)
     except PipecompileError:
         return False
     return True

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pipecompile.errors import InputError
-from pipecompile.ir.plan import Link, Options, Ordering, Stage
+from pipecompile.ir.links import Links
+from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
 from pipecompile.schedule.lower import lower
@@ -70,20 +71,20 @@ def named_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def ordered(
-    options: Options, stages: Sequence[Stage], link: Link, placement: Sequence[int]
+    options: Options, stages: Sequence[Stage], links: Links, placement: Sequence[int]
 ) -> tuple[Schedule, Ordering | None]:
     """The schedule of a plan with its transfers, and how it was found if it was searched for.
 
     AssertionError if it were not sound; InfeasibleError if a search finds no room for one microbatch.
     """
     caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes)
-    problem = problem_of_stages(stages, link, placement, options.microbatches, caps)
+    problem = problem_of_stages(stages, links, placement, options.microbatches, caps)
     if options.schedule == "search":
         compute, ordering = _searched(problem)
     else:
         compute, ordering = named_schedule(options.schedule, problem), None
     lowered = lower(problem, compute)
-    found = check(lowered, problem_of_stages(stages, link, placement, options.microbatches))
+    found = check(lowered, problem_of_stages(stages, links, placement, options.microbatches))
     assert not found, f"the schedule is not sound: {found}"
     return lowered, ordering
 

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from pipecompile.api.cutting import step_ns
+from pipecompile.api.linking import link_of, links_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
-from pipecompile.ir.cut import Cut, Links
+from pipecompile.ir.cut import Cut
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Link, Options
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import Options
 from pipecompile.ir.serde import read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.front import solve
 from pipecompile.partition.problem import Memory, Problem
 from pipecompile.schedule.named import in_flight, shape_needed
 
-__all__ = ["Request", "link_of", "partition"]
+__all__ = ["Request", "given_links", "partition"]
 
 T = TypeVar("T")
 SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
@@ -38,7 +40,7 @@ class Request:
     k: int
     objective: str = "variance"
     memory: str | None = None
-    link: Link | tuple[tuple[Link, ...], ...] = field(default_factory=Link)
+    links: Links = FREE
     communication: str = "endpoint"
     schedule: str | None = None
     microbatches: int | None = None
@@ -82,14 +84,14 @@ class Request:
             raise InfeasibleError(
                 f"k={self.k}, but the graph can be cut into at most {count} stages; choose k ≤ {count}"
             )
-        if self.objective == "step-time" and (isinstance(self.link, tuple) or self.speeds is not None):
-            raise InputError("objective step-time is simulated with one link and equal ranks; choose max-load")
+        if self.objective == "step-time" and self.speeds is not None:
+            raise InputError("objective step-time is simulated with equal ranks; choose max-load")
         return Problem(
             graph,
             self.k,
             objective=self.objective,
             communication=self.communication,
-            link=self.link,
+            links=self.links,
             placement=self.stage_ranks,
             speeds=None if self.speeds is None else tuple(self._per_rank("--speeds", self.speeds, _fraction)),
             memory=self._memory(graph),
@@ -117,7 +119,6 @@ class Request:
         return values * ranks if len(values) == 1 else values
 
     def _step_ns(self, graph: CostGraph, assignment: Mapping[str, int]) -> int:
-        assert isinstance(self.link, Link)
         options = Options(
             k=self.k,
             microbatches=self.microbatches or 1,
@@ -127,7 +128,7 @@ class Request:
             memory_bytes=None,
             costs="table",
         )
-        return step_ns(graph, assignment, options, self.link)
+        return step_ns(graph, assignment, options, self.links)
 
 
 def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> Cut:
@@ -159,19 +160,13 @@ def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> C
     )
 
 
-def link_of(path: str | None, bandwidth: float | None, latency_ns: int) -> Link | tuple[tuple[Link, ...], ...]:
-    """The matrix in a file, or one link for all ranks."""
-    if path is not None:
-        if bandwidth is not None or latency_ns:
-            raise InputError("--links says all about bandwidth and latency: leave --bandwidth and --latency out")
-        return read(path, Links).matrix
-    if bandwidth is not None and not 1 <= bandwidth < inf:
-        raise InputError(
-            f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
-        )
-    if latency_ns < 0:
-        raise InputError(f"--latency {latency_ns}: give nanoseconds, 0 or more")
-    return Link(bandwidth_bytes_per_s=None if bandwidth is None else int(bandwidth), latency_ns=latency_ns)
+def given_links(path: str | None, bandwidth: float | None, latency_ns: int) -> Links:
+    """Those in a file, or one link for all ranks."""
+    if path is None:
+        return Links.of(link_of(bandwidth, latency_ns))
+    if bandwidth is not None or latency_ns:
+        raise InputError("--links says all about bandwidth and latency: leave --bandwidth and --latency out")
+    return links_of(path)
 
 
 def _what_would_fit(graph: CostGraph, request: Request) -> str:

@@ -219,7 +219,7 @@ class Pipeline:
         return [action for _, action in in_order(schedule.compute, needs)]
 
     def _problem(self, schedule: Schedule) -> Problem:
-        return problem_of_stages(self.plan.stages, self.plan.link, schedule.placement, schedule.microbatches)
+        return problem_of_stages(self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches)
 
     def _loss(self, outputs: Sequence[Tensor], target: Any) -> Tensor:
         loss_fn: LossFunction = self._target.trained_by

@@ -12,8 +12,9 @@ from pipecompile.api.ordering import ordered, placements
 from pipecompile.api.staging import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.memory import rank_memory
-from pipecompile.ir.plan import Fingerprint, Link, Options, Plan, Prediction, Search, Stage
+from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Search, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serde import encode
 from pipecompile.schedule.simulate import simulate
@@ -29,19 +30,19 @@ def draft(
     graph_digest: str,
     verified: bool,
     microbatch_shapes: Sequence[tuple[int, ...]],
-    link: Link | None = None,
+    links: Links = FREE,
 ) -> Plan:
     """The plan for `graph` under `options`; InfeasibleError says which constraint cannot be met.
 
-    `microbatch_shapes` are those of the model's input tensors. Links default to free ones: a transfer between local
-    stages costs nothing that is known before it is measured.
+    `microbatch_shapes` are those of the model's input tensors. Links default to free ones: what a
+    transfer costs is not known before it is measured.
     """
-    link, shapes = link or Link(), [tuple(shape) for shape in microbatch_shapes]
+    shapes = [tuple(shape) for shape in microbatch_shapes]
     fingerprint = Fingerprint(graph=graph_digest, costs=costs_digest(graph))
     drafts, refusals = [], []
     for placement in placements(options):
         try:
-            drafts.append(_drafted(graph, options, link, placement, fingerprint, verified, shapes))
+            drafts.append(_drafted(graph, options, links, placement, fingerprint, verified, shapes))
         except InfeasibleError as error:
             refusals.append(error)
     if not drafts:
@@ -52,17 +53,17 @@ def draft(
 def _drafted(
     graph: CostGraph,
     options: Options,
-    link: Link,
+    links: Links,
     placement: Sequence[int],
     fingerprint: Fingerprint,
     verified: bool,
     microbatch_shapes: Sequence[tuple[int, ...]],
 ) -> Plan:
     """The plan with its stages on these ranks."""
-    partition = cut(graph, options, link, placement)
+    partition = cut(graph, options, links, placement)
     stages = stages_of(graph, partition.assignment, options)
-    schedule, ordering = ordered(options, stages, link, placement)
-    prediction = predicted(stages, schedule, link, options.memory_bytes)
+    schedule, ordering = ordered(options, stages, links, placement)
+    prediction = predicted(stages, schedule, links, options.memory_bytes)
     return Plan(
         fingerprint=fingerprint,
         options=options,
@@ -73,7 +74,7 @@ def _drafted(
         replicas=1,
         microbatches=options.microbatches,
         microbatch_shapes=tuple(microbatch_shapes),
-        link=link,
+        links=links,
         stages=stages,
         routes=tuple(routes_of(graph, partition.assignment)),
         parameters=tuple(owners_of(graph, stages)),
@@ -90,10 +91,10 @@ def _told(search: Search, step_ns: int) -> Search:
     return msgspec.structs.replace(search, values={**search.values, "step_ns": step_ns}, faster=faster)
 
 
-def predicted(stages: Sequence[Stage], schedule: Schedule, link: Link, memory_bytes: int | None) -> Prediction:
+def predicted(stages: Sequence[Stage], schedule: Schedule, links: Links, memory_bytes: int | None) -> Prediction:
     """The step of `schedule` simulated, and what its ranks hold."""
     caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes)
-    problem = problem_of_stages(stages, link, schedule.placement, schedule.microbatches, caps)
+    problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, caps)
     timeline = simulate(problem, schedule)
     held = [{i: s.footprint for i, s in enumerate(stages) if schedule.placement[i] == r} for r in range(schedule.ranks)]
     memory = [

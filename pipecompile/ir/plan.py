@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pipecompile.ir.links import Links
 from pipecompile.ir.memory import Footprint, RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
@@ -12,7 +13,6 @@ __all__ = [
     "Boundary",
     "Faster",
     "Fingerprint",
-    "Link",
     "Options",
     "Ordering",
     "OwnedParameter",
@@ -52,19 +52,6 @@ class Fingerprint(Value, frozen=True, kw_only=True):
 
     graph: str
     costs: str
-
-
-class Link(Value, frozen=True, kw_only=True):
-    """How ranks are connected: a transfer takes ceil(bytes × 10⁹ / bandwidth) + latency ns; None is free."""
-
-    bandwidth_bytes_per_s: Positive | None = None
-    latency_ns: NonNegative = 0
-
-    def transfer_ns(self, size: int) -> int:
-        """The time that `size` bytes take between two ranks; zero bytes are not sent."""
-        if not size or self.bandwidth_bytes_per_s is None:
-            return self.latency_ns if size else 0
-        return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
 
 
 class Boundary(Value, frozen=True, kw_only=True):
@@ -171,7 +158,7 @@ class Plan(Value, frozen=True, kw_only=True):
     replicas: Positive
     microbatches: Positive
     microbatch_shapes: tuple[tuple[NonNegative, ...], ...]
-    link: Link
+    links: Links
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
     parameters: tuple[OwnedParameter, ...]
@@ -187,6 +174,8 @@ class Plan(Value, frozen=True, kw_only=True):
         _same("microbatches of the schedule", self.schedule.microbatches, "microbatches", self.microbatches)
         _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
+        if not self.links.fits(self.ranks):
+            raise ValueError(f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}")
         _same("k of the options", self.options.k, "k", self.k)
         _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
         if (self.options.schedule == "search") != (self.ordering is not None):

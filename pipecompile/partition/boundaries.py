@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Hop
 from pipecompile.partition.instance import Crossing, Instance, Integers, Mask
 
 __all__ = ["Boundaries", "Ideals", "Listed", "Prefixes", "Rows", "enumerate_ideals"]
@@ -26,7 +26,7 @@ Bits = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Sums:
-    """What the units of each member of a family add up to, and by link what crosses it."""
+    """What the units of each member of a family add up to, and by kind what crosses it."""
 
     compute: Integers  # (2, members): in stages that are not the last, and in the last
     resident: Integers
@@ -37,7 +37,7 @@ class Sums:
 
     def each(self, change: Callable[[Integers], Integers]) -> Sums:
         """These with each array changed."""
-        crossing = {link: change(values) for link, values in self.crossing.items()}
+        crossing = {kind: change(values) for kind, values in self.crossing.items()}
         return Sums(
             change(self.compute),
             change(self.resident),
@@ -56,8 +56,8 @@ class Sums:
             np.concatenate([self.parameters, *(o.parameters for o in others)]),
             np.concatenate([self.workspaces, *(o.workspaces for o in others)], axis=1),
             {
-                link: np.concatenate([values, *(o.crossing[link] for o in others)])
-                for link, values in self.crossing.items()
+                kind: np.concatenate([values, *(o.crossing[kind] for o in others)])
+                for kind, values in self.crossing.items()
             },
         )
 
@@ -92,20 +92,20 @@ class Boundaries(ABC):
     def holds(self, unit: int) -> Mask:
         """Per ideal whether it has the unit."""
 
-    def crossing(self, link: Link | None) -> Integers:
-        """Per ideal the time of all transfers, values and gradients, over a link."""
-        return np.zeros(len(self), np.int64) if link is None else self.sums.crossing[link]
+    def crossing(self, hop: Hop | None) -> Integers:
+        """Per ideal the time of all transfers over a hop, values and gradients."""
+        return np.zeros(len(self), np.int64) if hop is None else self.sums.crossing[hop]
 
-    def passing(self, a: Rows, b: Rows, link: Link | None) -> Integers:
+    def passing(self, a: Rows, b: Rows, hop: Hop | None) -> Integers:
         """What `endpoint` does not charge to the stage between a and b, of what `relay` does.
 
         A flow that crosses both ideals passes the stage by: it is not sent on from here, and not received either
         unless a consumer lies in the stage, in which case b has more of its consumers than a.
         """
         flows = self.crossing_flows(a, b)
-        if link is None or not flows:
+        if hop is None or not flows:
             return np.zeros((len(a), len(b)), np.int64)
-        weights = self.instance.weights(link)[list(flows)]
+        weights = self.instance.weights(hop)[list(flows)]
         # Products of floating point matrices are fast, and exact while sums stay below 2^53.
         kind = np.float64 if 2 * int(weights.sum()) < 2**53 else np.int64
         left, right = self.states(a, flows), self.states(b, flows)

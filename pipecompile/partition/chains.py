@@ -95,7 +95,7 @@ class Chains:
         sums = self.family.sums
         paid = np.zeros(len(rows), np.int64)
         if self.problem.speeds is None and self.problem.communication in ("relay", "endpoint"):
-            paid = self.family.crossing(self.problem.boundary_link(boundary - 1))[rows]
+            paid = self.family.crossing(self.problem.hop(boundary - 1))[rows]
         below = sums.compute[0, rows] + paid
         above = sums.compute[1, -1] - sums.compute[1, rows] + paid
         return below, above
@@ -143,8 +143,8 @@ class Chains:
         if problem.speeds is not None:
             speed = problem.speed(stage)
             load = -(-load * speed.denominator // speed.numerator)
-        before = problem.boundary_link(stage - 1) if stage else None
-        after = problem.boundary_link(stage) if stage < problem.k - 1 else None
+        before = problem.hop(stage - 1) if stage else None
+        after = problem.hop(stage) if stage < problem.k - 1 else None
         transfers = self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
         if problem.communication == "endpoint" and not self.rough:
             transfers = transfers - self.family.passing(a, b, before and after)
@@ -257,7 +257,7 @@ class _Squares:
     def of(chains: Chains, limit: Limit) -> _Squares:
         problem, sums = chains.problem, chains.family.sums
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
-        crossing = max((int(sums.crossing[link].max()) for link in chains.family.instance.links), default=0)
+        crossing = max((int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0)
         priced = max((extra or 0 for extra in chains.priced.values()), default=0)
         spare = chains.ranks - problem.k
         reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0

@@ -95,7 +95,7 @@ class _Model:
     def _most(self) -> int:
         problem = self.instance.problem
         slowest = min(problem.speed(stage) for stage in range(problem.k))
-        sent = sum(int(self.instance.weights(link).sum()) for link in self.instance.links)
+        sent = sum(int(self.instance.weights(hop).sum()) for hop in self.instance.hops)
         largest = int(int(self.instance.compute[0].sum()) / slowest) + 2 * problem.k * sent + problem.k
         return (largest if self.limit.load is None else self.limit.load) // self.scale
 
@@ -155,10 +155,10 @@ class _Model:
 
     def _crossing(self, boundary: int) -> Iterator[Any]:
         """What crosses a boundary: a producer before it and a consumer after it."""
-        link = self.instance.problem.boundary_link(boundary)
-        if link is None:
+        hop = self.instance.problem.hop(boundary)
+        if hop is None:
             return
-        for flow, weight in zip(self.instance.flows, self.instance.weights(link).tolist(), strict=True):
+        for flow, weight in zip(self.instance.flows, self.instance.weights(hop).tolist(), strict=True):
             first = self.until[flow.producer, boundary]
             ends = [self.until[unit, boundary] for unit in flow.consumers]
             if weight // self.scale and not (_is(first, 0) or all(_is(end, 1) for end in ends)):
@@ -169,10 +169,10 @@ class _Model:
 
     def _endpoints(self, stage: int) -> Iterator[Any]:
         """What a stage sends or receives: it holds some ends of a tensor but not all (by rank)."""
-        link = next(iter(self.instance.links), None)
-        if link is None:
+        hop = next(iter(self.instance.hops), None)
+        if hop is None:
             return
-        for flow, weight in zip(self.instance.flows, self.instance.weights(link).tolist(), strict=True):
+        for flow, weight in zip(self.instance.flows, self.instance.weights(hop).tolist(), strict=True):
             if weight // self.scale and self._touches(flow, stage):
                 pays = self.model.new_bool_var("")
                 here = self._in_rank(flow.producer, stage)

@@ -41,7 +41,7 @@ def _is_sum(instance: Instance) -> bool:
     """Whether the loads sum to all compute and twice what crosses."""
     problem = instance.problem
     alike = problem.ranks == instance.k and problem.speeds is None and problem.replica_ranks is None
-    return problem.communication == "relay" and alike and bool(instance.links)
+    return problem.communication == "relay" and alike and bool(instance.hops)
 
 
 def crossing_bound(instance: Instance, limit: Limit, known: int, tests: int) -> int:
@@ -77,11 +77,11 @@ def _least_value(instance: Instance, limit: Limit) -> int:
 
 def _least_at(instance: Instance, boundary: int, low: Integers, high: Integers) -> int:
     """The least weight of flows that cross an ideal with the units below a boundary and without those above it."""
-    link = instance.problem.boundary_link(boundary - 1)
+    hop = instance.problem.hop(boundary - 1)
     below, above = high < boundary, low >= boundary
-    if link is None or not below.any() or not above.any():
+    if hop is None or not below.any() or not above.any():
         return 0
-    weights, flow = instance.weights(link), max_flow.SimpleMaxFlow()
+    weights, flow = instance.weights(hop), max_flow.SimpleMaxFlow()
     flow.add_arcs_with_capacity(*_arcs(instance, weights, below, above))
     status = flow.solve(SOURCE, SINK)
     return int(flow.optimal_flow()) if status == flow.OPTIMAL else 0

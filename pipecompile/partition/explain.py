@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import FREE
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.instance import Instance
@@ -44,7 +44,7 @@ def _why(instance: Instance) -> str:
 def _cut(instance: Instance, problem: Problem) -> Chain | None:
     """A cut of one order; stages that share ranks are looked at one by one."""
     if problem.ranks != problem.k:
-        problem = replace(problem, placement=None, speeds=None, link=Link(), memory=None)
+        problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
     plain = Instance(problem, instance.units)
     prefixes = Prefixes(plain, next(iter(orders(plain))))
     return cut_order(prefixes, Limit(), Pricing(problem, PRICES, pairs_limit=PAIRS).best)

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import FREE
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.check import faults
@@ -255,7 +255,7 @@ class _Search:
 
     def _shared_ranks(self) -> None:
         """Several stages a rank: the load that counts is the rank's sum, which no chain of stages knows."""
-        start = replace(self.problem, placement=None, speeds=None, memory=None, link=Link())
+        start = replace(self.problem, placement=None, speeds=None, memory=None, links=FREE)
         first = _Search(Instance(start, self.instance.units), self.seconds / 4)
         first._linear()
         if first.best is not None:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import Tensor
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Hop
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.units import Unit
 
 __all__ = ["Flow", "Instance", "Integers", "Mask"]
 
-Crossing = Link | str
+Crossing = Hop | str
 WORKSPACES = 8
 REACH_MAX = 16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
 
@@ -35,9 +35,9 @@ class Flow:
     sizes: tuple[tuple[int, int], ...]
     names: tuple[str, ...]
 
-    def transfer_ns(self, link: Link) -> int:
+    def transfer_ns(self, hop: Hop) -> int:
         """What the values and their gradients take."""
-        return sum(link.transfer_ns(value) + link.transfer_ns(gradient) for value, gradient in self.sizes)
+        return sum(hop.transfer_ns(value, gradient) for value, gradient in self.sizes)
 
 
 @dataclass(frozen=True)
@@ -149,19 +149,19 @@ class Instance:
         return tuple(map(tuple, found))
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
-        """The different links between stages that follow each other, as far as they are charged."""
-        found = [self.problem.boundary_link(stage) for stage in range(self.k - 1)]
-        return tuple(dict.fromkeys(link for link in found if link is not None))
+    def hops(self) -> tuple[Hop, ...]:
+        """The different hops between stages that follow each other, as far as they are charged."""
+        found = [self.problem.hop(stage) for stage in range(self.k - 1)]
+        return tuple(dict.fromkeys(hop for hop in found if hop is not None))
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
-        """What is added up over the flows that cross a boundary: the times of all links, and bytes of buffers."""
+        """What is added up over the flows that cross a boundary: the times of all hops, and bytes of buffers."""
         floor = self.problem.memory.floor if self.problem.memory else None
-        return (*self.links, *(("arriving", "returning") if floor else ()))
+        return (*self.hops, *(("arriving", "returning") if floor else ()))
 
     def weights(self, crossing: Crossing) -> Integers:
-        """Per flow the time of its transfers over a link, or the bytes of its buffers."""
+        """Per flow the time of its transfers over a hop, or the bytes of its buffers."""
         if crossing not in self._weights:
             self._weights[crossing] = self._array([self._weight(flow, crossing) for flow in self.flows])
         return self._weights[crossing]
@@ -171,7 +171,7 @@ class Instance:
         return {}
 
     def _weight(self, flow: Flow, crossing: Crossing) -> int:
-        if isinstance(crossing, Link):
+        if isinstance(crossing, Hop):
             return flow.transfer_ns(crossing)
         assert self.problem.memory is not None and self.problem.memory.floor is not None
         held = getattr(self.problem.memory.floor, crossing)

@@ -44,12 +44,12 @@ def _members(problem: Problem, assignment: Mapping[str, int]) -> list[list[str]]
 
 def _relay(problem: Problem, assignment: Mapping[str, int]) -> list[int]:
     paid = [0] * problem.k
-    links = [problem.boundary_link(stage) for stage in range(problem.k - 1)]
+    hops = [problem.hop(stage) for stage in range(problem.k - 1)]
     for tensor in problem.graph.tensors:
         holders = [assignment[name] for name in (tensor.producer, *tensor.consumers)]
         for stage in range(min(holders), max(holders)):
-            if (link := links[stage]) is not None:
-                transfer = link.transfer_ns(tensor.bytes) + link.transfer_ns(tensor.gradient_bytes)
+            if (hop := hops[stage]) is not None:
+                transfer = hop.transfer_ns(tensor.bytes, tensor.gradient_bytes)
                 paid[stage] += transfer
                 paid[stage + 1] += transfer
     return paid
@@ -58,10 +58,11 @@ def _relay(problem: Problem, assignment: Mapping[str, int]) -> list[int]:
 def _endpoint(problem: Problem, assignment: Mapping[str, int]) -> list[int]:
     """Ranks, not stages, hold a tensor: one that stays on a rank is not sent."""
     paid, ranks = [0] * problem.k, problem.stage_ranks
-    assert not isinstance(problem.link, tuple)
+    link = problem.links.one
+    assert link is not None
     for tensor in problem.graph.tensors:
         holders = {assignment[name] for name in (tensor.producer, *tensor.consumers)}
-        transfer = problem.link.transfer_ns(tensor.bytes) + problem.link.transfer_ns(tensor.gradient_bytes)
+        transfer = link.transfer_ns(tensor.bytes) + link.transfer_ns(tensor.gradient_bytes)
         if len({ranks[stage] for stage in holders}) > 1:
             for stage in {ranks[s]: s for s in sorted(holders)}.values():
                 paid[stage] += transfer

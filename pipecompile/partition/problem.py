@@ -9,7 +9,7 @@ from functools import cached_property
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
 __all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]
@@ -77,7 +77,7 @@ class Problem:
     """A graph to be cut into `k` non-empty stages so that stages never decrease along a tensor.
 
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
-    costs say), `link` how ranks are connected (one link, or a matrix from rank to rank). Under `recompute` every
+    costs say), `links` how ranks are connected. Under `recompute` every
     stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
     from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
     first lies in no later stage than the second; with `parameters_everywhere` each
@@ -93,7 +93,7 @@ class Problem:
     k: int
     objective: str = "variance"
     communication: str = "relay"
-    link: Link | tuple[tuple[Link, ...], ...] = field(default_factory=Link)
+    links: Links = FREE
     placement: tuple[int, ...] | None = None
     speeds: tuple[Fraction, ...] | None = None
     recompute: bool = False
@@ -133,8 +133,8 @@ class Problem:
             raise InputError("speeds must be fractions of numbers up to 10⁶")
         if sum(node.parameter_bytes for node in self.graph.nodes) > LARGEST:
             raise InputError(f"the parameters of all nodes must sum to less than {LARGEST} bytes")
-        links = [self.boundary_link(stage) for stage in range(self.k - 1)]
-        sent = (link.transfer_ns(t.bytes + t.gradient_bytes) for link in set(links) if link for t in self.graph.tensors)
+        hops = {self.hop(stage) for stage in range(self.k - 1)}
+        sent = (hop.transfer_ns(t.bytes, t.gradient_bytes) for hop in hops if hop for t in self.graph.tensors)
         if 4 * self.k * sum(sent) > LARGEST:
             raise InputError(
                 f"all transfers must sum to less than {LARGEST // 4 // self.k} ns; scale times and bytes down"
@@ -151,9 +151,9 @@ class Problem:
             raise InputError(f"the placement {self.stage_ranks} must use every rank from 0 on")
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
             raise InputError(f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank")
-        if isinstance(self.link, tuple) and {len(self.link), *map(len, self.link)} != {self.ranks}:
-            raise InputError(f"the matrix of links must have {self.ranks} rows and columns, one a rank")
-        if isinstance(self.link, tuple) and self.communication == "endpoint":
+        if not self.links.fits(self.ranks):
+            raise InputError(f"the links are for {self.links.ranks} ranks, but there are {self.ranks}")
+        if self.links.one is None and self.communication == "endpoint":
             raise InputError("endpoint communication knows no path between ranks; give one link, or choose relay")
 
     def _check_memory(self) -> None:
@@ -171,7 +171,7 @@ class Problem:
             raise InputError(f"{self.replica_ranks} ranks are fewer than the k={self.k} stages")
         if self.replica_ranks > REPLICAS_MAX:
             raise InputError(f"{self.replica_ranks} ranks are more than replicas are searched for: {REPLICAS_MAX}")
-        if self.ranks != self.k or self.speeds is not None or isinstance(self.link, tuple):
+        if self.ranks != self.k or self.speeds is not None or self.links.one is None:
             raise InputError("replicated stages need one stage a rank, equal speeds and one link")
         if self.objective == "step-time":
             raise InputError("the step of replicated stages cannot be simulated; choose variance or max-load")
@@ -204,17 +204,17 @@ class Problem:
         """How fast the rank of a stage is."""
         return Fraction(1) if self.speeds is None else self.speeds[self.stage_ranks[stage]]
 
-    def boundary_link(self, stage: int) -> Link | None:
-        """What connects `stage` to the next one; None within a rank or where transfers are not charged."""
+    def hop(self, stage: int) -> Hop | None:
+        """What connects `stage` and the next one; None within a rank or where transfers are not charged."""
         here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
         if self.communication == "none" or here == there:
             return None
-        return self.link[here][there] if isinstance(self.link, tuple) else self.link
+        return self.links.hop(here, there)
 
     def reduction_ns(self, parameter_bytes: int, replicas: int) -> int:
         """A ring all-reduce of one gradient per parameter byte among `replicas`, spread over the microbatches."""
-        assert isinstance(self.link, Link)
-        once = self.link.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
+        assert self.links.one is not None
+        once = self.links.one.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
         return -(-once // self.microbatches)
 
     @cached_property

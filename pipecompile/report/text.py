@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 
@@ -12,6 +13,8 @@ __all__ = [
     "bar",
     "gap_text",
     "idle_shares",
+    "link_text",
+    "links_text",
     "objective_text",
     "size_text",
     "summary",
@@ -21,6 +24,7 @@ __all__ = [
 ]
 
 _MODULES_WIDTH = 26  # what 100 columns leave in the table of stages
+_TYPICAL = 1 << 20  # bytes of a message by which links are compared
 _BAR = " ▏▎▍▌▋▊▉█"
 
 
@@ -58,9 +62,30 @@ def _header(plan: Plan) -> Iterator[str]:
     yield from _all_objectives(plan)
     yield from _ordering(plan)
     yield f"  costs      {plan.options.costs}; time is simulated from them"
+    yield f"  links      {links_text(plan.links)}"
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
     yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
+
+
+def links_text(links: Links) -> str:
+    """How ranks are connected: by one link, or from the slowest to the fastest; and what messages take of the ranks."""
+    found = sorted({link for *_, link in links.pairs()}, key=lambda link: link.transfer_ns(_TYPICAL), reverse=True)
+    if found in ([], [Link()]):
+        return "free: none given"
+    ends = list(dict.fromkeys([found[0], found[-1]]))
+    own = [
+        f"{time_text(link.transfer_ns(_TYPICAL))} of {whose} time per MiB"
+        for link, whose in ((links.sending, "the sender's"), (links.receiving, "the receiver's"))
+        if link != Link()
+    ]
+    return ", ".join([" – ".join(map(link_text, ends)), *own])
+
+
+def link_text(link: Link) -> str:
+    """Bandwidth and latency."""
+    rate = link.bandwidth_bytes_per_s
+    return f"{'any size' if rate is None else f'{rate / 1e9:.1f} GB/s'} + {time_text(link.latency_ns)}"
 
 
 def _ordering(plan: Plan) -> Iterator[str]:
@@ -94,9 +119,9 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
     Loads stand here as the objectives measure them: transfers count, unlike in the table of stages.
     """
     names = {"max_load_ns": ("max load", "max-load"), "sum_of_squares_ns2": ("Σ load²", "variance")}
-    values, link = plan.search.values, plan.link
+    values = plan.search.values
     texts = [f"{label} {objective_text(kind, values[name])}" for name, (label, kind) in names.items() if name in values]
-    if texts and (link.bandwidth_bytes_per_s is not None or link.latency_ns):
+    if texts and plan.links.one != Link():
         texts[-1] += " with transfers"
     if "step_ns" in values:
         texts.append(f"simulated step {time_text(values['step_ns'])}")

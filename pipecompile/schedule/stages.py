@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from pipecompile.ir.links import Links
 from pipecompile.ir.memory import rank_memory
-from pipecompile.ir.plan import Link, Plan, Stage
+from pipecompile.ir.plan import Plan, Stage
 from pipecompile.schedule.problem import Problem, Work
 
 __all__ = ["activation_caps", "problem_of_plan", "problem_of_stages"]
@@ -16,41 +17,66 @@ def problem_of_plan(plan: Plan) -> Problem:
     """What the schedule of `plan` answers."""
     placement = plan.schedule.placement
     caps = activation_caps(plan.stages, placement, plan.microbatches, plan.options.memory_bytes)
-    return problem_of_stages(plan.stages, plan.link, placement, plan.microbatches, caps)
+    return problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, caps)
 
 
 def problem_of_stages(
     stages: Sequence[Stage],
-    link: Link,
+    links: Links,
     placement: Sequence[int],
     microbatches: int,
     caps: Sequence[int] | None = None,
 ) -> Problem:
-    """Bytes are bounds, as caps are judged on; tensors that stages pass on travel with the boundary between them."""
-    away = [left != right for left, right in pairwise(placement)]
-    forward = [sum(link.transfer_ns(tensor.bytes) for tensor in stage.outputs) for stage in stages[:-1]]
-    backward = [sum(link.transfer_ns(tensor.gradient_bytes) for tensor in stage.inputs) for stage in stages[1:]]
+    """Bytes are bounds, as caps are judged on; tensors that stages pass on travel with the boundary between them.
+
+    Each tensor is a message: torch's runtime sends those of a boundary one by one. What a message takes of a rank's
+    own time is part of the action that it belongs to.
+    """
+    ends = list(pairwise(placement))
+    away = [False, *(left != right for left, right in ends), False]
+    forward = [
+        sum(links.under_way_ns(here, there, tensor.bytes) for tensor in stage.outputs)
+        for stage, (here, there) in zip(stages, ends, strict=False)
+    ]
+    backward = [
+        sum(links.under_way_ns(there, here, tensor.gradient_bytes) for tensor in stage.outputs)
+        for stage, (here, there) in zip(stages, ends, strict=False)
+    ]
+    spent = [_spent_ns(links, stage, *sides) for stage, sides in zip(stages, pairwise(away), strict=True)]
+    work = [_work(stage, *own, is_first=stage is stages[0]) for stage, own in zip(stages, spent, strict=True)]
     return Problem(
         placement=tuple(placement),
         microbatches=microbatches,
-        work=tuple(_work(stage, is_first=index == 0) for index, stage in enumerate(stages)),
-        forward_hops=tuple(hop * apart for hop, apart in zip(forward, away, strict=True)),
-        backward_hops=tuple(hop * apart for hop, apart in zip(backward, away, strict=True)),
+        work=tuple(work),
+        forward_hops=tuple(forward),
+        backward_hops=tuple(backward),
         # torch's runtime always waits for a message; where no tensor carries a gradient it is empty.
-        gradient=(True,) * len(away),
+        gradient=(True,) * len(ends),
         caps=None if caps is None else tuple(caps),
     )
 
 
-def _work(stage: Stage, *, is_first: bool) -> Work:
-    """The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward."""
+def _spent_ns(links: Links, stage: Stage, before: bool, after: bool) -> tuple[int, int]:
+    """What messages take of a stage's rank in its forward and in its backward; its neighbours may be elsewhere."""
+    inputs, outputs = stage.inputs if before else (), stage.outputs if after else ()
+    sent, received = links.sending.transfer_ns, links.receiving.transfer_ns
+    forward = sum(received(tensor.bytes) for tensor in inputs) + sum(sent(tensor.bytes) for tensor in outputs)
+    backward = [received(tensor.gradient_bytes) for tensor in outputs]
+    return forward, sum(backward) + sum(sent(tensor.gradient_bytes) for tensor in inputs)
+
+
+def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> Work:
+    """With what messages take in the forward and in the backward.
+
+    The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
+    """
     kept, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
     again = stage.recompute != "none"
     splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return Work(
-        forward_ns=stage.forward_ns,
-        backward_ns=stage.backward_ns,
-        backward_input_ns=0 if is_first else stage.backward_input_ns or 0,
+        forward_ns=stage.forward_ns + forward_ns,
+        backward_ns=stage.backward_ns + backward_ns,
+        backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns,
         kept_bytes=outputs if again else kept,

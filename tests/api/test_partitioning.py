@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.api.cutting import sums_in_order
-from pipecompile.api.partitioning import Request, link_of, partition
+from pipecompile.api.partitioning import Request, given_links, partition
 from pipecompile.errors import InfeasibleError, InputError
-from pipecompile.ir.cut import Links
 from pipecompile.ir.graph import CostGraph, Tensor
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serde import encode, write
 from pipecompile.partition.front import solve
 from pipecompile.partition.objective import lower_bound
@@ -39,7 +38,7 @@ def test_no_other_objective_has_a_shorter_step_and_the_bound_holds(
         schedule=schedule,
         microbatches=microbatches,
         communication="relay",
-        link=Link(bandwidth_bytes_per_s=None if free else 10**9),
+        links=Links.of(Link(bandwidth_bytes_per_s=None if free else 10**9)),
     )
     if k > len(graph.nodes):
         return
@@ -93,11 +92,9 @@ def test_replicas_divide_the_load(tmp_path: Path) -> None:
 def test_links_from_rank_to_rank(tmp_path: Path) -> None:
     links = Links(bandwidth_bytes_per_s=((None, 10), (10, None)), latency_ns=((0, 7), (7, 0)))
     write(path := tmp_path / "links.json", encode(links))
-    matrix = link_of(str(path), None, 0)
-    assert isinstance(matrix, tuple)
-    assert matrix[0][1] == Link(bandwidth_bytes_per_s=10, latency_ns=7)
+    assert given_links(str(path), None, 0) == links
     with pytest.raises(InputError, match="leave --bandwidth"):
-        link_of(str(path), 1e9, 0)
+        given_links(str(path), 1e9, 0)
 
 
 @pytest.mark.parametrize(

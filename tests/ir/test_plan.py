@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
+from pipecompile.ir.links import FREE, Link
 from pipecompile.ir.memory import Amount, Footprint, RankMemory
-from pipecompile.ir.plan import Boundary, Fingerprint, Link, Options, Plan, Prediction, Search, Stage
+from pipecompile.ir.plan import Boundary, Fingerprint, Options, Plan, Prediction, Search, Stage
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import decode, encode
 
@@ -55,7 +56,7 @@ def _plan(**changes: Any) -> Plan:
         "replicas": 1,
         "microbatches": 1,
         "microbatch_shapes": ((2, 3),),
-        "link": Link(),
+        "links": FREE,
         "stages": (_stage("a", (), (EDGE,)), _stage("b", (EDGE,), ())),
         "routes": (),
         "parameters": (),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serde import read
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chains
@@ -105,7 +105,7 @@ def test_the_best_replicas_are_found(graph: CostGraph, data: st.DataObject) -> N
         k,
         objective=data.draw(st.sampled_from(["variance", "max-load"])),
         communication=data.draw(st.sampled_from(["relay", "endpoint", "none"])),
-        link=Link(bandwidth_bytes_per_s=bandwidth, latency_ns=data.draw(st.integers(0, 2))),
+        links=Links(bandwidth_bytes_per_s=bandwidth, latency_ns=data.draw(st.integers(0, 2))),
         replica_ranks=ranks,
         microbatches=data.draw(st.integers(1, 3)),
     )
@@ -187,13 +187,13 @@ def test_bounds_hold(problem: Problem) -> None:
 
 def test_the_same_input_gives_the_same_output() -> None:
     graph = chain([index * 7919 % 101 for index in range(200)], size=3)
-    problem = Problem(graph, 5, link=Link(bandwidth_bytes_per_s=10**9))
+    problem = Problem(graph, 5, links=Links.of(Link(bandwidth_bytes_per_s=10**9)))
     assert solve(problem) == solve(replace(problem))
 
 
 def test_long_orders_are_cut_where_little_crosses_and_then_nearby() -> None:
     graph = chain([1 + index * 7919 % 101 for index in range(3000)], size=3)
-    problem = Problem(graph, 8, objective="max-load", link=Link(bandwidth_bytes_per_s=10**9))
+    problem = Problem(graph, 8, objective="max-load", links=Links.of(Link(bandwidth_bytes_per_s=10**9)))
     instance = Instance.of(problem)
     prefixes = Prefixes(instance, range(instance.count))
     pricing = Pricing(problem, 0)
@@ -268,7 +268,7 @@ def test_published_instances_are_solved_to_their_best_known_values(name: str) ->
         best["k"],
         objective="max-load",
         communication="endpoint",
-        link=Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"]),
+        links=Links.of(Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"])),
         memory=Memory.simple(graph, (best["memory_bytes"],) * best["k"], (1,) * best["k"], 1),
     )
     found = solve(problem).search

@@ -6,12 +6,12 @@ import pytest
 from cuts import chain, node
 
 from pipecompile.ir.graph import CostGraph, Tensor
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Link, Links
 from pipecompile.partition.front import solve
 from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
 from pipecompile.partition.problem import Problem
 
-LINK = Link(bandwidth_bytes_per_s=10**9)
+LINK = Links.of(Link(bandwidth_bytes_per_s=10**9))
 SKIP = CostGraph(
     nodes=chain([10, 10, 10]).nodes,
     tensors=(Tensor(producer="n0", consumers=("n1", "n2"), bytes=5, gradient_bytes=2),),
@@ -24,20 +24,25 @@ APART = {"n0": 0, "n1": 1, "n2": 2}
     [("relay", (17, 24, 17)), ("endpoint", (17, 17, 17)), ("overlap", (10, 14, 10)), ("none", (10, 10, 10))],
 )
 def test_what_a_skip_costs(communication: str, loads: tuple[int, ...]) -> None:
-    assert stage_loads(Problem(SKIP, 3, communication=communication, link=LINK), APART) == loads
+    assert stage_loads(Problem(SKIP, 3, communication=communication, links=LINK), APART) == loads
 
 
-def test_each_boundary_has_the_link_of_its_ranks() -> None:
-    fast, slow = Link(bandwidth_bytes_per_s=10**9), Link(bandwidth_bytes_per_s=10**8, latency_ns=1)
-    matrix = ((fast, fast, fast), (slow, fast, slow), (fast, fast, fast))
-    assert stage_loads(Problem(SKIP, 3, link=matrix), APART) == (17, 17 + 72, 10 + 72)
+def test_each_boundary_has_the_links_of_its_ranks_there_and_back() -> None:
+    """What rank 1 sends is slow: the gradient over the first boundary, the value over the second."""
+    fast, slow = 10**9, 10**8
+    links = Links(
+        bandwidth_bytes_per_s=((None, fast, fast), (slow, None, slow), (fast, fast, None)),
+        latency_ns=((0, 0, 0), (1, 0, 1), (0, 0, 0)),
+    )
+    first, second = 5 + (20 + 1), (50 + 1) + 2
+    assert stage_loads(Problem(SKIP, 3, links=links), APART) == (10 + first, 10 + first + second, 10 + second)
 
 
 def test_nothing_is_charged_within_a_rank_and_ranks_add_up() -> None:
-    problem = Problem(SKIP, 3, link=LINK, placement=(0, 0, 1))
+    problem = Problem(SKIP, 3, links=LINK, placement=(0, 0, 1))
     loads = stage_loads(problem, APART)
     assert (loads, rank_loads(problem, loads)) == ((10, 17, 17), (27, 17))
-    endpoint = Problem(SKIP, 3, link=LINK, placement=(0, 0, 1), communication="endpoint")
+    endpoint = Problem(SKIP, 3, links=LINK, placement=(0, 0, 1), communication="endpoint")
     assert rank_loads(endpoint, stage_loads(endpoint, APART)) == (27, 17)
 
 
@@ -48,7 +53,7 @@ def test_slow_ranks_take_longer_rounded_up() -> None:
 
 def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
     graph = chain([12, 12], size=4, held=[30, 0])
-    problem = Problem(graph, 2, link=LINK, replica_ranks=4, microbatches=5)
+    problem = Problem(graph, 2, links=LINK, replica_ranks=4, microbatches=5)
     # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes in 5 parts: 2 · 2/3 · 30 = 40 bytes.
     assert stage_loads(problem, {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
 

@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.ir.plan import Link
+from pipecompile.ir.links import Links
 from pipecompile.partition.problem import Memory, Problem
 from pipecompile.partition.units import units
+
+
+def _links(latencies: list[list[int]]) -> Links:
+    return Links(bandwidth_bytes_per_s=None, latency_ns=tuple(map(tuple, latencies)))
 
 
 def _graph(names: str, edges: str, groups: dict[str, str] | None = None) -> CostGraph:
@@ -101,8 +105,9 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
         ({"k": 2, "placement": (0, 2)}, r"the placement \(0, 2\) must use every rank from 0 on"),
         ({"k": 2, "speeds": (Fraction(1),)}, "speeds 1 must be 2 positive numbers, one a rank"),
         ({"k": 2, "speeds": (Fraction(1), Fraction(0))}, "speeds 1, 0 must be 2 positive numbers"),
-        ({"k": 2, "link": ((Link(),),)}, "the matrix of links must have 2 rows and columns"),
-        ({"k": 2, "link": ((Link(),) * 2,) * 2, "communication": "endpoint"}, "endpoint communication knows no path"),
+        ({"k": 2, "links": _links([[0]])}, "the links are for 1 ranks, but there are 2"),
+        ({"k": 2, "links": _links([[0, 1], [2, 0]]), "communication": "endpoint"}, "endpoint communication knows no"),
+        ({"k": 2, "links": _links([[0, 1], [2, 0]]), "replica_ranks": 3}, "replicated stages need .* one link"),
         ({"k": 2, "replica_ranks": 1}, "1 ranks are fewer than the k=2 stages"),
         ({"k": 2, "replica_ranks": 3, "speeds": (Fraction(1),) * 2}, "replicated stages need one stage a rank"),
         ({"k": 2, "microbatches": 0}, "microbatches=0, but a step has at least one"),

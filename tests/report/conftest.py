@@ -8,7 +8,8 @@ import pytest
 
 from pipecompile.api.planning import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.plan import Link, Options, Plan
+from pipecompile.ir.links import Link, Links
+from pipecompile.ir.plan import Options, Plan
 
 MakePlan = Callable[..., Plan]
 
@@ -64,9 +65,9 @@ def _make_plan(
         memory_bytes=1 << 30,
         costs="flops",
     )
-    link = Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000)
+    links = Links.of(Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000))
     return draft(
-        _graph(3 * k + 2), options, graph_digest="0" * 64, verified=True, microbatch_shapes=[(2, 128)], link=link
+        _graph(3 * k + 2), options, graph_digest="0" * 64, verified=True, microbatch_shapes=[(2, 128)], links=links
     )
 
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
-from pipecompile.ir.plan import Faster, Link, Plan
+from pipecompile.ir.links import FREE
+from pipecompile.ir.plan import Faster, Plan
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
 from pipecompile.report.text import gap_text, objective_text, size_text, summary, time_text, timeline_text
 from pipecompile.schedule.simulate import simulate_plan
@@ -57,7 +58,7 @@ def test_the_cut_is_valued_by_all_objectives(make_plan: MakePlan) -> None:
     loads = "             max load 12.3 ms, Σ load² 500.0 ms²"
     linked = summary(msgspec.structs.replace(plan, search=search)).splitlines()
     assert f"{loads} with transfers, simulated step 99.0 ms" in linked
-    free = summary(msgspec.structs.replace(plan, search=search, link=Link())).splitlines()
+    free = summary(msgspec.structs.replace(plan, search=search, links=FREE)).splitlines()
     assert f"{loads}, simulated step 99.0 ms" in free
 
 

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.memory import Amount, Footprint, rank_memory
-from pipecompile.ir.plan import Boundary, Link, Stage
+from pipecompile.ir.plan import Boundary, Stage
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import activation_caps, problem_of_stages
 
-LINK = Link(bandwidth_bytes_per_s=10**9, latency_ns=5)
+LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 
 def _footprint(kept: int, outputs: int) -> Footprint:

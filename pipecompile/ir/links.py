@@ -1,0 +1,110 @@
+"""How ranks are connected: bandwidth and latency between any two, and what messages take of the ranks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Literal, NamedTuple
+
+from pipecompile.ir.serde import NonNegative, Positive, Value
+
+__all__ = ["FREE", "Hop", "Link", "Links"]
+
+
+class Link(Value, frozen=True, kw_only=True):
+    """What a transfer takes: ceil(bytes × 10⁹ / bandwidth) + latency ns; no bandwidth means any size at once."""
+
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_ns: NonNegative = 0
+
+    def transfer_ns(self, size: int) -> int:
+        """The time that `size` bytes take; zero bytes are not sent."""
+        if not size or self.bandwidth_bytes_per_s is None:
+            return self.latency_ns if size else 0
+        return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
+
+
+class Hop(NamedTuple):
+    """The links over the boundary between two stages: a value goes forward, its gradient back."""
+
+    forward: Link
+    backward: Link
+
+    def transfer_ns(self, size: int, gradient: int) -> int:
+        """What a value and its gradient take, of so many bytes each."""
+        return self.forward.transfer_ns(size) + self.backward.transfer_ns(gradient)
+
+
+class Links(Value, frozen=True, kw_only=True):
+    """Bandwidth and latency of every message, from the start of its send to the end of its receive.
+
+    Either is one value for all pairs of ranks, or a matrix from each rank (row) to each other one (column), whose
+    diagonal counts for nothing: within a rank nothing is sent. No bandwidth means any size at once. Of that time a
+    message keeps its sender from computing for `sending`, and its receiver for `receiving`.
+    """
+
+    schema: Literal["pipecompile/links/1"] = "pipecompile/links/1"
+    bandwidth_bytes_per_s: Positive | tuple[tuple[Positive | None, ...], ...] | None
+    latency_ns: NonNegative | tuple[tuple[NonNegative, ...], ...]
+    sending: Link = Link()
+    receiving: Link = Link()
+
+    def __post_init__(self) -> None:
+        sides = {side for matrix in self._matrices for side in (len(matrix), *map(len, matrix))}
+        if len(sides) > 1 or 0 in sides:
+            raise ValueError(f"matrices must be square and of one size, but have sides {sorted(sides)}")
+
+    @staticmethod
+    def of(link: Link) -> Links:
+        """The same link between any two of any number of ranks."""
+        return Links(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_ns=link.latency_ns)
+
+    @property
+    def _matrices(self) -> list[tuple[tuple[int | None, ...], ...]]:
+        return [value for value in (self.bandwidth_bytes_per_s, self.latency_ns) if isinstance(value, tuple)]
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks there are; None if the links are for any number."""
+        return len(self._matrices[0]) if self._matrices else None
+
+    def fits(self, ranks: int) -> bool:
+        """Whether these links are for so many ranks."""
+        return self.ranks in (None, ranks)
+
+    def link(self, source: int, destination: int) -> Link:
+        """What connects one rank to another; a free link within a rank."""
+        if source == destination:
+            return Link()
+        rate, delay = self.bandwidth_bytes_per_s, self.latency_ns
+        return Link(
+            bandwidth_bytes_per_s=rate[source][destination] if isinstance(rate, tuple) else rate,
+            latency_ns=delay[source][destination] if isinstance(delay, tuple) else delay,
+        )
+
+    def hop(self, source: int, destination: int) -> Hop:
+        """There and back."""
+        return Hop(self.link(source, destination), self.link(destination, source))
+
+    def pairs(self) -> Iterator[tuple[int, int, Link]]:
+        """Each rank, each other one, and what connects the first to the second; two ranks stand for any number."""
+        for source, destination in permutations(range(self.ranks or 2), 2):
+            yield source, destination, self.link(source, destination)
+
+    @property
+    def one(self) -> Link | None:
+        """The link between any two ranks; None if there are different ones."""
+        found = {link for _, _, link in self.pairs()} or {Link()}
+        return found.pop() if len(found) == 1 else None
+
+    def transfer_ns(self, source: int, destination: int, size: int) -> int:
+        """The time from the start of the send of `size` bytes to the end of their receive; zero within a rank."""
+        return self.link(source, destination).transfer_ns(size)
+
+    def under_way_ns(self, source: int, destination: int, size: int) -> int:
+        """The part of that time in which neither rank has to do with it."""
+        busy = self.sending.transfer_ns(size) + self.receiving.transfer_ns(size)
+        return max(0, self.transfer_ns(source, destination, size) - busy)
+
+
+FREE = Links.of(Link())

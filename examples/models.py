@@ -53,6 +53,14 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
 
+def gpt_96_layers() -> tuple[nn.Module, dict[str, Tensor]]:
+    """GPT-2 with the 96 layers of GPT-3 and a small width, in memory."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=96, n_head=4, use_cache=False)
+    tokens = _tokens(512)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+
+
 def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     """A small BERT with a padding mask, masked-token loss inside the model."""
     torch.manual_seed(0)
@@ -89,6 +97,23 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     )
     tokens = _tokens(512)
     return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def llama_13b() -> dict[str, Any]:
+    """Llama with 13B parameters, 4 × 2048 tokens, on the meta device: it can be costed and planned, but not run."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        use_cache=False,
+        dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.empty(4, 2048, dtype=torch.int64)
+    return {"model": model, "sample_input": {"input_ids": tokens}, "targets": tokens, "loss_fn": token_loss}
 
 
 def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:

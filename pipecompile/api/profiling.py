@@ -1,0 +1,21 @@
+"""`pipecompile profile`: a target's cost graph, and where its time and memory go."""
+
+from __future__ import annotations
+
+from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.costing import cost_graph
+from pipecompile.api.target import Target
+from pipecompile.ir.graph import CostGraph
+from pipecompile.report.profile import Profile, profile_of
+
+__all__ = ["profiled"]
+
+
+def profiled(
+    target: Target, *, costs: str, microbatches: int | None = None, optimizer: str | None = None
+) -> tuple[CostGraph, Profile]:
+    """The cost graph of one of `microbatches` (default one), measured anew where it is measured, and its summary."""
+    options = options_for(target, k=1, microbatches=microbatches, costs=costs)
+    captured = capture_target(target, options, verify=True)
+    graph = cost_graph(target, costs, options.microbatches, captured)
+    return graph, profile_of(graph, costs, verified=captured.verified, optimizer=optimizer)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial, size_bytes
 
-__all__ = ["BYTES_PER_NS", "FLOPS_PER_NS", "Flops"]
+__all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
 
 FLOPS_PER_NS = 10_000  # 10 TFLOP/s
 BYTES_PER_NS = 1_000  # 1 TB/s
@@ -30,7 +30,7 @@ def _attention_backward(
 
 
 # PyTorch counts the fused attention of GPUs; fake tensors are on the CPU, which has a kernel of its own.
-_CPU_ATTENTION = {
+CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -93,7 +93,7 @@ def _time_ns(flops: int, moved: int) -> int:
 
 
 def _counted(action: Callable[[], Any]) -> tuple[int, Any]:
-    with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
         result = action()
     return counter.get_total_flops(), result
 

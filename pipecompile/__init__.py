@@ -17,6 +17,7 @@ from pipecompile.errors import (
     PipecompileError,
     ScheduleError,
     StalePlanError,
+    StaleProfileError,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ __all__ = [
     "Pipeline",
     "ScheduleError",
     "StalePlanError",
+    "StaleProfileError",
     "__version__",
     "pipecompile",
 ]

@@ -6,6 +6,7 @@ PipecompileError
 ├── CaptureError          the model cannot be captured; the message names the module and the line
 ├── InfeasibleError       no plan satisfies what was asked for; the message says by how much
 ├── StalePlanError        a plan was made for another model, or with other options
+├── StaleProfileError     costs in a file were made for another model, or for other shapes
 └── ScheduleError         a schedule is incomplete, out of order or can deadlock
 
 Each message says what was given, what was expected and what to do.
@@ -21,6 +22,7 @@ __all__ = [
     "PipecompileError",
     "ScheduleError",
     "StalePlanError",
+    "StaleProfileError",
 ]
 
 
@@ -46,6 +48,10 @@ class InfeasibleError(PipecompileError):
 
 class StalePlanError(PipecompileError):
     """A plan was made for another model, other shapes or other options."""
+
+
+class StaleProfileError(PipecompileError):
+    """Costs in a file were made for another model or other shapes."""
 
 
 class ScheduleError(PipecompileError):

@@ -1,0 +1,71 @@
+"""A named device: what it can do at best, and how much of that is reached. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from pipecompile.errors import InputError
+from pipecompile.ir.serde import NonNegative, Positive, Value, decode, read
+
+__all__ = ["Device", "load_device", "named_devices"]
+
+Permille = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+DEVICES = Path(__file__).parent / "devices.json"
+FIGURES = (
+    "memory_bytes",
+    "bandwidth_bytes_per_s",
+    "peak_flop_per_s",
+    "compute_permille",
+    "bandwidth_permille",
+    "launch_ns",
+    "fused_attention",
+)
+
+
+class Device(Value, frozen=True, kw_only=True):
+    """One device; `sources` says of every figure where it comes from: a datasheet, a calibration, an assumption.
+
+    `peak_flop_per_s` are dense matrix products by data type, "tf32" for float32 ones rounded to it; a type that is
+    not listed computes like float32. Of peak and bandwidth `compute_permille` and `bandwidth_permille` are reached.
+    No kernel takes less than `launch_ns`. `memory` says whose allocator the device has (see `CostModel.memory`).
+    """
+
+    schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
+    name: str
+    memory: Literal["cpu", "cuda"]
+    memory_bytes: Positive
+    bandwidth_bytes_per_s: Positive
+    peak_flop_per_s: dict[str, Positive]
+    compute_permille: Permille
+    bandwidth_permille: Permille
+    launch_ns: NonNegative
+    fused_attention: bool
+    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if "float32" not in self.peak_flop_per_s:
+            raise ValueError(f"device {self.name!r} has no peak for float32, by which others are judged")
+        for figure in FIGURES:
+            if not self.sources.get(figure):
+                raise ValueError(f"device {self.name!r} does not say in sources where its {figure} comes from")
+
+
+@cache
+def named_devices() -> dict[str, Device]:
+    """The devices of devices.json by name."""
+    devices = decode(DEVICES.read_bytes(), tuple[Device, ...], origin=DEVICES.name)
+    return {device.name: device for device in devices}
+
+
+def load_device(text: str) -> Device:
+    """The device called `text`, or the one in the file at that path; InputError lists the names."""
+    if text in named_devices():
+        return named_devices()[text]
+    if Path(text).is_file():
+        return read(text, Device)
+    names = ", ".join(named_devices())
+    raise InputError(f"{text!r} is neither a device nor a device file; choose one of {names}, or run calibrate -o FILE")

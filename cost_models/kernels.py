@@ -1,0 +1,170 @@
+"""What a call launches: one kernel for each ATen operator that does more than make views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from pipecompile.cost_models.device import Device
+from pipecompile.cost_models.flops import CPU_ATTENTION
+from pipecompile.cost_models.protocol import Call, Trial, tensors
+
+__all__ = ["Kernel", "Launches", "launches"]
+
+_COUNTS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{operator: shape_wrapper(count) for operator, count in CPU_ATTENTION.items()},
+}
+# The first argument is read only where it is picked: as many bytes as are returned.
+_GATHERS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+# The first argument is written and never read.
+_OVERWRITES = {"bernoulli_", "copy_", "fill_", "normal_", "uniform_", "zero_"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch: what it computes, the bytes it reads and writes, and the type it computes in, such as "float32"."""
+
+    operator: str
+    flops: int
+    bytes: int
+    dtype: str
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether cuDNN runs it on a GPU, with TF32 allowed and scratch of its own."""
+        return self.operator.startswith("convolution")
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """The kernels of a call, in order: its forward, and its backward as in `Cost`."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    backward_input: tuple[Kernel, ...]
+    backward_weight: tuple[Kernel, ...]
+
+
+def launches(call: Call, device: Device) -> Launches:
+    """What `call`, whose tensors are fake CPU ones, launches on `device`."""
+    with _as_on(device):
+        arguments = call.fresh()
+        with _Recorder() as forward:
+            call.run(arguments)
+        trial = call.trial()
+    return Launches(
+        forward=tuple(forward.kernels),
+        backward=_backward(trial, (*trial.inputs, *trial.weights)),
+        backward_input=_backward(trial, trial.inputs),
+        backward_weight=_backward(trial, trial.weights),
+    )
+
+
+def _backward(trial: Trial, sources: Sequence[GradientEdge]) -> tuple[Kernel, ...]:
+    if not sources:
+        return ()
+    with _Recorder() as recorder:
+        trial.backward(sources)
+    return tuple(recorder.kernels)
+
+
+@contextmanager
+def _as_on(device: Device) -> Iterator[None]:
+    """Attention is one kernel, or products and a softmax with the scores in memory; a GPU fuses dropouts."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if device.fused_attention else [SDPBackend.MATH]
+    with sdpa_kernel(backends):
+        if device.memory == "cpu":
+            yield
+        else:
+            with _FusedDropout():
+                yield
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout is one kernel, and none within a fused attention; CPUs draw a mask, scale it and multiply."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention and torch.backends.cuda.flash_sdp_enabled():
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not p:
+        return functional.dropout(input, p, training, inplace)
+    output: Tensor = torch.native_dropout(input, p, True)[0]
+    return output
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        kernel = _kernel(func, args, kwargs or {}, value)
+        if kernel is not None:
+            self.kernels.append(kernel)
+        return value
+
+
+def _kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Kernel | None:
+    """What `func` launched; None where it allocates, or answers with views or no tensor at all."""
+    operator = func._overloadpacket.__name__
+    read, written = tensors((args, kwargs)), tensors(value)
+    makes_views = not func._schema.is_mutable and _storages(written) <= _storages(read)
+    if not any(output.numel() for output in written) or makes_views or operator in _ALLOCATIONS:
+        return None
+    count = _COUNTS.get(func._overloadpacket)
+    flops = 0 if count is None else int(count(*args, **kwargs, out_val=value))
+    if _argument(func, args, kwargs, "is_causal"):
+        flops //= 2  # a fused kernel skips the half of the scores that is masked
+    return Kernel(operator, flops, _read_bytes(operator, read, written) + _bytes(written), _compute_type(written))
+
+
+def _argument(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == name]
+    return args[places[0]] if places and places[0] < len(args) else kwargs.get(name)
+
+
+def _read_bytes(operator: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    if operator in _GATHERS:
+        return _bytes(written) + _bytes(read[1:])
+    return _bytes(read[1:] if operator in _OVERWRITES else read)
+
+
+def _bytes(values: Iterable[Tensor]) -> int:
+    """What the elements take in memory, where an expanded tensor repeats what it has."""
+    distinct = {id(value): value for value in values}.values()
+    return sum(min(value.numel() * value.element_size(), value.untyped_storage().nbytes()) for value in distinct)
+
+
+def _compute_type(written: Sequence[Tensor]) -> str:
+    return str(written[0].dtype).removeprefix("torch.")
+
+
+def _storages(values: Iterable[Tensor]) -> set[int]:
+    return {value.untyped_storage()._cdata for value in values}

@@ -1,0 +1,94 @@
+"""Costs that are given: by a cost graph in a file, or by a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from torch import fx
+
+from pipecompile.cost_models.protocol import Call, Cost
+from pipecompile.errors import InputError, StaleProfileError
+from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.serde import read
+
+__all__ = ["CostFunction", "Function", "Table"]
+
+CostFunction = Callable[[fx.Node, Call], int | Cost]
+"""From a node, and its call on fake tensors, to its forward in nanoseconds or to all its times."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The times of `graph`, node by node; sizes still come from the model, held as on a GPU.
+
+    A backward that the graph does not split counts half for the inputs and half for the parameters.
+    """
+
+    graph: CostGraph
+    name: str = "table"
+    real: ClassVar[bool] = False
+    memory: ClassVar[Literal["cuda"]] = "cuda"
+
+    @classmethod
+    def of(cls, path: str) -> Table:
+        """The times in the cost graph at `path`; FormatError if it is none."""
+        return cls(read(Path(path), CostGraph), f"table:{path}")
+
+    def check(self, fingerprint: str, nodes: Iterable[str]) -> None:
+        """StaleProfileError unless the graph was made for the captured graph of this fingerprint and these nodes."""
+        known = self.graph.fingerprint
+        if known and known != fingerprint:
+            raise StaleProfileError(
+                f"{self.name} was made for another graph ({known[:12]}…) than this model has with these inputs "
+                f"({fingerprint[:12]}…); profile again, or bring back the model, its mode and its shapes"
+            )
+        different = sorted(set(nodes) ^ self.graph.by_name.keys())
+        if different:
+            owner = self.name if different[0] in self.graph.by_name else "the model"
+            raise StaleProfileError(
+                f"{self.name} and the model have different nodes: only {owner} has {different[0]!r}; profile again"
+            )
+
+    def cost(self, call: Call) -> Cost:
+        """The times of the node of that name; InputError if there is none."""
+        if call.node.name not in self.graph.by_name:
+            raise InputError(f"{self.name} has no node {call.node.name!r}; it is of another model, profile again")
+        node = self.graph.by_name[call.node.name]
+        inputs, weights = _halves(node)
+        return Cost(node.forward_ns, node.backward_ns, inputs, weights)
+
+
+def _halves(node: Node) -> tuple[int, int]:
+    half = -(-node.backward_ns // 2)
+    return (
+        half if node.backward_input_ns is None else node.backward_input_ns,
+        half if node.backward_weight_ns is None else node.backward_weight_ns,
+    )
+
+
+@dataclass(frozen=True)
+class Function:
+    """Asks a function of the user's, GPipe's c_i (arXiv 1811.06965, section 2.2).
+
+    From a forward time alone: the whole backward takes twice as long, each of its halves as long as the forward.
+    """
+
+    function: CostFunction
+    name: ClassVar[str] = "function"
+    real: ClassVar[bool] = False
+    memory: ClassVar[Literal["cuda"]] = "cuda"
+
+    def cost(self, call: Call) -> Cost:
+        """What the function says; InputError if it is neither whole nanoseconds nor a Cost."""
+        given = self.function(call.node, call)
+        if isinstance(given, Cost):
+            return given
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise InputError(
+                f"the cost function gave {given!r} for node {call.node.name!r}; "
+                "it must give the forward in whole nanoseconds, or a Cost"
+            )
+        return Cost(given, 2 * given, given, given)

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -154,6 +154,39 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
         write(output, encode(made))
     _print_plan(made, form)
     # Not part of the plan's bytes: told beside it.
+    click.echo(made_with(subject), err=True)
+    return FINE
+
+
+@commands.command()
+@click.argument("target")
+@click.option("--costs", default="measured", show_default=True, help=COSTS_HELP)
+@click.option("--microbatches", type=int, default=4, show_default=True, help="As the plan will have.")
+@click.option("--optimizer", help="Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor.")
+@click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
+@click.option("--page", help="Where to write the page (HTML, one file).")
+@format_option
+@answers
+def profile(
+    target: str, costs: str, microbatches: int, optimizer: str | None, output: str | None, page: str | None, form: str
+) -> int:
+    """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost graph."""
+    from pipecompile.api.profiling import profiled
+    from pipecompile.api.target import load_target, made_with
+    from pipecompile.report.page import profile_page
+    from pipecompile.report.profile import profile_figures, profile_text
+
+    subject = load_target(target)
+    graph, found = profiled(subject, costs=costs, microbatches=microbatches, optimizer=optimizer)
+    if output is not None:
+        write(output, encode(graph))
+    if page is not None:
+        write(page, profile_page(target, found).encode())
+    if form == "json":
+        click.echo(encode(profile_figures(found)), nl=False)
+    else:
+        text = profile_text(found)
+        click.echo(f"```\n{text}```" if form == "github" else text, nl=form == "github")
     click.echo(made_with(subject), err=True)
     return FINE
 
@@ -343,6 +376,44 @@ def schedule(
         text = order_text(order, found.timeline)
         click.echo(f"```\n{text}\n```" if form == "github" else text)
     return FINE if order.fits else NO
+
+
+@commands.command("links")
+@click.option("-o", "--output", help="Where to write the links, for plan, verify and partition.")
+@format_option
+@answers
+def measure_links(output: str | None, form: str) -> int:
+    """Measure bandwidth and latency between the ranks that torchrun started."""
+    from pipecompile.api.probing import probe_links
+    from pipecompile.report.links import links_table
+
+    found = probe_links()
+    if output is not None and _is_first_rank():
+        write(output, encode(found))
+    text = encode(found).decode().rstrip() if form == "json" else links_table(found)
+    _say(f"```\n{text}\n```" if form == "github" else text)
+    return FINE
+
+
+@commands.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("-o", "--output", help="Where to write the device, for --costs roofline:FILE.")
+@format_option
+@answers
+def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
+    """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them best."""
+    from pipecompile.api.calibrating import calibrate as measure
+    from pipecompile.api.calibrating import calibration_text
+
+    found = measure(device)
+    if output is not None:
+        write(output, encode(found.device))
+    if form == "json":
+        click.echo(encode(found.device), nl=False)
+    else:
+        text = calibration_text(found)
+        click.echo(f"```\n{text}\n```" if form == "github" else text)
+    return FINE
 
 
 @commands.command()

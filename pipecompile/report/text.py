@@ -16,6 +16,7 @@ __all__ = [
     "link_text",
     "links_text",
     "objective_text",
+    "own_texts",
     "size_text",
     "summary",
     "table",
@@ -69,17 +70,20 @@ def _header(plan: Plan) -> Iterator[str]:
 
 
 def links_text(links: Links) -> str:
-    """How ranks are connected: by one link, or from the slowest to the fastest; and what messages take of the ranks."""
+    """How ranks are connected, from the slowest to the fastest link, and what messages take of the ranks."""
     found = sorted({link for *_, link in links.pairs()}, key=lambda link: link.transfer_ns(_TYPICAL), reverse=True)
-    if found in ([], [Link()]):
+    own = list(own_texts(links))
+    if not found or (found == [Link()] and not own):
         return "free: none given"
-    ends = list(dict.fromkeys([found[0], found[-1]]))
-    own = [
-        f"{time_text(link.transfer_ns(_TYPICAL))} of {whose} time per MiB"
-        for link, whose in ((links.sending, "the sender's"), (links.receiving, "the receiver's"))
-        if link != Link()
-    ]
+    ends = dict.fromkeys([found[0], found[-1]])
     return ", ".join([" – ".join(map(link_text, ends)), *own])
+
+
+def own_texts(links: Links) -> Iterator[str]:
+    """What a message takes of the ranks themselves, where it takes anything."""
+    for action, link in (("sending", links.sending), ("receiving", links.receiving)):
+        if link != Link():
+            yield f"{action} keeps a rank for {link_text(link)}"
 
 
 def link_text(link: Link) -> str:

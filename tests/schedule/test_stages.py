@@ -93,3 +93,26 @@ def test_a_stage_that_recomputes_keeps_its_outputs(recompute: str) -> None:
     work = problem_of_stages(stages, LINK, range(3), 2).work[1]
     kept = {"none": (41, 0), "stage": (10, 31)}[recompute]
     assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == (*kept, 41)
+
+
+def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
+    delays = ((0, 1, 20), (300, 0, 4000), (50000, 600000, 0))
+    links = Links(bandwidth_bytes_per_s=None, latency_ns=delays)
+    problem = problem_of_stages(_stages(), links, [0, 2, 1], 2)
+    # Two tensors forward, of which one has a gradient: stage 0 to 1 is rank 0 to 2, stage 1 to 2 is rank 2 to 1.
+    assert problem.forward_hops == (2 * 20, 2 * 600000)
+    assert problem.backward_hops == (50000, 4000)
+
+
+def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:
+    links = msgspec.structs.replace(LINK, sending=Link(latency_ns=2), receiving=Link(latency_ns=1))
+    problem, without = (problem_of_stages(_stages(), given, [0, 1, 1], 2) for given in (links, LINK))
+    assert problem.forward_hops == (without.forward_hops[0] - 2 * (2 + 1), 0)
+    assert problem.backward_hops == (without.backward_hops[0] - (2 + 1), 0)
+    # Stage 0 sends two tensors and receives a gradient, stage 1 the other way round; stage 2 is on stage 1's rank.
+    spent = [(work.forward_ns - other.forward_ns) for work, other in zip(problem.work, without.work, strict=True)]
+    assert spent == [2 * 2, 2 * 1, 0]
+    for kind in ("backward_ns", "backward_input_ns"):
+        pairs = zip(problem.work, without.work, strict=True)
+        assert [getattr(work, kind) - getattr(other, kind) for work, other in pairs] == [1, 2, 0]
+    assert [work.backward_weight_ns for work in problem.work] == [work.backward_weight_ns for work in without.work]

@@ -1,0 +1,75 @@
+"""The probe between gloo ranks, and a plan with what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from examples import models
+from pipecompile.api.probing import probe_links
+from pipecompile.cli import commands
+from pipecompile.errors import InputError
+from pipecompile.ir.links import Link, Links
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serde import decode, encode, write
+from pipecompile.runtime.probe import fitted
+from tests.distributed.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(3)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def found(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Links:
+    """The links of two ranks, on which both agree."""
+    first, second = workers.run(2, probe_links, folder=str(tmp_path_factory.mktemp("probe")))
+    assert first == second
+    return first
+
+
+def test_what_is_found_is_positive_and_finite(found: Links) -> None:
+    assert found.ranks == 2
+    for _, _, link in found.pairs():
+        assert link.latency_ns > 0
+        assert link.bandwidth_bytes_per_s is not None
+        assert 0 < link.bandwidth_bytes_per_s < 10**15
+    assert 0 < found.sending.latency_ns < 10**9
+    assert 0 < found.receiving.latency_ns < 10**9
+
+
+def test_a_plan_takes_what_was_found(found: Links, tmp_path: Path) -> None:
+    write(path := tmp_path / "links.json", encode(found))
+    target = f"{models.__file__}:sequential"
+    arguments = ["plan", target, "-k", "2", "--costs", "flops", "--format", "json", "--links", str(path)]
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 0, result.output
+    plan = decode(result.stdout.encode(), Plan, origin="stdout")
+    assert plan.links == found
+    arguments[arguments.index("2")] = "3"
+    refused = CliRunner().invoke(commands, arguments)
+    assert refused.exit_code == 2
+    assert "is for 2 ranks, but the plan has 3" in refused.stderr
+
+
+def test_three_ranks_measure_every_pair(workers: Workers, tmp_path: Path) -> None:
+    links = workers.run(3, probe_links, folder=str(tmp_path))[2]
+    assert links.ranks == 3
+    assert all(link.latency_ns > 0 for _, _, link in links.pairs())
+
+
+def test_one_process_is_told_to_start_more() -> None:
+    with pytest.raises(InputError, match=r"there is only one; .* torchrun --nproc-per-node 4 -m pipecompile links"):
+        probe_links()
+
+
+def test_a_line_is_found_again() -> None:
+    sizes = (0, 1 << 16, 1 << 20, 1 << 22)
+    assert fitted({size: 5000 + size / 2 for size in sizes}) == Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=5000)
+    assert fitted(dict.fromkeys(sizes, 7.0)) == Link(latency_ns=7)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import msgspec
+
+from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.report.links import links_table
+from pipecompile.report.text import links_text
+
+RATES = ((None, 2 * 10**9, 10**8), (4 * 10**9, None, 10**8), (10**8, None, None))
+DELAYS = ((0, 5000, 60_000), (6000, 0, 60_000), (60_000, 70_000, 0))
+THREE = Links(bandwidth_bytes_per_s=RATES, latency_ns=DELAYS)
+
+
+def test_links_in_one_line() -> None:
+    assert links_text(FREE) == "free: none given"
+    assert links_text(Links.of(Link(bandwidth_bytes_per_s=10**10, latency_ns=5000))) == "10.0 GB/s + 5.0 µs"
+    # One MiB takes 70 µs from rank 2 to rank 1, where any size does, and longest where it takes 0.1 GB/s.
+    assert links_text(THREE) == "0.1 GB/s + 60.0 µs – any size + 70.0 µs"
+    own = msgspec.structs.replace(FREE, sending=Link(bandwidth_bytes_per_s=2**20 * 1000, latency_ns=1000))
+    assert links_text(own) == "any size + 0 ns, sending keeps a rank for 1.0 GB/s + 1.0 µs"
+
+
+def test_links_as_tables() -> None:
+    assert links_table(msgspec.structs.replace(THREE, receiving=Link(latency_ns=4000))).splitlines() == [
+        "GB/s   to 0 to 1 to 2",
+        "from 0    - 2.00 0.10",
+        "from 1 4.00    - 0.10",
+        "from 2 0.10  any    -",
+        "",
+        "µs     to 0 to 1 to 2",
+        "from 0    -  5.0 60.0",
+        "from 1  6.0    - 60.0",
+        "from 2 60.0 70.0    -",
+        "",
+        "receiving keeps a rank for any size + 4.0 µs",
+    ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 
 from pipecompile.api.target import Target
+from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import CostModel
+from pipecompile.cost_models.roofline import Roofline
+from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import Capture
 from pipecompile.frontend.signature import Arguments
@@ -22,9 +26,10 @@ from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["Captured", "cost_graph", "cost_model"]
+__all__ = ["Captured", "comparable", "cost_graph", "cost_model", "measured_on"]
 
-COST_MODELS: dict[str, Callable[[], CostModel]] = {"flops": Flops, "measured": Measured}
+CPU = torch.device("cpu")
+NAMES = "flops, measured, measured:DEVICE, roofline:DEVICE, table:FILE"
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,62 @@ class Captured:
     verified: bool
 
 
-def cost_model(name: str) -> CostModel:
-    """The cost model that `--costs NAME` stands for; InputError if there is none."""
-    if name not in COST_MODELS:
-        raise InputError(f"costs={name!r} is not known; choose one of {', '.join(COST_MODELS)}")
-    return COST_MODELS[name]()
+def cost_model(name: str, function: CostFunction | None = None, device: torch.device = CPU) -> CostModel:
+    """The cost model that `--costs NAME` stands for, "function" for the one given; InputError if there is none.
+
+    `device` is where the model is: it is measured there unless the name says where.
+    """
+    kind, _, place = name.partition(":")
+    match kind, bool(place):
+        case "flops", False:
+            return Flops()
+        case "measured", _:
+            return Measured(_device(place) if place else device)
+        case "roofline", True:
+            return Roofline.of(place)
+        case "table", True:
+            return Table.of(place)
+        case "function", False if function is not None:
+            return Function(function)
+    raise InputError(f"costs={name!r} is not known; choose one of {NAMES}, or in Python give a function")
+
+
+def _device(name: str) -> torch.device:
+    """The device to measure on; InputError if there is none of that name."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        return device
+    raise InputError(f"costs='measured:{name}', but there is no device {name!r} here; write measured:cpu or measured:cuda")
+
+
+def measured_on(costs: str, target: Target) -> torch.device | None:
+    """The device on which these costs are measured; None if they are not."""
+    model = cost_model(costs, target.costs, target.device)
+    return model.device if isinstance(model, Measured) else None
+
+
+def comparable(costs: str) -> bool:
+    """Whether these costs come out the same wherever a plan is checked; what is in a file only where the file is."""
+    kind, _, place = costs.partition(":")
+    if kind in ("roofline", "table"):
+        return Path(place).is_file() or (kind == "roofline" and place in named_devices())
+    return kind == "flops"
 
 
 def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured) -> CostGraph:
     """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
-    model = cost_model(costs)
-    if model.real and not target.has_values:
-        raise InputError(
-            f"costs={costs!r} runs the model, but it, or its input, is on the meta device or of fake tensors; "
-            "use flops or roofline:DEVICE, or give a model that is in memory"
-        )
+    model = cost_model(costs, target.costs, target.device)
+    if isinstance(model, Table):
+        model.check(captured.digest, (node.name for node in captured.module.graph.nodes if node.op != "get_attr"))
+    if model.real:
+        target.check_values(f"costs={costs!r}")
     inputs = [target.on_device(tensor) for tensor in captured.capture.inputs.flatten(captured.sample)]
     loss, targets = loss_of(target, microbatches, captured)
     graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
-    return _canonical(graph, captured.capture)
+    return replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
 
 
 def loss_of(target: Target, microbatches: int, captured: Captured) -> tuple[Loss | None, list[Tensor]]:

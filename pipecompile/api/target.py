@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile import __version__
+from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.passes.propagate import has_values, without_values
@@ -29,12 +30,16 @@ FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optim
 
 @dataclass(frozen=True)
 class Target:
-    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`."""
+    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`.
+
+    `costs` is a function of the user's that prices nodes, for the costs called "function".
+    """
 
     model: nn.Module
     call: Arguments
     loss_fn: LossFunction | None = None
     targets: Any = None
+    costs: CostFunction | None = None
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +52,14 @@ class Target:
         """Whether it can run: neither the model nor the minibatch is on the meta device or of fake tensors."""
         state = (*self.model.parameters(), *self.model.buffers())
         return all(map(has_values, (*state, *_tensors(self.call.args, self.call.kwargs, self.targets))))
+
+    def check_values(self, purpose: str) -> None:
+        """InputError unless it can run, which `purpose` needs."""
+        if not self.has_values:
+            raise InputError(
+                f"{purpose} runs the model, but it, its input or its targets are on the meta device or "
+                "of fake tensors; give values, or plan and profile it with costs flops or roofline:DEVICE"
+            )
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """`tensor` of the minibatch, beside the model."""

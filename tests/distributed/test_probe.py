@@ -69,6 +69,13 @@ def test_one_process_is_told_to_start_more() -> None:
         probe_links()
 
 
+def test_the_command_writes_nothing_without_other_ranks(tmp_path: Path) -> None:
+    result = CliRunner().invoke(commands, ["links", "-o", str(tmp_path / "links.json")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("pipecompile: links are measured between ranks")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_line_is_found_again() -> None:
     sizes = (0, 1 << 16, 1 << 20, 1 << 22)
     assert fitted({size: 5000 + size / 2 for size in sizes}) == Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=5000)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -60,8 +57,8 @@ class Launches:
 
 
 def launches(call: Call, device: Device) -> Launches:
-    """What `call`, whose tensors are fake CPU ones, launches on `device`."""
-    with _as_on(device):
+    """What `call`, whose tensors are fake CPU ones, launches on `device`; on a GPU, under `as_on_cuda` of profiling."""
+    with _attention(device):
         arguments = call.fresh()
         with _Recorder() as forward:
             call.run(arguments)
@@ -82,38 +79,9 @@ def _backward(trial: Trial, sources: Sequence[GradientEdge]) -> tuple[Kernel, ..
     return tuple(recorder.kernels)
 
 
-@contextmanager
-def _as_on(device: Device) -> Iterator[None]:
-    """Attention is one kernel, or products and a softmax with the scores in memory; a GPU fuses dropouts."""
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if device.fused_attention else [SDPBackend.MATH]
-    with sdpa_kernel(backends):
-        if device.memory == "cpu":
-            yield
-        else:
-            with _FusedDropout():
-                yield
-
-
-class _FusedDropout(TorchFunctionMode):
-    """Dropout is one kernel, and none within a fused attention; CPUs draw a mask, scale it and multiply."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention and torch.backends.cuda.flash_sdp_enabled():
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
-        return func(*args, **kwargs)
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if inplace or not training or not p:
-        return functional.dropout(input, p, training, inplace)
-    output: Tensor = torch.native_dropout(input, p, True)[0]
-    return output
+def _attention(device: Device) -> AbstractContextManager[Any]:
+    """Attention as the kernels that there are for it, or as products and a softmax with the scores in memory."""
+    return nullcontext() if device.fused_attention else sdpa_kernel(SDPBackend.MATH)
 
 
 class _Recorder(TorchDispatchMode):

@@ -87,12 +87,13 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if any(tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel() for tensor in (query, key, value)):
         return "math"
     causal = not is_causal or query.shape[-2] == key.shape[-2]
-    if mask is None and query.dtype in _HALVES and len(sizes) == 1 and max(sizes) <= 256 and causal:
+    flash, efficient = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    if flash and mask is None and query.dtype in _HALVES and len(sizes) == 1 and max(sizes) <= 256 and causal:
         return "flash"
     alignment = 8 if query.dtype in _HALVES else 4
     heads = {tensor.shape[1] for tensor in (query, key, value)}
     aligned = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
-    if query.dtype in (*_HALVES, torch.float32) and aligned and len(heads) == 1:
+    if efficient and query.dtype in (*_HALVES, torch.float32) and aligned and len(heads) == 1:
         return "efficient"
     return "math"
 

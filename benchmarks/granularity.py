@@ -18,10 +18,10 @@ from examples import models
 from pipecompile.api.compile import capture_target, options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.cutting import problem_of
-from pipecompile.api.staging import block_of
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
+from pipecompile.ir.modules import block_of
 from pipecompile.partition.front import solve
 from pipecompile.partition.problem import Problem
 

@@ -145,6 +145,7 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     Without a loss and without a `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares
     its own part, and every rank returns all of them.
     """
+    target.check_values("verify")
     target = replace(target, loss_fn=_loss_for(target))
     # A copy from before the first step: that updates buffers, on each rank only its own.
     untouched = replace(target, model=copy.deepcopy(target.model).eval())

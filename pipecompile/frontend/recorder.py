@@ -54,6 +54,7 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 HIDDEN = tuple(
     str(Path(module.__file__ or "").parent) for module in (torch, propagate, sys.modules["pipecompile.errors"])
 )
+CALLER = str(Path(__file__).with_name("capture.py"))  # whose own callers are not the model
 STANDARD_LIBRARY = Path(contextlib.__file__).parent
 
 
@@ -374,9 +375,9 @@ def _applying(function: Any) -> Callable[..., Any]:
 
 
 def _source() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor ours."""
+    """`file:line` of the innermost frame of the model that is neither torch's nor ours, if there is one."""
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != CALLER:
         file = frame.f_code.co_filename
         if not file.startswith(("<", *HIDDEN)) and Path(file).parent != STANDARD_LIBRARY:
             return f"{_relative(file)}:{frame.f_lineno}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from pipecompile.ir.graph import Node
-from pipecompile.report.profile import Profile, Row, headline, share, totals
+from pipecompile.report.profile import Profile, Row, headline, share, shown, totals
 from pipecompile.report.text import size_text, time_text
 
 __all__ = ["profile_page"]
@@ -42,7 +42,7 @@ def profile_page(title: str, profile: Profile) -> str:
         f'<p>{escape(headline(profile))} <span class="key">{_KEY}</span></p>',
         *_totals(profile),
         *_section("By module", "module", profile.modules, profile.total),
-        *_section("By operator", "operator", profile.operators, profile.total),
+        *_section("By operator", "operator", shown(profile.operators, profile.total), profile.total),
         *_nodes(profile),
         "<p>Parameters and buffers that several rows read are counted in each. Bars are shares of the whole.</p>",
     ]
@@ -94,21 +94,22 @@ def _bar(parts: Iterable[tuple[str, int]], whole: int) -> str:
 
 
 def _nodes(profile: Profile) -> Iterator[str]:
-    yield "<h2>Nodes that take most of the time</h2>\n<table>"
-    yield _line("th", ["node", "operator", "forward", "backward", "", "time", "saved", "source"])
-    yield from (_node(node, profile.total) for node in profile.heaviest)
+    yield "<h2>Nodes that take most of the time, with those alike</h2>\n<table>"
+    yield _line("th", ["node", "alike", "operator", "forward", "backward", "", "time", "saved", "source"])
+    yield from (_node(nodes, profile.total) for nodes in profile.heaviest)
     yield "</table>"
 
 
-def _node(node: Node, total: Row) -> str:
-    times = (node.forward_ns, node.backward_ns)
+def _node(nodes: Sequence[Node], total: Row) -> str:
+    first, times = nodes[0], (sum(node.forward_ns for node in nodes), sum(node.backward_ns for node in nodes))
     cells = [
-        f"<code>{escape(node.name)}</code>",
-        f"<code>{escape(node.operator)}</code>",
+        f"<code>{escape(first.name)}</code>",
+        f"×{len(nodes)}" if len(nodes) > 1 else "",
+        f"<code>{escape(first.operator)}</code>",
         *map(time_text, times),
         _bar(zip(("forward", "backward"), times, strict=True), total.time_ns),
         share(sum(times), total.time_ns),
-        size_text(node.saved_bytes),
-        f"<code>{escape(node.source)}</code>",
+        size_text(sum(node.saved_bytes for node in nodes)),
+        f"<code>{escape(first.source)}</code>",
     ]
     return _line("td", cells)

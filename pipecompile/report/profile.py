@@ -13,11 +13,12 @@ from pipecompile.ir.modules import block_of
 from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.report.text import bar, size_text, table, time_text
 
-__all__ = ["Profile", "Row", "headline", "profile_figures", "profile_of", "profile_text", "totals"]
+__all__ = ["Profile", "Row", "headline", "profile_figures", "profile_of", "profile_text", "share", "shown", "totals"]
 
 _NAME_WIDTH = 34
 _HEAVIEST = 10
-ITSELF = "(itself)"
+_SMALL = 0.0005  # rows of smaller shares are summed up: they would read 0.0 %
+ITSELF, MODEL = "(itself)", "(the model)"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Profile:
     """One microbatch of a model under the cost model `costs`.
 
     `modules` are in the order of the forward, like blocks folded into one row ("transformer.h.0-11"), each with its
-    parts; `operators` and `heaviest`, the nodes that take most of the time, begin with the largest.
+    parts. `operators` begin with the one that takes most of the time, and so do `heaviest`, which are nodes that are
+    alike and come from the same line.
     `optimizer` names whose state `optimizer_bytes` are, None if none was asked for.
     """
 
@@ -61,7 +63,7 @@ class Profile:
     optimizer_bytes: int
     modules: tuple[Row, ...]
     operators: tuple[Row, ...]
-    heaviest: tuple[Node, ...]
+    heaviest: tuple[tuple[Node, ...], ...]
 
 
 def profile_of(graph: CostGraph, costs: str, *, verified: bool, optimizer: str | None = None) -> Profile:
@@ -81,13 +83,20 @@ def profile_of(graph: CostGraph, costs: str, *, verified: bool, optimizer: str |
         optimizer_bytes=sum(state),
         modules=tuple(_modules(graph)),
         operators=tuple(sorted((_row(graph, *pair) for pair in operators), key=lambda row: (-row.time_ns, row.name))),
-        heaviest=tuple(sorted(graph.nodes, key=lambda node: -_time_ns(node))[:_HEAVIEST]),
+        heaviest=tuple(_heaviest(graph)),
     )
 
 
 def _kind(node: Node) -> tuple[Any, ...]:
     backward = (node.backward_ns, node.backward_input_ns, node.backward_weight_ns)
     return node.operator, node.forward_ns, backward, node.parameter_bytes
+
+
+def _heaviest(graph: CostGraph) -> list[tuple[Node, ...]]:
+    alike: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        alike.setdefault((_kind(node), node.source), []).append(node)
+    return sorted(map(tuple, alike.values()), key=lambda nodes: -sum(map(_time_ns, nodes)))[:_HEAVIEST]
 
 
 def _time_ns(node: Node) -> int:
@@ -129,7 +138,7 @@ def _modules(graph: CostGraph) -> Iterator[Row]:
         members = list(run)
         nodes = [node for _, members_nodes in members for node in members_nodes]
         first, last = members[0][0], members[-1][0]
-        yield _row(graph, (f"{first}-{last[len(parent) + 1 :]}" if len(members) > 1 else first) or ITSELF, nodes)
+        yield _row(graph, (f"{first}-{last[len(parent) + 1 :]}" if len(members) > 1 else first) or MODEL, nodes)
         parts = _grouped(nodes, _part)
         if len(parts) > 1:
             yield from (_row(graph, name, part, depth=1) for name, part in parts.items())
@@ -177,7 +186,7 @@ def profile_text(profile: Profile) -> str:
     parts = [
         head,
         list(_table("module", profile.modules, profile.total)),
-        list(_table("operator", profile.operators, profile.total)),
+        list(_table("operator", shown(profile.operators, profile.total), profile.total)),
         list(_nodes(profile)),
     ]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
@@ -187,12 +196,24 @@ def _table(title: str, rows: Sequence[Row], total: Row) -> Iterator[str]:
     lines = [[title, "nodes", "forward", "backward", "", "time", "saved", "", "params", ""]]
     most = max((row.time_ns for row in rows), default=0)
     for row in rows:
-        name = _fitted(f"{'  ' * row.depth}{row.name}", _NAME_WIDTH)
+        name = _fitted(f"{'  ' * row.depth}{_short(row.name)}", _NAME_WIDTH)
         times = [time_text(row.forward_ns), time_text(row.backward_ns), bar(row.time_ns / max(most, 1), 5)]
         saved = [size_text(row.saved_bytes), share(row.saved_bytes, total.saved_bytes)]
         parameters = [size_text(row.parameter_bytes), share(row.parameter_bytes, total.parameter_bytes)]
         lines.append([name, str(row.nodes), *times, share(row.time_ns, total.time_ns), *saved, *parameters])
     return table(lines, left={0, 4})
+
+
+def shown(rows: Sequence[Row], total: Row) -> list[Row]:
+    """Rows that matter to time or memory, and the sum of the others."""
+    figures = ("time_ns", "saved_bytes", "parameter_bytes")
+    large = [row for row in rows if any(getattr(row, name) > _SMALL * getattr(total, name) for name in figures)]
+    small = [row for row in rows if row not in large]
+    sums = {
+        name: sum(getattr(row, name) for row in small)
+        for name in ("nodes", "forward_ns", "backward_ns", "saved_bytes", "parameter_bytes")
+    }
+    return [*large, Row(name=f"{len(small)} others", depth=0, **sums)] if small else large
 
 
 def share(part: int, whole: int) -> str:
@@ -201,13 +222,19 @@ def share(part: int, whole: int) -> str:
 
 
 def _nodes(profile: Profile) -> Iterator[str]:
-    lines = [["node", "operator", "time", "", "saved", "source"]]
-    for node in profile.heaviest:
-        time = _time_ns(node)
+    lines = [["node", "", "operator", "time", "", "saved", "source"]]
+    for nodes in profile.heaviest:
+        node, time = nodes[0], sum(map(_time_ns, nodes))
+        alike = f"×{len(nodes)}" if len(nodes) > 1 else ""
         source = node.source if len(node.source) <= 28 else f"…{node.source[-27:]}"
-        figures = [time_text(time), share(time, profile.total.time_ns), size_text(node.saved_bytes)]
-        lines.append([_fitted(node.name, 24), _fitted(node.operator.removeprefix("torch.nn."), 18), *figures, source])
-    return table(lines, left={0, 1, 5})
+        figures = [time_text(time), share(time, profile.total.time_ns), size_text(sum(n.saved_bytes for n in nodes))]
+        operator = _fitted(_short(node.operator), 20)
+        lines.append([_fitted(node.name, 20), alike, operator, *figures, source])
+    return table(lines, left={0, 2, 6})
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix("torch.nn.functional.").removeprefix("torch.nn.")
 
 
 def _fitted(text: str, width: int) -> str:
@@ -228,7 +255,10 @@ def profile_figures(profile: Profile) -> dict[str, Any]:
         "total": _figures(profile.total),
         "modules": list(map(_figures, profile.modules)),
         "operators": list(map(_figures, profile.operators)),
-        "heaviest": [{"name": node.name, "ns": _time_ns(node), "source": node.source} for node in profile.heaviest],
+        "heaviest": [
+            {"name": nodes[0].name, "nodes": len(nodes), "ns": sum(map(_time_ns, nodes)), "source": nodes[0].source}
+            for nodes in profile.heaviest
+        ],
     }
 
 

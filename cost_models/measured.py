@@ -1,67 +1,125 @@
-"""Costs as measured on the device that the model is on."""
+"""Costs as measured on a device."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
+from pipecompile.cost_models.clock import Clock, Sample, settled
+from pipecompile.cost_models.lent import lent
 from pipecompile.cost_models.protocol import Call, Cost, Trial
+from pipecompile.passes.ambient import Ambient
 
-__all__ = ["REPEATS", "Measured"]
+__all__ = ["VERSION", "Measured"]
 
-WARM_UPS = 1
-REPEATS = 5
+VERSION = 2  # of how it is measured: costs of another version are not reused
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Runs each distinct call, forward and backward, and takes the median time of `REPEATS` runs after a warm-up.
+    """Runs each distinct call on `device`, forward and backward, until its times are steady, and takes the median.
 
-    CPU: wall time. GPU: CUDA events around each run, queued without waiting in between, so that a small operator
-    costs what it costs in a row of them: the larger of its kernel and its launch. Entering the autograd engine is
-    deducted from each backward, because a stage enters it once. Calls of equal signature are measured once.
+    CPU: wall time, on tensors that the run before has left in the caches, as in a step the node before has. GPU: CUDA
+    events around each run, its L2 cache flushed before, or the time to queue it if that is longer. Entering the autograd
+    engine is deducted from each backward, because a stage enters it once. Calls of equal signature are measured once.
+
+    A model that lies elsewhere comes to the device node by node: the parameters and inputs of one at a time.
     """
 
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
-    memory: Literal["cpu", "cuda"] = "cpu"
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
-    entry_ns: dict[torch.device, int] = field(default_factory=dict, init=False, repr=False)
+    samples: list[Sample] = field(default_factory=list, init=False, repr=False)
+    entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def memory(self) -> Literal["cpu", "cuda"]:
+        """Of the device."""
+        return "cuda" if self.device.type == "cuda" else "cpu"
+
+    @property
+    def spread(self) -> float:
+        """The median of what was measured: between the quartiles of its times, relative to their median."""
+        return median([sample.spread_ns / max(1, sample.median_ns) for sample in self.samples] or [0.0])
 
     def cost(self, call: Call) -> Cost:
         """The cost of `call`, whose tensors are real; no `.grad` is touched."""
         if call.signature not in self.known:
-            self.known[call.signature] = self._measure(call)
+            with _on(self.device, call) as moved:
+                self.known[call.signature] = self._measure(moved)
         return self.known[call.signature]
 
     def _measure(self, call: Call) -> Cost:
-        device, trial = _device(call), call.trial()
-        if device not in self.entry_ns:
-            nothing = _nothing(device)
-            self.entry_ns[device] = _time_ns(device, lambda: nothing.inputs, nothing.backward)
+        if not self.entry_ns:
+            nothing = _nothing(self.device)
+            self.entry_ns.append(self._time_ns(lambda: nothing.inputs, nothing.backward))
+        trial = call.trial()
         return Cost(
-            forward_ns=_time_ns(device, lambda: call.bind(call.fresh()), lambda run: run()),
-            backward_ns=self._backward_ns(device, trial, (*trial.inputs, *trial.weights)),
-            backward_input_ns=self._backward_ns(device, trial, trial.inputs),
-            backward_weight_ns=self._backward_ns(device, trial, trial.weights),
+            forward_ns=self._time_ns(lambda: call.bind(call.fresh()), lambda run: run()),
+            backward_ns=self._backward_ns(trial, (*trial.inputs, *trial.weights)),
+            backward_input_ns=self._backward_ns(trial, trial.inputs),
+            backward_weight_ns=self._backward_ns(trial, trial.weights),
+            workspace_bytes=_workspace_bytes(self.device, lambda: call.bind(call.fresh())()),
         )
 
-    def _backward_ns(self, device: torch.device, trial: Trial, sources: Sequence[GradientEdge]) -> int:
+    def _backward_ns(self, trial: Trial, sources: Sequence[GradientEdge]) -> int:
         if not sources:
             return 0
-        return max(0, _time_ns(device, lambda: sources, trial.backward) - self.entry_ns[device])
+        return max(0, self._time_ns(lambda: sources, trial.backward) - self.entry_ns[0])
+
+    def _time_ns(self, prepare: Callable[[], T], action: Callable[[T], object]) -> int:
+        """The median time of `action` on what `prepare` returns; preparing is not timed."""
+        sample = settled(lambda count: _timed(self.device, count, prepare, action))
+        self.samples.append(sample)
+        return sample.median_ns
 
 
-def _device(call: Call) -> torch.device:
-    touched = (*call.arguments, *call.parameters, *call.run(call.fresh()))
-    return next((value.device for value in touched if value.is_cuda), torch.device("cpu"))
+def _timed(device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:
+    """The times of `count` runs, queued without waiting in between."""
+    clock, flush = Clock(device), _flusher(device)
+    marks, queued = [], []
+    clock.wait()
+    for _ in range(count):
+        prepared = prepare()
+        flush()
+        start, began = clock.mark(), time.perf_counter_ns()
+        action(prepared)
+        queued.append(time.perf_counter_ns() - began)
+        marks.append((start, clock.mark()))
+    clock.wait()
+    times = [clock.between_ns(start, end) for start, end in marks]
+    return times if device.type != "cuda" else [max(pair) for pair in zip(times, queued, strict=True)]
+
+
+def _flusher(device: torch.device) -> Callable[[], object]:
+    """Writes over the L2 cache of a GPU; nothing on a CPU."""
+    if device.type != "cuda":
+        return lambda: None
+    size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.empty(size, dtype=torch.uint8, device=device).zero_
+
+
+def _workspace_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """What `run` takes for a while and gives back before it ends; 0 on a CPU, whose allocator does not say."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    kept = run()
+    left = torch.cuda.memory_allocated(device)
+    del kept
+    return max(0, torch.cuda.max_memory_allocated(device) - left)
 
 
 def _nothing(device: torch.device) -> Trial:
@@ -70,39 +128,49 @@ def _nothing(device: torch.device) -> Trial:
     return Trial((leaf.view(1),), (get_gradient_edge(leaf),), (), (torch.ones(1, device=device),))
 
 
-def _time_ns(device: torch.device, prepare: Callable[[], T], action: Callable[[T], object]) -> int:
-    """The median time of `action` on what `prepare` returns; preparing is not timed."""
-    for _ in range(WARM_UPS):
-        action(prepare())
-    if device.type == "cuda":
-        return round(median(_gpu_times_ns(device, prepare, action)))
-    return round(median(_cpu_times_ns(prepare, action)))
+@contextmanager
+def _on(device: torch.device, call: Call) -> Iterator[Call]:
+    """The call on `device`, with all that it reads; as it is if it lies there already."""
+    homes = {value.device for value in (*call.arguments, *call.parameters)}
+    if all(home.type == device.type for home in homes):
+        yield call
+        return
+    arguments = tuple(value.to(device).requires_grad_(value.requires_grad) for value in map(_detached, call.arguments))
+    with lent(call.parameters, device), _cast_as_on_cpu(device, call.node), torch.device(device), _Redirected(device):
+        yield replace(call, arguments=arguments)
 
 
-def _cpu_times_ns(prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:
-    times = []
-    for _ in range(REPEATS):
-        prepared = prepare()
-        start = time.perf_counter_ns()
-        action(prepared)
-        times.append(time.perf_counter_ns() - start)
-    return times
+def _detached(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(value.requires_grad)
 
 
-def _gpu_times_ns(device: torch.device, prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:
-    events = []
-    torch.cuda.synchronize(device)
-    stream = torch.cuda.current_stream(device)
-    for _ in range(REPEATS):
-        prepared = prepare()
-        start, end = _event(), _event()
-        start.record(stream)
-        action(prepared)
-        end.record(stream)
-        events.append((start, end))
-    torch.cuda.synchronize(device)
-    return [round(start.elapsed_time(end) * 1e6) for start, end in events]
+class _Redirected(TorchFunctionMode):
+    """What a graph asks of the CPU by name is asked of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            torch.device, lambda named: self.device if named.type == "cpu" else named, (args, kwargs or {})
+        )
+        if kwargs.get("device") == "cpu":
+            kwargs["device"] = self.device
+        return func(*args, **kwargs)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+@contextmanager
+def _cast_as_on_cpu(device: torch.device, node: fx.Node) -> Iterator[None]:
+    """The autocast that is on for the CPU, around the node or in its region, is on for `device` instead."""
+    ambient: Ambient | None = node.meta.get("ambient")
+    if ambient is not None:
+        casts = tuple((device.type, *cast) for name, *cast in ambient.autocast if name == "cpu")
+        node.meta["ambient"] = replace(ambient, autocast=casts)
+    kind, enabled = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+    try:
+        with torch.autocast(device.type, dtype=kind, enabled=enabled):
+            yield
+    finally:
+        if ambient is not None:
+            node.meta["ambient"] = ambient

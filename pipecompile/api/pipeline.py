@@ -52,6 +52,7 @@ class Pipeline:
         self._sample = sample
         self._device = _local_device(target) if self._distributed else target.device
         self._schedules: dict[int, Schedule] = {}
+        self._orders: dict[int, list[Action]] = {}
         if self._distributed:
             self._move_stages()
             self._equalise_ties()
@@ -215,8 +216,10 @@ class Pipeline:
 
     def _order(self, schedule: Schedule) -> list[Action]:
         """The compute actions of all ranks, each after those whose results it uses."""
-        needs = compute_needs(self._problem(schedule), schedule)
-        return [action for _, action in in_order(schedule.compute, needs)]
+        if schedule.microbatches not in self._orders:
+            needs = compute_needs(self._problem(schedule), schedule)
+            self._orders[schedule.microbatches] = [action for _, action in in_order(schedule.compute, needs)]
+        return self._orders[schedule.microbatches]
 
     def _problem(self, schedule: Schedule) -> Problem:
         return problem_of_stages(self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches)

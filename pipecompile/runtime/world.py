@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipecompile.errors import PipecompileError
 
-__all__ = ["gathered", "join", "on_first", "rank", "shared", "size"]
+__all__ = ["broadcast", "gathered", "join", "on_first", "rank", "shared", "size"]
 
 T = TypeVar("T")
 
@@ -70,11 +70,15 @@ def _raise_alike(error: Exception | None) -> None:
 
 def shared(function: Callable[[], bytes]) -> bytes:
     """What `function` returns on rank 0, on every rank."""
-    message = [on_first(function)]
+    return broadcast(on_first(function) or b"")
+
+
+def broadcast(message: bytes) -> bytes:
+    """The message of rank 0, on every rank."""
+    messages = [message]
     if size() > 1:
-        dist.broadcast_object_list(message, src=0)
-    assert message[0] is not None
-    return message[0]
+        dist.broadcast_object_list(messages, src=0)
+    return messages[0]
 
 
 def gathered(value: T) -> Sequence[T]:

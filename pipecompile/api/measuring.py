@@ -1,0 +1,152 @@
+"""What the stages of a plan take on the devices that will run them: each rank measures its own, all at the same time.
+
+So that ranks which share memory or cores slow each other down as they do in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipecompile.api.costing import Captured
+from pipecompile.api.program import Program
+from pipecompile.api.scaling import Times
+from pipecompile.api.target import Target, model_loss
+from pipecompile.codegen.stages import StageModule
+from pipecompile.cost_models.lent import lent
+from pipecompile.errors import InputError, PipecompileError
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serde import decode, encode
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+from pipecompile.passes.propagate import named_state
+from pipecompile.passes.seed import Moment
+from pipecompile.runtime import world
+from pipecompile.runtime.microbatch import split
+from pipecompile.runtime.stage import EagerStage, Loss
+from pipecompile.runtime.timing import Work, halved, timed, whole
+from pipecompile.schedule.dependencies import compute_needs, in_order
+from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.stages import problem_of_plan
+
+__all__ = ["Stopwatch"]
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Measures the stages of plans for one captured model on `device`.
+
+    Rank 0 calls it, and `dismiss` when it is done; the others `assist` until then.
+    """
+
+    target: Target
+    captured: Captured
+    device: torch.device
+
+    def __call__(self, plan: Plan) -> Sequence[Times]:
+        """The times of the stages of `plan`, each measured by the rank that it lies on."""
+        world.broadcast(encode(plan))
+        return self._gathered(plan)
+
+    def dismiss(self) -> None:
+        """Lets the other ranks go on."""
+        world.broadcast(b"")
+
+    def assist(self) -> None:
+        """Measures what rank 0 asks for."""
+        while message := world.broadcast(b""):
+            self._gathered(decode(message, Plan, origin="rank 0"))
+
+    def _gathered(self, plan: Plan) -> Sequence[Times]:
+        own: dict[int, Times] | str
+        try:
+            own = self._own(plan)
+        except Exception as error:  # the others wait for an answer, whatever it is
+            own = f"rank {world.rank()} could not measure its stages: {type(error).__name__}: {error}"
+            failure: Exception | None = error
+        else:
+            failure = None
+        found: dict[int, Times] = {}
+        for part in world.gathered(own):
+            if isinstance(part, str):
+                raise PipecompileError(part) from failure
+            found |= part
+        return [found[index] for index in range(plan.k)]
+
+    def _own(self, plan: Plan) -> dict[int, Times]:
+        """The stages of this rank: together, as they share its caches, or one by one if the model lies elsewhere."""
+        mine = [index for index, rank in enumerate(plan.schedule.placement) if rank % world.size() == world.rank()]
+        program, times = self._program(plan), dict[int, Times]()
+        with program.mode():
+            works = self._works(plan, program, mine)
+            for group in [mine] if self.device == self.target.device else [[index] for index in mine]:
+                with self._at_hand(*(program.stages[index] for index in group)):
+                    times |= _timed(plan, {index: works[index] for index in group}, self.device)
+        return times
+
+    def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, Work]:
+        """What these stages work on: what comes out of the stages before, for a microbatch."""
+        values, works, targets = self._inputs, dict[int, Work](), self._targets(plan)
+        for stage in program.stages[: max(mine, default=-1) + 1]:
+            run = EagerStage(
+                stage.module, gradient_inputs=stage.gradient_inputs, buffers=stage.buffers, random=stage.random
+            )
+            with self._at_hand(stage):
+                outputs = run.evaluate(values, Moment(0, 0, 0))
+            if stage.index in mine:
+                is_last = stage.index == plan.k - 1
+                run.loss = self._loss(program, outputs) if is_last else None
+                wanted = [edge.gradient for edge in stage.outputs] or [value.is_floating_point() for value in outputs]
+                seeds = [torch.ones_like(v) if grad else None for v, grad in zip(outputs, wanted, strict=True)]
+                inputs = [tuple(value.clone() for value in values) for _ in range(plan.microbatches)]
+                works[stage.index] = Work(run, inputs, targets, seeds)
+            values = outputs
+        return works
+
+    def _at_hand(self, *stages: StageModule) -> AbstractContextManager[None]:
+        """The stages' state on the device."""
+        state = [value for stage in stages for _, value in named_state(stage.module)]
+        return lent(state, self.device, [buffer for stage in stages for buffer in stage.buffers])
+
+    def _program(self, plan: Plan) -> Program:
+        """The plan's stages, cut out of a graph of their own: cutting rewrites it."""
+        module = self.captured.capture.instantiate(self.captured.sample)
+        apply(module.graph, [Group(plan.options.groups)])
+        return Program(self.captured.capture, module, plan.assignment)
+
+    @cached_property
+    def _inputs(self) -> Sequence[Tensor]:
+        tensors = self.captured.capture.inputs.flatten(self.captured.sample)
+        return tuple(tensor.to(self.device) for tensor in tensors)
+
+    def _targets(self, plan: Plan) -> list[Any]:
+        moved = torch.utils._pytree.tree_map_only(Tensor, lambda value: value.to(self.device), self.target.targets)
+        return split(moved, plan.microbatches)
+
+    def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
+        """The loss of the last stage; None if it is not known, or wants a target that is not."""
+        if self.target.loss_fn is None:
+            try:
+                model_loss(program.outputs.unflatten(outputs), None)
+            except InputError:
+                return None
+        elif self.target.targets is None:
+            return None
+        return lambda values, given: self.target.trained_by(program.outputs.unflatten(values), given)
+
+
+def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[int, Times]:
+    """In the order of the plan with whole backwards; again in two halves if its schedule has any."""
+    needs = compute_needs(problem_of_plan(plan), plan.schedule)
+    order = [action for _, action in in_order(plan.schedule.compute, needs) if action.stage in works]
+    times = timed(works, whole(order), device)
+    if plan.options.schedule not in (*SPLIT, "search"):
+        return dict(times)
+    halves = timed(works, halved(order), device)
+    return {index: {**halves[index], **times[index]} for index in works}

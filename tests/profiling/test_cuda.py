@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipecompile.cost_models.flops import Flops
+from pipecompile.cost_models.roofline import Roofline
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.profiling.cuda import as_on_cuda, attention_kernel, differences_table
@@ -176,7 +176,7 @@ def test_what_a_block_keeps_is_counted_by_hand() -> None:
     model, sample = Block(width), torch.zeros(batch, tokens, width)
     captured = capture(model, arguments_of(model, sample))
     module = captured.instantiate(arguments_of(model, sample))
-    graph = profile(module, [sample], Flops())
+    graph = profile(module, [sample], Roofline.of("h100"))
     one = batch * tokens * width * 4  # bytes of a value of the block's width
     by_hand = (
         one  # the input, kept by the first Linear

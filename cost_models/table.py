@@ -22,7 +22,7 @@ CostFunction = Callable[[fx.Node, Call], int | Cost]
 
 @dataclass(frozen=True)
 class Table:
-    """The times of `graph`, node by node; sizes still come from the model, held as on a GPU.
+    """The times and the scratch of `graph`, node by node; other sizes come from the model, held as the graph says.
 
     A backward that the graph does not split counts half for the inputs and half for the parameters.
     """
@@ -30,7 +30,11 @@ class Table:
     graph: CostGraph
     name: str = "table"
     real: ClassVar[bool] = False
-    memory: ClassVar[Literal["cuda"]] = "cuda"
+
+    @property
+    def memory(self) -> Literal["cpu", "cuda"]:
+        """As the graph has it."""
+        return self.graph.memory
 
     @classmethod
     def of(cls, path: str) -> Table:
@@ -53,12 +57,12 @@ class Table:
             )
 
     def cost(self, call: Call) -> Cost:
-        """The times of the node of that name; InputError if there is none."""
+        """What the node of that name costs; InputError if there is none."""
         if call.node.name not in self.graph.by_name:
             raise InputError(f"{self.name} has no node {call.node.name!r}; it is of another model, profile again")
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
-        return Cost(node.forward_ns, node.backward_ns, inputs, weights)
+        return Cost(node.forward_ns, node.backward_ns, inputs, weights, node.workspace_bytes)
 
 
 def _halves(node: Node) -> tuple[int, int]:

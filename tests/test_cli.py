@@ -310,7 +310,7 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(graph_file: s
         (["-k", "2", "--speeds", "1,0"], 2, "must be 2 positive numbers, one a rank"),
         (["-k", "2", "--links", "links.json", "--bandwidth", "1e9"], 2, "leave --bandwidth and --latency out"),
         (["-k", "2", "--links", "nothing.json"], 2, "cannot be read"),
-        (["-k", "3", "--links", "links.json", "--comm", "relay"], 2, "must have 3 rows and columns, one a rank"),
+        (["-k", "3", "--links", "links.json", "--comm", "relay"], 2, "the links are for 2 ranks, but there are 3"),
         (["-k", "2", "--bandwidth", "0"], 2, "at least 1, or leave it out"),
         (["-k", "2", "--latency", "-1"], 2, "give nanoseconds, 0 or more"),
         (["-k", "2", "--memory", "much"], 2, "write 16GiB"),

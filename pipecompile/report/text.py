@@ -64,19 +64,18 @@ def _header(plan: Plan) -> Iterator[str]:
     yield from _ordering(plan)
     yield f"  costs      {plan.options.costs}; time is simulated from them"
     yield f"  links      {links_text(plan.links)}"
+    yield from (f"             {text}" for text in own_texts(plan.links))
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
     yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
 
 
 def links_text(links: Links) -> str:
-    """How ranks are connected, from the slowest to the fastest link, and what messages take of the ranks."""
+    """How ranks are connected, from the slowest to the fastest link."""
     found = sorted({link for *_, link in links.pairs()}, key=lambda link: link.transfer_ns(_TYPICAL), reverse=True)
-    own = list(own_texts(links))
-    if not found or (found == [Link()] and not own):
+    if found in ([], [Link()]):
         return "free: none given"
-    ends = dict.fromkeys([found[0], found[-1]])
-    return ", ".join([" – ".join(map(link_text, ends)), *own])
+    return " – ".join(map(link_text, dict.fromkeys([found[0], found[-1]])))
 
 
 def own_texts(links: Links) -> Iterator[str]:

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from examples import models
 from pipecompile.api import ordering
 from pipecompile.api.compile import pipecompile
+from pipecompile.api.probing import probe_links
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, reference_for, verify
 from pipecompile.errors import PipecompileError
+from pipecompile.ir.links import Links
+from pipecompile.runtime import probe
 from tests.orders import Order, compared, pipeline_under
 
 
@@ -48,6 +51,12 @@ def verify_order(name: str, order: Order) -> Verdict:
 def _verdict(found: list[Comparison]) -> Verdict:
     unequal = tuple((d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal)
     return Verdict(all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied)
+
+
+def probed() -> Links:
+    """The links between the ranks, from few messages."""
+    with patch.object(probe, "REPEATS", 10):
+        return probe_links()
 
 
 def losses(name: str, k: int, steps: int) -> tuple[list[float], list[float]] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,22 @@ from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serde import decode, encode, write
 from pipecompile.runtime.probe import fitted
+from tests.distributed import jobs
 from tests.distributed.workers import Workers
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(3)
-    yield group
-    group.close()
-
-
-@pytest.fixture(scope="module")
-def found(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Links:
-    """The links of two ranks, on which both agree."""
-    first, second = workers.run(2, probe_links, folder=str(tmp_path_factory.mktemp("probe")))
-    assert first == second
+def found(tmp_path_factory: pytest.TempPathFactory) -> Links:
+    """The links of three ranks, on which they agree; while two are measured one waits."""
+    workers = Workers(3)
+    first, *others = workers.run(3, jobs.probed, folder=str(tmp_path_factory.mktemp("probe")))
+    workers.close()
+    assert others == [first, first]
     return first
 
 
 def test_what_is_found_is_positive_and_finite(found: Links) -> None:
-    assert found.ranks == 2
+    assert found.ranks == 3
     for _, _, link in found.pairs():
         assert link.latency_ns > 0
         assert link.bandwidth_bytes_per_s is not None
@@ -47,21 +42,14 @@ def test_what_is_found_is_positive_and_finite(found: Links) -> None:
 def test_a_plan_takes_what_was_found(found: Links, tmp_path: Path) -> None:
     write(path := tmp_path / "links.json", encode(found))
     target = f"{models.__file__}:sequential"
-    arguments = ["plan", target, "-k", "2", "--costs", "flops", "--format", "json", "--links", str(path)]
-    result = CliRunner().invoke(commands, arguments)
+    arguments = ["plan", target, "--microbatches", "4", "--costs", "flops", "--format", "json", "--links", str(path)]
+    result = CliRunner().invoke(commands, [*arguments, "-k", "3"])
     assert result.exit_code == 0, result.output
     plan = decode(result.stdout.encode(), Plan, origin="stdout")
     assert plan.links == found
-    arguments[arguments.index("2")] = "3"
-    refused = CliRunner().invoke(commands, arguments)
+    refused = CliRunner().invoke(commands, [*arguments, "-k", "2"])
     assert refused.exit_code == 2
-    assert "is for 2 ranks, but the plan has 3" in refused.stderr
-
-
-def test_three_ranks_measure_every_pair(workers: Workers, tmp_path: Path) -> None:
-    links = workers.run(3, probe_links, folder=str(tmp_path))[2]
-    assert links.ranks == 3
-    assert all(link.latency_ns > 0 for _, _, link in links.pairs())
+    assert "is for 3 ranks, but the plan has 2" in refused.stderr
 
 
 def test_one_process_is_told_to_start_more() -> None:

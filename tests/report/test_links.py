@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.ir.plan import Plan
 from pipecompile.report.links import links_table
-from pipecompile.report.text import links_text
+from pipecompile.report.text import links_text, summary
+
+MakePlan = Callable[..., Plan]
 
 RATES = ((None, 2 * 10**9, 10**8), (4 * 10**9, None, 10**8), (10**8, None, None))
 DELAYS = ((0, 5000, 60_000), (6000, 0, 60_000), (60_000, 70_000, 0))
@@ -16,8 +21,13 @@ def test_links_in_one_line() -> None:
     assert links_text(Links.of(Link(bandwidth_bytes_per_s=10**10, latency_ns=5000))) == "10.0 GB/s + 5.0 µs"
     # One MiB takes 70 µs from rank 2 to rank 1, where any size does, and longest where it takes 0.1 GB/s.
     assert links_text(THREE) == "0.1 GB/s + 60.0 µs – any size + 70.0 µs"
-    own = msgspec.structs.replace(FREE, sending=Link(bandwidth_bytes_per_s=2**20 * 1000, latency_ns=1000))
-    assert links_text(own) == "any size + 0 ns, sending keeps a rank for 1.0 GB/s + 1.0 µs"
+
+
+def test_a_plan_says_how_its_ranks_are_connected(make_plan: MakePlan) -> None:
+    own = msgspec.structs.replace(FREE, sending=Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=1000))
+    lines = summary(msgspec.structs.replace(make_plan(), links=own)).splitlines()
+    at = lines.index("  links      free: none given")
+    assert lines[at + 1] == "             sending keeps a rank for 2.0 GB/s + 1.0 µs"
 
 
 def test_links_as_tables() -> None:

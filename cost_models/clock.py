@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-__all__ = ["Clock", "Sample", "settled"]
+__all__ = ["Clock", "Sample", "describe", "settled"]
 
 STEADY = 0.03  # by how much the median of a round may differ from that of the round before
 RUNS, LONG_RUNS = 5, 3  # of a round
 ROUNDS = 5
 LONG_NS = 50_000_000
+
+
+def describe(device: torch.device) -> str:
+    """What the device is: the name of the GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 class Clock:

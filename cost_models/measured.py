@@ -30,8 +30,9 @@ class Measured:
     """Runs each distinct call on `device`, forward and backward, until its times are steady, and takes the median.
 
     CPU: wall time, on tensors that the run before has left in the caches, as in a step the node before has. GPU: CUDA
-    events around each run, its L2 cache flushed before, or the time to queue it if that is longer. Entering the autograd
-    engine is deducted from each backward, because a stage enters it once. Calls of equal signature are measured once.
+    events around each run, its L2 cache flushed before, or the time to queue it if that is longer. Entering the
+    autograd engine is deducted from each backward, because a stage enters it once. Calls of equal signature are
+    measured once.
 
     A model that lies elsewhere comes to the device node by node: the parameters and inputs of one at a time.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
+from pipecompile import __version__
+from pipecompile.api.caching import remembered
 from pipecompile.api.target import Target
+from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
-from pipecompile.cost_models.measured import Measured
+from pipecompile.cost_models.measured import VERSION, Measured
 from pipecompile.cost_models.protocol import CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
@@ -22,6 +26,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.capture import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
+from pipecompile.passes.ambient import observed
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 from pipecompile.runtime.microbatch import split
@@ -71,7 +76,9 @@ def _device(name: str) -> torch.device:
         device = torch.device("meta")
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
         return device
-    raise InputError(f"costs='measured:{name}', but there is no device {name!r} here; write measured:cpu or measured:cuda")
+    raise InputError(
+        f"costs='measured:{name}', but there is no device {name!r} here; write measured:cpu or measured:cuda"
+    )
 
 
 def measured_on(costs: str, target: Target) -> torch.device | None:
@@ -88,8 +95,11 @@ def comparable(costs: str) -> bool:
     return kind == "flops"
 
 
-def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured) -> CostGraph:
-    """What one microbatch costs; with the loss, where a target is at hand or the model has its own."""
+def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured, *, fresh: bool = False) -> CostGraph:
+    """What one microbatch costs; with the loss, where a target is at hand or the model has its own.
+
+    Measured costs are reused from an earlier call for the same graph and surroundings, unless they are to be `fresh`.
+    """
     model = cost_model(costs, target.costs, target.device)
     if isinstance(model, Table):
         model.check(captured.digest, (node.name for node in captured.module.graph.nodes if node.op != "get_attr"))
@@ -97,8 +107,41 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
         target.check_values(f"costs={costs!r}")
     inputs = [target.on_device(tensor) for tensor in captured.capture.inputs.flatten(captured.sample)]
     loss, targets = loss_of(target, microbatches, captured)
-    graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
-    return replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
+
+    def profiled() -> CostGraph:
+        graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
+        return replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
+
+    if not isinstance(model, Measured):
+        return profiled()
+    return remembered(_surroundings(model, target, captured, targets), lambda: _told(model, profiled()), fresh=fresh)
+
+
+def _told(model: Measured, graph: CostGraph) -> CostGraph:
+    print(
+        f"measured {len(model.known):,} distinct calls of {len(graph.nodes):,} nodes on {describe(model.device)}, "
+        f"median spread {model.spread:.1%}",
+        file=sys.stderr,
+    )
+    return graph
+
+
+def _surroundings(model: Measured, target: Target, captured: Captured, targets: Sequence[Tensor]) -> dict[str, str]:
+    """All that measured costs depend on."""
+    loss = target.loss_fn if targets else None
+    code = getattr(loss, "__code__", None)
+    return {
+        "graph": captured.digest,
+        "groups": str([node.meta["group"] for node in captured.module.graph.nodes]),
+        "loss": "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__name__)} {code and code.co_code}",
+        "targets": str([(tuple(value.shape), str(value.dtype)) for value in targets]),
+        "device": describe(model.device),
+        "threads": str(torch.get_num_threads()),
+        "autocast": str(observed().autocast),
+        "torch": torch.__version__,
+        "pipecompile": __version__,
+        "measured": str(VERSION),
+    }
 
 
 def loss_of(target: Target, microbatches: int, captured: Captured) -> tuple[Loss | None, list[Tensor]]:

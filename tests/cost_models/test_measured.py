@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.cost_models.measured import Measured
+from pipecompile.cost_models.clock import Sample, settled
+from pipecompile.cost_models.lent import lent
+from pipecompile.cost_models.measured import Measured, _Redirected
 from pipecompile.ir.graph import CostGraph
 from pipecompile.passes.ambient import Ambient
 from pipecompile.profiling.profile import profile
@@ -121,3 +123,92 @@ def test_settings_tell_nodes_apart() -> None:
     dropouts = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2).eval(), nn.Dropout(0.2))
     profile(fx.symbolic_trace(dropouts), [torch.randn(4)], costs)
     assert len(costs.known) == 3
+
+
+META = torch.device("meta")  # stands for another device
+
+
+def test_what_a_graph_asks_of_the_cpu_is_asked_of_the_device() -> None:
+    with _Redirected(META), META:
+        made = [torch.zeros(2), torch.ones(2, device="cpu"), torch.arange(2, device=torch.device("cpu"))]
+    assert all(value.is_meta for value in made)
+
+
+@pytest.mark.parametrize("region", [False, True])
+def test_autocast_is_respected_inside_and_outside_regions(region: bool) -> None:
+    kinds: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
+    graph_module = fx.symbolic_trace(model)
+    for node in graph_module.graph.nodes:
+        node.meta["ambient"] = Ambient(grad=True, autocast=(("cpu", True, torch.bfloat16),)) if region else None
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not region):
+        graph = profile(graph_module, [torch.randn(2, 8)], Measured())
+    assert set(kinds) == {torch.bfloat16}
+    assert graph.by_name["_1"].forward_ns
+
+
+def test_what_is_lent_comes_back_even_after_a_failure() -> None:
+    model = nn.BatchNorm1d(4)
+    model.weight.grad = gradient = torch.ones(4)
+    state, random = state_of(model), torch.get_rng_state()
+
+    def use() -> None:
+        with lent([*model.parameters(), *model.buffers()], torch.device("cpu"), list(model.buffers())):
+            assert model.weight.grad is None
+            model(torch.randn(3, 4)).sum().backward()
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        use()
+    assert model.weight.grad is gradient and model.bias.grad is None
+    torch.testing.assert_close(state_of(model), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def runs_of(times: list[int]) -> tuple[list[int], Sample]:
+    """How many runs were asked for at a time, from a machine that takes these times, the last one for ever."""
+    asked: list[int] = []
+
+    def run(count: int) -> list[int]:
+        asked.append(count)
+        return [times.pop(0) if len(times) > 1 else times[0] for _ in range(count)]
+
+    return asked, settled(run)
+
+
+def test_it_runs_until_the_median_stays() -> None:
+    assert runs_of([900, *[200] * 5, *[110] * 5, *[101] * 5, 100]) == ([1, 5, 5, 5, 5], Sample(100, 0))
+    assert runs_of([100]) == ([1, 5, 5], Sample(100, 0))
+
+
+def test_a_machine_that_never_settles_is_not_waited_for() -> None:
+    asked, _ = runs_of([1, *(time for level in range(1, 9) for time in [level * 100] * 5)])
+    assert asked == [1, 5, 5, 5, 5, 5]
+
+
+def test_long_runs_are_few() -> None:
+    asked, sample = runs_of([60_000_000, 51_000_000, 52_000_000, 56_000_000])
+    assert asked == [1, 3]
+    assert sample == Sample(52_000_000, 2_500_000)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_on_the_cpu_comes_to_the_gpu_node_by_node() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[0].weight.grad = gradient = torch.ones(8, 8)
+    state, where = state_of(model), set[tuple[str, str]]()
+    for layer in (model[0], model[2]):
+        layer.register_forward_pre_hook(
+            lambda *_: where.add((model[0].weight.device.type, model[2].weight.device.type))
+        )
+
+    costs = Measured(torch.device("cuda"))
+    graph = profile(fx.symbolic_trace(model), [torch.randn(4, 8)], costs)
+
+    assert {("cuda", "cpu"), ("cpu", "cuda")} <= where
+    assert ("cuda", "cuda") not in where
+    assert all(node.forward_ns > 0 for node in graph.nodes if node.name.startswith("_"))
+    torch.testing.assert_close(state_of(model), state, rtol=0, atol=0)
+    assert model[0].weight.grad is gradient
+    assert costs.memory == "cuda"

@@ -138,7 +138,7 @@ def _surroundings(model: Measured, target: Target, captured: Captured, targets: 
         "device": describe(model.device),
         "threads": str(torch.get_num_threads()),
         "autocast": str(observed().autocast),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "pipecompile": __version__,
         "measured": str(VERSION),
     }

@@ -36,12 +36,11 @@ class Floor:
     """What a stage holds at least besides the sums of `Memory`, so that fewer stages need to be priced.
 
     For each tensor that enters it (by its producer), relayed ones included, `arriving` bytes, and for each that leaves
-    it `returning` bytes; and the largest `workspace` of its nodes.
+    it `returning` bytes.
     """
 
     arriving: Mapping[str, int]
     returning: Mapping[str, int]
-    workspace: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,9 @@ class Problem:
             raise InputError(f"the placement {self.stage_ranks} must use every rank from 0 on")
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
             raise InputError(f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank")
-        if not self.links.fits(self.ranks):
-            raise InputError(f"the links are for {self.links.ranks} ranks, but there are {self.ranks}")
+        ranks = self.replica_ranks or self.ranks
+        if not self.links.fits(ranks):
+            raise InputError(f"the links are for {self.links.ranks} ranks, but there are {ranks}")
         if self.links.one is None and self.communication == "endpoint":
             raise InputError("endpoint communication knows no path between ranks; give one link, or choose relay")
 

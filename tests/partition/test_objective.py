@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -56,6 +57,8 @@ def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
     problem = Problem(graph, 2, links=LINK, replica_ranks=4, microbatches=5)
     # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes in 5 parts: 2 · 2/3 · 30 = 40 bytes.
     assert stage_loads(problem, {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
+    alike = Links(bandwidth_bytes_per_s=((10**9,) * 4,) * 4, latency_ns=0)
+    assert stage_loads(replace(problem, links=alike), {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
 
 
 def test_the_last_stage_does_not_recompute() -> None:

@@ -39,8 +39,8 @@ def fit(samples: Sequence[Sample], device: Device) -> Device:
     """
     rates = _fastest(samples, device)
     for _ in range(ROUNDS):
-        for rate, ratios in _ratios(samples, rates, device).items():
-            rates[rate] *= median(ratios)
+        for rate, found in _ratios(samples, rates, device).items():
+            rates[rate] *= median(found)
     ratios = _ratios(samples, rates, device)
     types = [rate for rate in ratios if rate in device.peak_flop_per_s]
     compute = _permille(min(ratios[rate]) for rate in types)

@@ -86,7 +86,7 @@ def _attention(device: Device) -> AbstractContextManager[Any]:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(

@@ -201,7 +201,7 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[Operator]:
 def _moves(batch: int) -> Iterator[Operator]:
     """What is decided by bytes."""
     rows, image = (4096 * batch, 1024), (16 * batch, 64, 64, 64)
-    for name, module in {
+    streams: dict[str, Callable[[], nn.Module]] = {
         "relu": nn.ReLU,
         "gelu": nn.GELU,
         "silu": nn.SiLU,
@@ -211,7 +211,8 @@ def _moves(batch: int) -> Iterator[Operator]:
         "log softmax": lambda: nn.LogSoftmax(-1),
         "transposed copy": lambda: Apply(lambda value: value.t().contiguous()),
         "sum": lambda: Apply(lambda value: value.sum(-1)),
-    }.items():
+    }
+    for name, module in streams.items():
         yield Operator(name, module, (rows,))
     yield Operator("add", lambda: Apply(torch.add), (rows, rows))
     yield Operator("multiply", lambda: Apply(torch.mul), (rows, rows))
@@ -225,14 +226,15 @@ def _moves(batch: int) -> Iterator[Operator]:
 
 def _small() -> Iterator[Operator]:
     """What is decided by the launch."""
-    for name, module in {
+    trifles: dict[str, Callable[[], nn.Module]] = {
         "small relu": nn.ReLU,
         "small gelu": nn.GELU,
         "small layer norm": lambda: nn.LayerNorm(32),
         "small softmax": lambda: nn.Softmax(-1),
         "small linear": lambda: nn.Linear(32, 32),
         "small sum": lambda: Apply(lambda value: value.sum(-1)),
-    }.items():
+    }
+    for name, module in trifles.items():
         yield Operator(name, module, ((8, 32),))
     yield Operator("small add", lambda: Apply(torch.add), ((8, 32), (8, 32)))
 

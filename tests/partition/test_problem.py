@@ -107,7 +107,10 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
         ({"k": 2, "speeds": (Fraction(1), Fraction(0))}, "speeds 1, 0 must be 2 positive numbers"),
         ({"k": 2, "links": _links([[0]])}, "the links are for 1 ranks, but there are 2"),
         ({"k": 2, "links": _links([[0, 1], [2, 0]]), "communication": "endpoint"}, "endpoint communication knows no"),
-        ({"k": 2, "links": _links([[0, 1], [2, 0]]), "replica_ranks": 3}, "replicated stages need .* one link"),
+        (
+            {"k": 2, "links": _links([[0, 1, 1], [2, 0, 1], [1, 1, 0]]), "replica_ranks": 3},
+            "replicated stages need .* one link",
+        ),
         ({"k": 2, "replica_ranks": 1}, "1 ranks are fewer than the k=2 stages"),
         ({"k": 2, "replica_ranks": 3, "speeds": (Fraction(1),) * 2}, "replicated stages need one stage a rank"),
         ({"k": 2, "microbatches": 0}, "microbatches=0, but a step has at least one"),

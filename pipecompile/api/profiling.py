@@ -15,7 +15,7 @@ def profiled(
     target: Target, *, costs: str, microbatches: int | None = None, optimizer: str | None = None
 ) -> tuple[CostGraph, Profile]:
     """The cost graph of one of `microbatches` (default one), measured anew where it is measured, and its summary."""
-    options = options_for(target, k=1, microbatches=microbatches, costs=costs)
+    options = options_for(target, k=1, microbatches=microbatches, costs=costs, optimizer=optimizer)
     captured = capture_target(target, options, verify=True)
-    graph = cost_graph(target, costs, options.microbatches, captured)
-    return graph, profile_of(graph, costs, verified=captured.verified, optimizer=optimizer)
+    graph = cost_graph(target, costs, options.microbatches, captured, fresh=True)
+    return graph, profile_of(graph, costs, verified=captured.verified, optimizer=options.optimizer)

@@ -19,6 +19,7 @@ from pipecompile.api.verify import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.serde import encode
+from pipecompile.passes.propagate import without_values
 from pipecompile.report.text import summary
 
 
@@ -27,8 +28,9 @@ def target(name: str) -> Target:
 
 
 def on_meta(given: Target, *, inputs: bool = True) -> Target:
-    """The same without values, and with those of the minibatch where `inputs` is not set."""
-    model = copy.deepcopy(given.model).to("meta")
+    """The same without values, and with those of the minibatch where `inputs` is not set; what is tied stays so."""
+    state = (*given.model.parameters(), *given.model.buffers())
+    model = copy.deepcopy(given.model, {id(tensor): without_values(tensor) for tensor in state})
     return without_inputs(replace(given, model=model)) if inputs else replace(given, model=model)
 
 

@@ -132,7 +132,7 @@ def _surroundings(model: Measured, target: Target, captured: Captured, targets: 
     code = getattr(loss, "__code__", None)
     return {
         "graph": captured.digest,
-        "groups": str([node.meta["group"] for node in captured.module.graph.nodes]),
+        "groups": str([node.meta.get("group") for node in captured.module.graph.nodes]),
         "loss": "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__name__)} {code and code.co_code}",
         "targets": str([(tuple(value.shape), str(value.dtype)) for value in targets]),
         "device": describe(model.device),

@@ -2,7 +2,8 @@
 
 `pipecompile profile` on GPT-2 and on a 13B Llama with roofline:h100 and AdamW, each in a process of its own: seconds
 from start to end, and the largest resident memory above that of a process that only imports what both need. Then the
-measured profile of a narrow GPT of 96 layers. What is in memory is also proven, by two training steps. Prints a table and writes benchmarks/results/profile_large.json.
+measured profile of a narrow GPT of 96 layers. A model in memory is also proven, by two training steps. Prints a table
+and writes benchmarks/results/profile_large.json.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _on_cpu(graph: fx.Graph) -> fx.Graph:
     moved = fx.Graph()
     for node in graph.nodes:
         new = copies[node] = moved.node_copy(node, copies.__getitem__)
-        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _device_on_cpu)  # type: ignore[assignment]
+        new.args, new.kwargs = map_aggregate((new.args, new.kwargs), _device_on_cpu)
     return moved
 
 

@@ -25,6 +25,7 @@ PUBLIC = """
     Pipeline
     ScheduleError
     StalePlanError
+    StaleProfileError
     __version__
     pipecompile
 """

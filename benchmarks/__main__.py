@@ -1,8 +1,8 @@
 """`make bench` runs every benchmark."""
 
-from benchmarks import gpipe_models, partition, schedules, step_time
+from benchmarks import gpipe_models, partition, schedules, time_prediction
 
-step_time.main()
+time_prediction.main()
 partition.main([])
 schedules.main([])
 gpipe_models.main()

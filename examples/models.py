@@ -186,3 +186,31 @@ def sequential() -> dict[str, Any]:
         "targets": torch.arange(BATCH) % 4,
         "loss_fn": nn.functional.cross_entropy,
     }
+
+
+def mlp() -> dict[str, Any]:
+    """Eight square layers of 512, 32 samples: gradients are larger than activations."""
+    torch.manual_seed(0)
+    layers = [module for _ in range(8) for module in (nn.Linear(512, 512), nn.GELU())]
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "model": nn.Sequential(*layers, nn.Linear(512, 10)),
+        "sample_input": torch.randn(32, 512, generator=generator),
+        "targets": torch.arange(32) % 10,
+        "loss_fn": nn.functional.cross_entropy,
+    }
+
+
+def vgg() -> dict[str, Any]:
+    """A small VGG on 32 × 32 images: convolutions and pooling, then wide layers."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((3, 16, 32, 64, 64)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, 10)]
+    return {
+        "model": nn.Sequential(*layers),
+        "sample_input": _images(32),
+        "targets": torch.arange(BATCH) % 10,
+        "loss_fn": nn.functional.cross_entropy,
+    }

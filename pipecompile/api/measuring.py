@@ -5,10 +5,12 @@ So that ranks which share memory or cores slow each other down as they do in a s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from pipecompile.codegen.stages import StageModule
 from pipecompile.cost_models.lent import lent
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Kind
 from pipecompile.ir.serde import decode, encode
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 from pipecompile.passes.propagate import named_state
 from pipecompile.passes.seed import Moment
 from pipecompile.runtime import world
+from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.timing import Work, halved, timed, whole
@@ -36,6 +40,8 @@ from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = ["Stopwatch"]
+
+FRAMES = 9
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class Stopwatch:
         found: dict[int, Times] = {}
         for part in world.gathered(own):
             if isinstance(part, str):
-                raise PipecompileError(part) from failure
+                raise failure or PipecompileError(part)
             found |= part
         return [found[index] for index in range(plan.k)]
 
@@ -85,10 +91,25 @@ class Stopwatch:
         program, times = self._program(plan), dict[int, Times]()
         with program.mode():
             works = self._works(plan, program, mine)
-            for group in [mine] if self.device == self.target.device else [[index] for index in mine]:
+            for group in [mine] if self.device.type == self.target.device.type else [[index] for index in mine]:
                 with self._at_hand(*(program.stages[index] for index in group)):
                     times |= _timed(plan, {index: works[index] for index in group}, self.device)
+        if mine:
+            last = dict(times[mine[-1]])
+            times[mine[-1]] = {**last, Kind.REDUCE: last[Kind.REDUCE] + self._frame_ns(plan, program)}
         return times
+
+    def _frame_ns(self, plan: Plan, program: Program) -> int:
+        """What a step does of its own before the first action and after the last one, once a rank."""
+        times = []
+        for _ in range(FRAMES):
+            start = time.perf_counter_ns()
+            split(self.target.targets, plan.microbatches)
+            split((self.target.call.args, self.target.call.kwargs), plan.microbatches)
+            with program.mode(), fresh_gradients(self.target.model.parameters()):
+                pass
+            times.append(time.perf_counter_ns() - start)
+        return round(median(times))
 
     def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, Work]:
         """What these stages work on: what comes out of the stages before, for a microbatch."""

@@ -140,11 +140,11 @@ class Pipeline:
 
     # -- how
 
-    @property
+    @cached_property
     def _distributed(self) -> bool:
         return world.size() > 1
 
-    @property
+    @cached_property
     def _local(self) -> list[int]:
         if not self._distributed:
             return list(range(self.plan.k))

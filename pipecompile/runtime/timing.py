@@ -61,18 +61,21 @@ def _halves(action: Action) -> tuple[Action, ...]:
 def timed(works: Mapping[int, Work], order: Sequence[Action], device: torch.device) -> dict[int, dict[Kind, int]]:
     """Nanoseconds of each kind of action of each stage, as a mean over the microbatches; REDUCE is the end of a step.
 
-    Steps are repeated, the first one to warm up; of each action the median counts. Each begins without gradients: the
-    first microbatch leaves its own, the others add to them.
+    Steps are repeated, the first one to warm up; of these means the median counts. Each step begins without gradients:
+    the first microbatch leaves its own, the others add to them.
     """
     clock = Clock(device)
     _run(works, order, clock)
     started, runs = time.monotonic(), list[dict[Action, int]]()
     while len(runs) < LEAST_RUNS or (time.monotonic() - started < SECONDS and len(runs) < MOST_RUNS):
         runs.append(_run(works, order, clock))
-    times: dict[int, dict[Kind, list[float]]] = {stage: defaultdict(list) for stage in works}
+    actions: dict[int, dict[Kind, list[Action]]] = {stage: defaultdict(list) for stage in works}
     for action in runs[0]:
-        times[action.stage][action.kind].append(median(run[action] for run in runs))
-    return {stage: {kind: round(fmean(each)) for kind, each in kinds.items()} for stage, kinds in times.items()}
+        actions[action.stage][action.kind].append(action)
+    return {
+        stage: {kind: round(median(fmean(run[each] for each in same) for run in runs)) for kind, same in kinds.items()}
+        for stage, kinds in actions.items()
+    }
 
 
 def _run(works: Mapping[int, Work], order: Sequence[Action], clock: Clock) -> dict[Action, int]:

@@ -1,0 +1,173 @@
+"""Does a step take what its plan predicts? In one process, and on two gloo ranks of one thread each.
+
+One process runs the stages one after another, so its step is the sum of what all ranks do. The unsplit model runs the
+same microbatches in the same process, in turns with the pipeline: what the pipeline costs over it. Two ranks plan with
+the links that they probe, and their step is the simulated one. Prints a table and writes
+benchmarks/results/time_prediction.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples import models
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.pipeline import Pipeline
+from pipecompile.api.target import Target
+from pipecompile.api.verify import reference_for
+from pipecompile.ir.plan import Plan
+from pipecompile.runtime.probe import probe
+from pipecompile.schedule.simulate import simulate_plan
+from tests.distributed.workers import Workers
+
+NAMES = ("mlp", "vgg", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
+SCHEDULES = ("1f1b", "gpipe")
+RESULT = Path(__file__).parent / "results" / "time_prediction.json"
+MICROBATCHES = 4
+WARM_UPS, REPEATS = 2, 15
+ONE = "one process"
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    torch.set_num_threads(1)
+    print(f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10} {'measured':>10} {'error':>7} over unsplit")
+    with _two_ranks() as ranks:
+        rows = [row for name in NAMES for row in (one_process(name), *ranks(name))]
+    summary = {runs_on: _summary(runs_on, rows) for runs_on in dict.fromkeys(row["runs_on"] for row in rows)}
+    result = {"torch": torch.__version__, "device": "cpu", "threads_per_rank": 1, "summary": summary, "rows": rows}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _summary(runs_on: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    errors = {row["model"]: abs(row["predicted_over_measured"] - 1) for row in rows if row["runs_on"] == runs_on}
+    worst = max(errors, key=errors.__getitem__)
+    median = statistics.median(errors.values())
+    print(f"{runs_on}: median error {median:.1%}, worst {errors[worst]:.1%} ({worst})")
+    return {"median_error": round(median, 3), "worst_error": round(errors[worst], 3), "worst_model": worst}
+
+
+def one_process(name: str) -> dict[str, Any]:
+    """All stages in this process, k = 2, 1F1B, in turns with the unsplit model."""
+    target = _target(name)
+    twin = Target(copy.deepcopy(target.model), target.call, target.loss_fn, target.targets)
+    pipeline = _pipeline(target, "1f1b")
+    reference = reference_for(twin, pipeline.plan)
+    own = _median_ns(lambda: _step(pipeline, target))
+    turns = _alternating(lambda: _step(pipeline, target), lambda: reference.step(twin, MICROBATCHES))
+    return _row(name, ONE, pipeline.plan, sum_of_ranks_ns(pipeline.plan), own, turns)
+
+
+def sum_of_ranks_ns(plan: Plan) -> int:
+    """What all ranks do in a step, one after another."""
+    timeline = simulate_plan(plan)
+    return sum(timeline.busy_ns) + sum(stage.finish_ns for stage in plan.stages)
+
+
+@contextmanager
+def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    workers = Workers(2)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield lambda name: [
+                _of_ranks(workers.run(2, two_ranks, name, s, folder=folder), name, s) for s in SCHEDULES
+            ]
+        finally:
+            workers.close()
+
+
+def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
+    """This rank's plan, and when each step began and ended on it."""
+    target = _target(name)
+    links = probe()
+    pipeline = _pipeline(target, schedule, links=links)
+    moments = []
+    for _ in range(WARM_UPS + REPEATS):
+        dist.barrier()
+        began = time.perf_counter_ns()
+        _step(pipeline, target)
+        moments.append((began, time.perf_counter_ns()))
+    return pipeline.plan, moments[WARM_UPS:]
+
+
+def _of_ranks(found: list[tuple[Plan, list[tuple[int, int]]]], name: str, schedule: str) -> dict[str, Any]:
+    """A step lasts from its first beginning to its last end: the ranks of one machine share a clock."""
+    plan = found[0][0]
+    steps = zip(*(moments for _, moments in found), strict=True)
+    times = [max(end for _, end in step) - min(began for began, _ in step) for step in steps]
+    return _row(name, f"2 ranks, {schedule}", plan, plan.prediction.step_ns, statistics.median(times), None)
+
+
+def _row(
+    name: str, runs_on: str, plan: Plan, predicted: float, own: float, turns: tuple[float, float] | None
+) -> dict[str, Any]:
+    nodes = sum(len(stage.nodes) for stage in plan.stages)
+    ratio = None if turns is None else turns[0] / turns[1]
+    print(
+        f"{name:10} {nodes:5} {runs_on:16} {predicted / 1e6:8.1f}ms {own / 1e6:8.1f}ms {predicted / own - 1:+7.1%} "
+        f"{'' if ratio is None else format(ratio, '8.2f')}",
+        flush=True,
+    )
+    row = {"model": name, "nodes": nodes, "runs_on": runs_on, "predicted_over_measured": round(predicted / own, 3)}
+    row |= {"predicted_ms": round(predicted / 1e6, 1), "measured_ms": round(own / 1e6, 1)}
+    return row if ratio is None else {**row, "pipelined_over_unsplit": round(ratio, 3)}
+
+
+def _target(name: str) -> Target:
+    return Target.of(getattr(models, name)(), name)
+
+
+def _pipeline(target: Target, schedule: str, **options: Any) -> Pipeline:
+    return pipecompile(
+        target.model,
+        target.call,
+        k=2,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets,
+        costs="measured",
+        **options,
+    )
+
+
+def _step(pipeline: Pipeline, target: Target) -> None:
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    pipeline.step(target.call, target.targets)
+
+
+def _median_ns(function: Callable[[], object]) -> float:
+    times = []
+    for _ in range(WARM_UPS + REPEATS):
+        started = time.perf_counter_ns()
+        function()
+        times.append(time.perf_counter_ns() - started)
+    return statistics.median(times[WARM_UPS:])
+
+
+def _alternating(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Median ns of both, run in turns."""
+    times: tuple[list[int], list[int]] = ([], [])
+    for repeat in range(WARM_UPS + REPEATS):
+        for function, row in zip((first, second), times, strict=True):
+            started = time.perf_counter_ns()
+            function()
+            if repeat >= WARM_UPS:
+                row.append(time.perf_counter_ns() - started)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ class Flops:
 
     name: ClassVar[str] = "flops"
     real: ClassVar[bool] = False
-    memory: ClassVar[Literal["cuda"]] = "cuda"
+    memory: ClassVar[Literal["cpu"]] = "cpu"
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
 
     def cost(self, call: Call) -> Cost:

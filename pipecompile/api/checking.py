@@ -27,7 +27,7 @@ def violations(plan: Plan) -> list[str]:
 
 def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
     """What the plan says of itself, though its stages and its schedule give something else."""
-    if predicted(plan.stages, plan.schedule, plan.links, plan.options.memory_bytes) != plan.prediction:
+    if predicted(plan.stages, plan.schedule, plan.links, plan.options.memory_bytes, plan.allocator) != plan.prediction:
         yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
     if not _is_placed(plan) or not _is_named_rightly(plan, problem):
         yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"

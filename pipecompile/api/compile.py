@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -11,8 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.api.checking import violations
-from pipecompile.api.costing import Captured, comparable, cost_graph, cost_model
+from pipecompile.api.correcting import corrected
+from pipecompile.api.costing import Captured, comparable, cost_graph, cost_model, measured_on
 from pipecompile.api.linking import Given, links_for
+from pipecompile.api.measuring import Stopwatch
 from pipecompile.api.ordering import placements
 from pipecompile.api.pipeline import Pipeline, Program, check_world
 from pipecompile.api.planning import draft
@@ -47,6 +50,8 @@ def pipecompile(
     placement: str | None = None,
     objective: str = "variance",
     memory: int | str | None = None,
+    optimizer: str | None = None,
+    master_weights: bool = False,
     costs: str | CostFunction = "measured",
     links: Given = None,
     loss_fn: LossFunction | None = None,
@@ -65,7 +70,8 @@ def pipecompile(
     the scalar to train; without it the model's own `loss` output is used. `schedule` is a named one (see
     docs/schedules.md) or "search"; `stages_per_rank` and `placement` (linear, loop or v) default to what it needs, and
     a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or
-    bytes). `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
+    bytes). `optimizer` (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` a float32
+    copy of parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
     `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
     stage has a node with parameters. `sample_target` lets the costs include the loss.
     `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
@@ -78,6 +84,7 @@ def pipecompile(
     world.join()
     priced = costs if callable(costs) else None
     target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target, costs=priced)
+    target.check_values("a pipeline")
     if plan is not None:
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
         options = committed.options
@@ -91,6 +98,8 @@ def pipecompile(
             placement=placement,
             objective=objective,
             memory=memory,
+            optimizer=optimizer,
+            master_weights=master_weights,
             costs="function" if callable(costs) else costs,
             recompute=recompute,
             pin=pin,
@@ -107,6 +116,8 @@ def pipecompile(
         if found:
             raise ScheduleError(f"the plan is not sound: {found[0]}")
     else:
+        if world.rank():
+            assist(target, options, captured)
         made = world.shared(lambda: encode(make_plan(target, options, captured, connected)))
         committed = decode(made, Plan, origin="rank 0")
         check_current(committed, captured)
@@ -125,6 +136,8 @@ def options_for(
     placement: str | None = None,
     objective: str = "variance",
     memory: int | str | None = None,
+    optimizer: str | None = None,
+    master_weights: bool = False,
     costs: str = "measured",
     recompute: str = "none",
     pin: Mapping[str, int] | None = None,
@@ -147,6 +160,8 @@ def options_for(
         objective=objective,
         recompute="stage" if recompute == "stage" else "none",
         memory_bytes=None if memory is None else parse_bytes(memory),
+        optimizer=optimizer or target.optimizer,
+        master_weights=master_weights,
         costs=costs,
         pin=dict(pin or {}),
         groups=tuple(tuple(names) for names in groups),
@@ -202,16 +217,35 @@ def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> N
 
 
 def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
-    """Costs the graph and plans it."""
+    """Costs the graph and plans it; where costs are measured, whole stages too, with the ranks that `assist`."""
     tensors = captured.capture.inputs.flatten(captured.sample)
-    return draft(
-        cost_graph(target, options.costs, options.microbatches, captured),
-        options,
+    drafted = partial(
+        draft,
+        options=options,
         graph_digest=captured.digest,
         verified=captured.verified,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
         links=links,
     )
+    stopwatch = _stopwatch(target, options, captured)
+    try:
+        graph = cost_graph(target, options.costs, options.microbatches, captured)
+        return drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
+    finally:
+        if stopwatch is not None:
+            stopwatch.dismiss()
+
+
+def assist(target: Target, options: Options, captured: Captured) -> None:
+    """What the other ranks do while rank 0 makes a plan: they measure their stages when it asks."""
+    stopwatch = _stopwatch(target, options, captured)
+    if stopwatch is not None:
+        stopwatch.assist()
+
+
+def _stopwatch(target: Target, options: Options, captured: Captured) -> Stopwatch | None:
+    device = measured_on(options.costs, target)
+    return None if device is None else Stopwatch(target, captured, device)
 
 
 def check_current(plan: Plan, captured: Captured) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ import msgspec
 from pipecompile.api.ordering import flights, named_schedule, placements, stand_in
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
+from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.footprint import Footprint, Lives, buffers, floors
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import Layout, buffers, floors
+from pipecompile.ir.memory import Moment, moments, rank_memory, room
 from pipecompile.ir.plan import Faster, Options
-from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.named import SPLIT, generate
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
@@ -31,12 +34,24 @@ OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
 CAPS_LOWERED = 5
 
 
-def cut(graph: CostGraph, options: Options, links: Links, placement: Sequence[int]) -> Partition:
-    """The cut, all objectives' values for it, and whether another objective would shorten the step."""
+def cut(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    placement: Sequence[int],
+    assignment: Mapping[str, int] | None = None,
+) -> Partition:
+    """The cut, all objectives' values for it, and whether another objective would shorten the step.
+
+    With `assignment` the cut is that one, and the best one that is found only bounds it.
+    """
     # Imported here: solvers need numpy and networkx, which reading a plan does not.
     from pipecompile.partition.front import solve
+    from pipecompile.partition.result import Partition
 
     problem, found = _fitting(graph, options, links, placement)
+    if assignment is not None:
+        found = Partition.of(problem, assignment, method=found.search.method, bound=found.search.bound)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
     others = [
@@ -62,17 +77,16 @@ def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequen
     """
     from pipecompile.partition.front import solve
 
-    held = [flights(options, placement), (1,) * options.k]
-    for in_flight in held if options.schedule == "search" else held[:1]:
-        problem = problem_of(graph, options, links, placement, in_flight)
+    for sparing in (False, True) if options.schedule == "search" else (False,):
+        problem = problem_of(graph, options, links, placement, sparing=sparing)
         try:
-            return problem, _within_caps(graph, options, problem, solve(problem))
+            return problem, _within_caps(graph, options, problem, solve(problem), sparing)
         except InfeasibleError as error:
             refusal = error
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
-def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Partition) -> Partition:
+def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Partition, sparing: bool) -> Partition:
     """`found`, or another cut where ranks with several stages hold more than the sums that the search goes by.
 
     Each time the caps are lowered by what is too much; InfeasibleError if that does not help.
@@ -82,7 +96,7 @@ def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Pa
     if problem.memory is None or problem.memory.price is not None:
         return found
     for _ in range(CAPS_LOWERED):
-        excess = _excess(graph, options, problem, found)
+        excess = _excess(graph, options, problem, found, sparing)
         if not any(excess):
             return found
         caps = tuple(max(0, cap - more) for cap, more in zip(problem.memory.caps, excess, strict=True))
@@ -98,17 +112,37 @@ def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Pa
     )
 
 
-def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partition) -> list[int]:
+def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partition, sparing: bool) -> list[int]:
     """Per rank the bytes over its cap."""
-    assert options.memory_bytes is not None and problem.memory is not None
-    needed = [0] * problem.ranks
+    held: list[dict[int, Footprint]] = [{} for _ in range(problem.ranks)]
     for index, stage in enumerate(stages_of(graph, found.assignment, options)):
-        needed[problem.stage_ranks[index]] += stage.footprint.bound(
-            in_flight=problem.memory.in_flight[index],
-            microbatches=options.microbatches,
-            recompute=stage.recompute == "stage",
-        )
-    return [max(0, size - options.memory_bytes) for size in needed]
+        held[problem.stage_ranks[index]][index] = stage.footprint
+    return [_missing(graph, options, problem.stage_ranks, stages, sparing) for stages in held]
+
+
+def _missing(
+    graph: CostGraph, options: Options, placement: Sequence[int], stages: Mapping[int, Footprint], sparing: bool
+) -> int:
+    """The bytes that these stages, all those of their rank, need over the cap.
+
+    By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
+    """
+    assert options.memory_bytes is not None
+    allocator = ALLOCATORS[graph.memory]
+    if sparing:
+        needed = sum((stage.kept + stage.between).bound for stage in stages.values())
+        left = room(stages, options.memory_bytes, microbatches=options.microbatches, allocator=allocator)
+        return max(0, needed - left)
+    name, again = stand_in(options, placement), options.recompute == "stage"
+    at = _moments(name, tuple(placement), options.microbatches, again)[placement[min(stages)]]
+    memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
+    return max(0, memory.total.bound - options.memory_bytes)
+
+
+@lru_cache(maxsize=8)
+def _moments(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank the moments of a named schedule at which it may hold most."""
+    return tuple(map(moments, generate(name, placement, microbatches, again).rows))
 
 
 def problem_of(
@@ -116,9 +150,13 @@ def problem_of(
     options: Options,
     links: Links,
     placement: Sequence[int] | None = None,
-    in_flight: Sequence[int] | None = None,
+    *,
+    sparing: bool = False,
 ) -> Problem:
-    """What the options ask of the partitioner, with the stages placed and held as given or as the schedule has it."""
+    """What the options ask of the partitioner, with the stages placed as given or as the schedule has it.
+
+    `sparing` stages hold one microbatch between forward and backward, others as many as the schedule has it.
+    """
     if options.objective == "step-time" and options.schedule == "forward-only":
         raise InputError("step-time weighs a step with backwards, which forward-only has not; choose max-load")
     from pipecompile.partition.problem import Problem
@@ -131,7 +169,7 @@ def problem_of(
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=options.recompute == "stage",
-        memory=_memory(graph, options, placement, in_flight or flights(options, placement)),
+        memory=_memory(graph, options, placement, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
         parameters_everywhere=options.parameters_everywhere,
@@ -141,7 +179,7 @@ def problem_of(
     )
 
 
-def _memory(graph: CostGraph, options: Options, placement: Sequence[int], in_flight: Sequence[int]) -> Memory | None:
+def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
     if options.memory_bytes is None:
         return None
@@ -149,11 +187,13 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], in_fli
 
     ranks = max(placement) + 1
     alone = ranks == options.k
+    in_flight = (1,) * options.k if sparing else flights(options, placement)
+    summed = options.microbatches > max(in_flight)  # a backward has been when most microbatches are in flight
     return Memory(
         (options.memory_bytes,) * ranks,
         tuple(in_flight),
-        *floors(graph, recompute=options.recompute == "stage"),
-        price=_price(graph, options) if alone else None,
+        *floors(graph, recompute=options.recompute == "stage", gradients=summed and not sparing),
+        price=_price(graph, options, placement, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
     )
 
@@ -172,21 +212,15 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield consumers[-3], consumers[-1]
 
 
-def _price(graph: CostGraph, options: Options) -> Callable[[Candidate], int | None]:
+def _price(
+    graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool
+) -> Callable[[Candidate], int | None]:
     """A stage fits its budget by the plan's memory model, or it does not: nothing is recomputed to make it fit."""
+    lives = Lives(graph, options.optimizer, options.master_weights)
 
     def price(candidate: Candidate) -> int | None:
-        taken = {*candidate.before, *candidate.nodes}
-        rest = tuple(node.name for node in graph.nodes if node.name not in taken)
-        units = [names for names in (candidate.before, candidate.nodes, rest) if names]
-        start = int(bool(candidate.before))
-        held = Layout(graph, tuple(units)).footprint(start, start + 1)
-        needed = held.bound(
-            in_flight=candidate.in_flight,
-            microbatches=options.microbatches,
-            recompute=options.recompute == "stage" and candidate.stage < options.k - 1,
-        )
-        return 0 if needed <= candidate.budget else None
+        stage = {candidate.stage: lives.footprint(candidate.before, candidate.nodes)}
+        return None if _missing(graph, options, placement, stage, sparing) else 0
 
     return price
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pipecompile.errors import InputError
+from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
@@ -71,13 +72,13 @@ def named_schedule(name: str, problem: Problem) -> Schedule:
 
 
 def ordered(
-    options: Options, stages: Sequence[Stage], links: Links, placement: Sequence[int]
+    options: Options, stages: Sequence[Stage], links: Links, placement: Sequence[int], allocator: AllocatorName
 ) -> tuple[Schedule, Ordering | None]:
     """The schedule of a plan with its transfers, and how it was found if it was searched for.
 
     AssertionError if it were not sound; InfeasibleError if a search finds no room for one microbatch.
     """
-    caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes)
+    caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
     problem = problem_of_stages(stages, links, placement, options.microbatches, caps)
     if options.schedule == "search":
         compute, ordering = _searched(problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,9 +11,10 @@ from pipecompile.api.cutting import cut
 from pipecompile.api.ordering import ordered, placements
 from pipecompile.api.staging import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
+from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.memory import rank_memory
+from pipecompile.ir.memory import moments, rank_memory
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Search, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serde import encode
@@ -31,18 +32,19 @@ def draft(
     verified: bool,
     microbatch_shapes: Sequence[tuple[int, ...]],
     links: Links = FREE,
+    assignment: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan for `graph` under `options`; InfeasibleError says which constraint cannot be met.
 
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones: what a
-    transfer costs is not known before it is measured.
+    transfer costs is not known before it is measured. `assignment` is a feasible cut that is to be kept.
     """
     shapes = [tuple(shape) for shape in microbatch_shapes]
     fingerprint = Fingerprint(graph=graph_digest, costs=costs_digest(graph))
     drafts, refusals = [], []
     for placement in placements(options):
         try:
-            drafts.append(_drafted(graph, options, links, placement, fingerprint, verified, shapes))
+            drafts.append(_drafted(graph, options, links, placement, fingerprint, verified, shapes, assignment))
         except InfeasibleError as error:
             refusals.append(error)
     if not drafts:
@@ -58,12 +60,13 @@ def _drafted(
     fingerprint: Fingerprint,
     verified: bool,
     microbatch_shapes: Sequence[tuple[int, ...]],
+    assignment: Mapping[str, int] | None,
 ) -> Plan:
     """The plan with its stages on these ranks."""
-    partition = cut(graph, options, links, placement)
+    partition = cut(graph, options, links, placement, assignment)
     stages = stages_of(graph, partition.assignment, options)
-    schedule, ordering = ordered(options, stages, links, placement)
-    prediction = predicted(stages, schedule, links, options.memory_bytes)
+    schedule, ordering = ordered(options, stages, links, placement, graph.memory)
+    prediction = predicted(stages, schedule, links, options.memory_bytes, graph.memory)
     return Plan(
         fingerprint=fingerprint,
         options=options,
@@ -75,6 +78,7 @@ def _drafted(
         microbatches=options.microbatches,
         microbatch_shapes=tuple(microbatch_shapes),
         links=links,
+        allocator=graph.memory,
         stages=stages,
         routes=tuple(routes_of(graph, partition.assignment)),
         parameters=tuple(owners_of(graph, stages)),
@@ -91,14 +95,17 @@ def _told(search: Search, step_ns: int) -> Search:
     return msgspec.structs.replace(search, values={**search.values, "step_ns": step_ns}, faster=faster)
 
 
-def predicted(stages: Sequence[Stage], schedule: Schedule, links: Links, memory_bytes: int | None) -> Prediction:
+def predicted(
+    stages: Sequence[Stage], schedule: Schedule, links: Links, memory_bytes: int | None, allocator: AllocatorName
+) -> Prediction:
     """The step of `schedule` simulated, and what its ranks hold."""
-    caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes)
+    caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes, allocator)
     problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, caps)
     timeline = simulate(problem, schedule)
     held = [{i: s.footprint for i, s in enumerate(stages) if schedule.placement[i] == r} for r in range(schedule.ranks)]
     memory = [
-        rank_memory(held[rank], row, microbatches=schedule.microbatches) for rank, row in enumerate(schedule.rows)
+        rank_memory(held[rank], moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[allocator])
+        for rank, row in enumerate(schedule.rows)
     ]
     return Prediction(
         step_ns=timeline.makespan_ns,

@@ -4,43 +4,51 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
+from pipecompile.ir.footprint import Lives
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.memory import Layout
+from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Boundary, Options, OwnedParameter, Route, Stage
 
-__all__ = ["block_of", "owners_of", "routes_of", "stages_of"]
+__all__ = ["owners_of", "routes_of", "stages_of"]
 
 
 def stages_of(graph: CostGraph, assignment: Mapping[str, int], options: Options) -> tuple[Stage, ...]:
     """The stages that `assignment` (node to stage) makes of the graph."""
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(options.k)]
-    layout = Layout(graph, tuple(names))
+    lives = Lives(graph, options.optimizer, options.master_weights)
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, options.k)]
-    return tuple(_stage(graph, layout, index, boundaries, options) for index in range(options.k))
+    return tuple(_stage(lives, names, index, boundaries, options) for index in range(options.k))
 
 
 def _stage(
-    graph: CostGraph, layout: Layout, index: int, boundaries: Sequence[tuple[Boundary, ...]], options: Options
+    lives: Lives,
+    names: Sequence[tuple[str, ...]],
+    index: int,
+    boundaries: Sequence[tuple[Boundary, ...]],
+    options: Options,
 ) -> Stage:
-    nodes = [graph.by_name[name] for name in layout.units[index]]
+    graph = lives.graph
+    nodes = [graph.by_name[name] for name in names[index]]
     forward_ns = sum(node.forward_ns for node in nodes)
     recompute = options.recompute if index < options.k - 1 else "none"
+    parameters = tuple(sorted({name for node in nodes for name in node.parameters}))
     return Stage(
-        nodes=layout.units[index],
+        nodes=names[index],
         modules=tuple(module_ranges(node.module for node in nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
-        parameters=tuple(sorted({name for node in nodes for name in node.parameters})),
+        parameters=parameters,
         forward_ns=forward_ns,
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         recompute_ns=forward_ns if recompute == "stage" else 0,
+        finish_ns=sum(graph.parameter_by_name[name].finish_ns for name in parameters),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
         recompute=recompute,
-        footprint=layout.footprint(index, index + 1),
+        footprint=lives.footprint(chain.from_iterable(names[:index]), names[index]),
     )
 
 
@@ -87,9 +95,3 @@ def module_ranges(paths: Iterable[str]) -> Iterable[str]:
         members = list(run)
         numbers = [block[len(parent) + 1 :] for block in members]
         yield f"{parent}.{numbers[0]}-{numbers[-1]}" if len(members) > 1 else members[0]
-
-
-def block_of(path: str) -> str:
-    """The path up to its first number: the block that a module lies in."""
-    match = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
-    return match[1] if match else path

@@ -32,7 +32,8 @@ FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optim
 class Target:
     """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`.
 
-    `costs` is a function of the user's that prices nodes, for the costs called "function".
+    `costs` is a function of the user's that prices nodes, for the costs called "function". `optimizer` names the one
+    whose state counts, see `ir/optimizer.py`.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Target:
     loss_fn: LossFunction | None = None
     targets: Any = None
     costs: CostFunction | None = None
+    optimizer: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +85,20 @@ class Target:
         if not isinstance(value["model"], nn.Module):
             raise InputError(f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module")
         call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
-        return Target(value["model"], call, value.get("loss_fn"), value.get("targets"))
+        optimizer = _optimizer_name(value.get("optimizer"), origin)
+        return Target(value["model"], call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
+
+
+def _optimizer_name(value: Any, origin: str) -> str | None:
+    """The name of an optimizer given as a name, as a class or as one that is ready to step."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, torch.optim.SGD) and any(group["momentum"] for group in value.param_groups):
+        return "momentum"
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, torch.optim.Optimizer):
+        return kind.__name__.lower()
+    raise InputError(f"{origin}: optimizer is a {kind.__name__}, but must be a name or a torch.optim.Optimizer")
 
 
 def _tensors(*values: Any) -> list[Tensor]:

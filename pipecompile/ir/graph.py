@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["CostGraph", "Node", "Parameter", "Tensor"]
+__all__ = ["CostGraph", "Gradient", "Node", "Parameter", "Tensor"]
 
 
 class Node(Value, frozen=True, kw_only=True):
@@ -17,6 +17,8 @@ class Node(Value, frozen=True, kw_only=True):
 
     `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps; `parameters` the
     canonical names that the node reads. The split of the backward is None where it was not measured.
+    `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
+    began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
     """
 
     name: str
@@ -27,7 +29,10 @@ class Node(Value, frozen=True, kw_only=True):
     group: str | None
     backward_input_ns: NonNegative | None = None
     backward_weight_ns: NonNegative | None = None
+    forward_peak_bytes: NonNegative = 0
+    backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
+    input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
     module: str = ""
@@ -45,26 +50,44 @@ class Tensor(Value, frozen=True, kw_only=True):
     storage: NonNegative | None = None
 
 
+class Gradient(Value, frozen=True, kw_only=True):
+    """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`."""
+
+    producer: str
+    last: str
+    bytes: NonNegative
+
+
 class Parameter(Value, frozen=True, kw_only=True):
-    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`."""
+    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`.
+
+    `finish_ns` is its share of what a step takes besides its actions: gradients are divided.
+    """
 
     name: str
     bytes: NonNegative
     trainable: bool
     aliases: tuple[str, ...] = ()
+    shape: tuple[NonNegative, ...] | None = None
+    finish_ns: NonNegative = 0
 
 
 class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     """The planner's whole input: nodes in the order of the forward, and the tensors between them.
 
-    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once.
+    `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
+    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once. `memory` says
+    whose allocator holds them.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
+    fingerprint: str = ""
+    memory: Literal["cpu", "cuda"] = "cuda"
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     storages: tuple[NonNegative, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
 
     def __post_init__(self) -> None:
         names = set(self.by_name)
@@ -77,6 +100,10 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                 if name not in names:
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
+        for gradient in self.gradients:
+            for name in (gradient.producer, gradient.last):
+                if name not in names:
+                    raise ValueError(f"a gradient names {name!r}, which is not a node")
         for node in self.nodes:
             self._check_storages(f"node {node.name!r}", node.saved)
             for parameter in set(node.parameters) - known:

@@ -1,94 +1,41 @@
-"""The one memory model: (storages, order of actions, recompute) → bytes by kind.
+"""The one memory model: (what stages hold, order of actions) → bytes by kind, at the moment when most is held.
 
-A stage is an interval of a topological order, so what it holds is a function of two positions. The model is that
-of the distributed runtime: for each microbatch in flight a stage keeps the storages that its backward needs and
-the outputs it produced; the receive buffers of all microbatches exist from the first step on.
+footprint.py says what a stage holds for a microbatch, and the most that lives while it computes. Here a rank's row of
+actions says how often, at each moment:
 
-Each figure comes twice. `expected` counts the bytes asked for; `bound` rounds each storage up to the allocator's
-block and doubles the workspace. That the bound holds on a given device is not proven by this module.
+    parameters    with buffers                           always
+    optimizer     its state                              always
+    gradients     of parameters                          from the first backward of a stage on
+    activations   what microbatches in flight keep       from the forward to the backward
+    buffers       the minibatch where it is read, a      always, those of all microbatches
+                  receive buffer for each message, and
+                  what was sent                          until the step ends
+    workspace     the most that lives in the action      while it runs
+
+That is what torch.distributed.pipelining does: it makes all receive buffers in the first step, and lets go of what it
+has sent when the step ends. A peak is that of one moment: kinds that peak at other moments are not added up.
+
+Each figure comes twice. `expected` counts the bytes asked for. `bound` is what an allocator may take for them, see
+allocator.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from pipecompile.ir.graph import CostGraph, Tensor
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind
-from pipecompile.ir.serde import NonNegative, Value
+from pipecompile.ir.allocator import ZERO, Allocator, Amount
+from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
+from pipecompile.ir.serde import Value
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Amount",
-    "Footprint",
-    "Layout",
-    "RankMemory",
-    "activation_curve",
-    "buffers",
-    "changes",
-    "floors",
-    "rank_memory",
-]
+__all__ = ["Moment", "RankMemory", "activation_curve", "changes", "moments", "rank_memory", "room"]
 
-BLOCK_BYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
-
-
-class Amount(Value, frozen=True, kw_only=True):
-    """Bytes twice: what is asked for, and what an allocator may take for it."""
-
-    expected: NonNegative
-    bound: NonNegative
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(expected=self.expected + other.expected, bound=self.bound + other.bound)
-
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(expected=self.expected - other.expected, bound=self.bound - other.bound)
-
-    def __neg__(self) -> Amount:
-        return ZERO - self
-
-    def __mul__(self, times: int) -> Amount:
-        return Amount(expected=self.expected * times, bound=self.bound * times)
-
-    @staticmethod
-    def of(sizes: Iterable[int]) -> Amount:
-        """The sum of storages of these sizes."""
-        sizes = tuple(sizes)
-        return Amount(expected=sum(sizes), bound=sum(map(_rounded, sizes)))
-
-
-ZERO = Amount(expected=0, bound=0)
 Size = TypeVar("Size", int, Amount)
 
 
-class Footprint(Value, frozen=True, kw_only=True):
-    """What one stage holds: resident, for a microbatch, and while it computes.
-
-    `kept` is held from a microbatch's forward to its backward; when the stage recomputes, only `outputs` of it are.
-    `received` and `received_gradients` are the buffers of one microbatch on the two sides of the stage.
-    """
-
-    parameters: Amount
-    gradients: Amount
-    kept: Amount
-    outputs: Amount
-    received: Amount
-    received_gradients: Amount
-    workspace: Amount
-
-    def bound(self, *, in_flight: int, microbatches: int, recompute: bool) -> int:
-        """The bound of a rank that holds this stage alone, with so many microbatches between forward and backward."""
-        resident = self.parameters + self.gradients + self.workspace
-        activations = self.kept + self.outputs * (in_flight - 1) if recompute else self.kept * in_flight
-        buffers = (self.received + self.received_gradients) * microbatches
-        return (resident + activations + buffers).bound
-
-
 class RankMemory(Value, frozen=True, kw_only=True):
-    """The peak of one rank by kind. Kinds peak at different moments: the true peak is at most their sum."""
+    """The peak of one rank by kind: `expected` at the moment when most is expected, `bound` when most is bounded."""
 
     parameters: Amount
     gradients: Amount
@@ -104,143 +51,176 @@ class RankMemory(Value, frozen=True, kw_only=True):
         return sum(kinds, ZERO)
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """A storage by position: produced in unit `first`, wanted until `last`, saved for backward from `saved` on."""
+class Held(NamedTuple):
+    """How many microbatches of one stage are in which state.
 
-    first: int
-    last: int
-    saved: int | None
-    bytes: int
-
-    def kept_by(self, start: int, stop: int) -> bool:
-        """Whether the stage [start, stop) keeps it: it produces it, and saves it or passes it on."""
-        return start <= self.first < stop and (self.last >= stop or (self.saved is not None and self.saved < stop))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A cost graph laid out in a topological order of units (nodes that stay together), ready to be cut."""
-
-    graph: CostGraph
-    units: tuple[tuple[str, ...], ...]
-
-    @cached_property
-    def position(self) -> dict[str, int]:
-        """The unit of each node."""
-        return {name: index for index, unit in enumerate(self.units) for name in unit}
-
-    @cached_property
-    def spans(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Per tensor that crosses between units: producer, last consumer, bytes of value and of gradient."""
-        rows = ((*self._reach(t.producer, t.consumers), t.bytes, t.gradient_bytes) for t in self.graph.tensors)
-        return tuple(row for row in rows if row[1] > row[0])
-
-    def _reach(self, producer: str, consumers: Iterable[str]) -> tuple[int, int]:
-        first = self.position[producer]
-        return first, max((self.position[name] for name in consumers), default=first)
-
-    @cached_property
-    def storages(self) -> tuple[_Storage, ...]:
-        """Every storage that a stage may keep."""
-        saved: dict[int, int] = {}
-        for node in self.graph.nodes:
-            for storage in node.saved:
-                saved[storage] = min(saved.get(storage, len(self.units)), self.position[node.name])
-        first, last = dict(saved), dict(saved)
-        for tensor in self.graph.tensors:
-            if tensor.storage is not None:
-                begin, end = self._reach(tensor.producer, tensor.consumers)
-                first[tensor.storage] = min(first.get(tensor.storage, begin), begin)
-                last[tensor.storage] = max(last.get(tensor.storage, end), end)
-        return tuple(_Storage(first[s], last[s], saved.get(s), self.graph.storages[s]) for s in sorted(first))
-
-    @cached_property
-    def uses(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter the units that read it, in order."""
-        found: dict[str, set[int]] = {}
-        for node in self.graph.nodes:
-            for name in node.parameters:
-                found.setdefault(name, set()).add(self.position[node.name])
-        return {name: tuple(sorted(places)) for name, places in sorted(found.items())}
-
-    @cached_property
-    def anonymous(self) -> tuple[tuple[int, int], ...]:
-        """(unit, bytes) of nodes that state parameter bytes without naming parameters."""
-        nodes = (node for node in self.graph.nodes if not node.parameters and node.parameter_bytes)
-        return tuple((self.position[node.name], node.parameter_bytes) for node in nodes)
-
-    @cached_property
-    def workspaces(self) -> tuple[int, ...]:
-        """Per unit the largest workspace of its nodes, bytes."""
-        by_name = self.graph.by_name
-        return tuple(max(by_name[name].workspace_bytes for name in unit) for unit in self.units)
-
-    def footprint(self, start: int, stop: int) -> Footprint:
-        """What the stage made of units start … stop − 1 holds."""
-        read = [name for name, places in self.uses.items() if any(start <= p < stop for p in places)]
-        parameters = [self.graph.parameter_by_name[name] for name in read]
-        anonymous = [size for place, size in self.anonymous if start <= place < stop]
-        largest = max(self.workspaces[start:stop], default=0)
-        return Footprint(
-            parameters=Amount.of([*(p.bytes for p in parameters), *anonymous]),
-            gradients=Amount.of([*(p.bytes for p in parameters if p.trainable), *anonymous]),
-            kept=Amount.of(s.bytes for s in self.storages if s.kept_by(start, stop)),
-            outputs=Amount.of(s.bytes for s in self.storages if start <= s.first < stop <= s.last),
-            received=Amount.of(size for first, last, size, _ in self.spans if first < start <= last),
-            received_gradients=Amount.of(size for first, last, _, size in self.spans if first < stop <= last),
-            workspace=Amount(expected=largest, bound=2 * _rounded(largest)),
-        )
-
-
-def buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """As `Footprint.bound` counts them: buffers of values and of gradients by producer, workspace by node."""
-    arriving = {tensor.producer: microbatches * _rounded(tensor.bytes) for tensor in graph.tensors}
-    returning = {tensor.producer: microbatches * _rounded(tensor.gradient_bytes) for tensor in graph.tensors}
-    return arriving, returning, {node.name: 2 * _rounded(node.workspace_bytes) for node in graph.nodes}
-
-
-def floors(graph: CostGraph, *, recompute: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
-
-    A parameter counts in equal parts for the nodes that read it; a saved storage for its producer, whose stage keeps
-    it until the backward: as often as microbatches are in flight, or once if stages recompute.
+    `kept`: forward (or recompute) done, backward not. `bare`: outputs of a forward that is recomputed. `halved`:
+    between the halves of a backward. `sent`, `returned`: outputs and gradients of inputs that wait for the step's
+    end. `summed`: whether the gradients of parameters are there.
     """
-    resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
-    readers: dict[str, list[str]] = {}
-    savers: dict[int, set[str]] = {}
-    for node in graph.nodes:
-        if not node.parameters:
-            resident[node.name] += 2 * _rounded(node.parameter_bytes)
-        for name in node.parameters:
-            readers.setdefault(name, []).append(node.name)
-        for storage in node.saved:
-            savers.setdefault(storage, set()).add(node.name)
-    for name, nodes in readers.items():
-        parameter = graph.parameter_by_name[name]
-        for reader in nodes:
-            resident[reader] += _rounded(parameter.bytes) * (1 + parameter.trainable) // len(nodes)
-    kept = resident if recompute else saved
-    for producer, storage in _roots(graph, savers):
-        kept[producer] += _rounded(graph.storages[storage])
-    return resident, saved
+
+    kept: int = 0
+    bare: int = 0
+    halved: int = 0
+    sent: int = 0
+    returned: int = 0
+    summed: int = 0
 
 
-def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
-    """Saved storages with the node that all others that make a view of them or save them come after."""
-    tensors: dict[int, list[Tensor]] = {}
-    for tensor in graph.tensors:
-        if tensor.storage is not None:
-            tensors.setdefault(tensor.storage, []).append(tensor)
-    for storage, (first, *views) in tensors.items():
-        after = {first.producer, *first.consumers}
-        for view in views:
-            after |= set(view.consumers) if view.producer in after else {""}
-        if storage in savers and savers[storage] <= after and "" not in after:
-            yield first.producer, storage
-    for storage, nodes in savers.items():
-        if storage not in tensors and len(nodes) == 1:  # what a node saves for itself, such as a mask
-            yield next(iter(nodes)), storage
+class Moment(NamedTuple):
+    """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages."""
+
+    kind: Kind
+    stage: int
+    held: Mapping[int, Held]
+
+
+def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
+    """The moments of a rank's row at which it may hold most: of two alike, the one that holds no more is left out."""
+    stages = sorted({action.stage for action in row})
+    found: dict[tuple[Kind, int, int], list[Moment]] = {}
+    for moment in _all_moments(row, stages):
+        rivals = found.setdefault((moment.kind, moment.stage, moment.held[moment.stage].summed), [])
+        if not any(_covers(other, moment) for other in rivals):
+            rivals[:] = [other for other in rivals if not _covers(moment, other)] + [moment]
+    return tuple(moment for rivals in found.values() for moment in rivals)
+
+
+def _covers(left: Moment, right: Moment) -> bool:
+    pairs = zip(left.held.values(), right.held.values(), strict=True)
+    return all(a >= b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+
+
+def _all_moments(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Moment]:
+    before = {stage: Held() for stage in stages}
+    for action, held in _states(row, stages):
+        if action.kind in COMPUTE:
+            yield Moment(action.kind, action.stage, before)
+        before = held
+    if any(action.kind in BACKWARDS for action in row):
+        yield Moment(Kind.STEP, stages[0], {stage: Held(summed=1) for stage in stages})
+
+
+def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Action, dict[int, Held]]]:
+    """Each action with what is held after it."""
+    recomputed = {(action.stage, action.microbatch) for action in row if action.kind is Kind.RECOMPUTE}
+    trains = any(action.kind in BACKWARDS for action in row)
+    held = {stage: Held() for stage in stages}
+    for action in row:
+        if action.kind in COMPUTE:
+            bare = not trains or (action.stage, action.microbatch) in recomputed
+            held = {**held, action.stage: _after(held[action.stage], action.kind, bare)}
+        if action.kind in BACKWARDS and action.stage + 1 in held:  # what a stage of its own rank gave it
+            given = held[action.stage + 1]
+            held[action.stage + 1] = given._replace(returned=given.returned - 1)
+        yield action, held
+
+
+def _after(held: Held, kind: Kind, bare: bool) -> Held:
+    """With an action done; `bare` microbatches keep only their outputs until they are recomputed."""
+    match kind:
+        case Kind.FORWARD:
+            return held._replace(bare=held.bare + 1) if bare else held._replace(kept=held.kept + 1)
+        case Kind.RECOMPUTE:
+            return held._replace(kept=held.kept + 1)
+        case Kind.BACKWARD_INPUT:
+            return held._replace(halved=held.halved + 1, returned=held.returned + 1)
+    return Held(
+        kept=held.kept - 1,
+        bare=held.bare - bare,
+        halved=held.halved - (kind is Kind.BACKWARD_WEIGHT),
+        sent=held.sent + 1,
+        returned=held.returned + (kind is Kind.BACKWARD),
+        summed=1,
+    )
+
+
+def rank_memory(
+    stages: Mapping[int, Footprint], at: Sequence[Moment], *, microbatches: int, allocator: Allocator
+) -> RankMemory:
+    """The peak of a rank that holds `stages` (by index) and goes through these moments."""
+    candidates = [_held(stages, moment, microbatches) for moment in at]
+    expected = max(candidates, key=lambda memory: memory.total.expected)
+    bound = max(candidates, key=lambda memory: memory.total.bound)
+    size = bound.total.bound
+    margin = allocator.padded(size, _peers(stages)) - size
+    kinds = {
+        kind: Amount(expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound)
+        for kind in RankMemory.__struct_fields__
+    }
+    return RankMemory(**{**kinds, "workspace": kinds["workspace"] + Amount(expected=0, bound=margin)})
+
+
+def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int) -> RankMemory:
+    """By kind what is held at a moment, with the most that lives in its action."""
+    pairs = [(stage, moment.held[index]) for index, stage in sorted(stages.items())]
+    return RankMemory(
+        parameters=_sum(stage.parameters for stage, _ in pairs),
+        gradients=_sum(stage.gradients * held.summed for stage, held in pairs),
+        optimizer=_sum(stage.optimizer for stage, _ in pairs),
+        activations=_sum(_activations(stage, held) for stage, held in pairs),
+        buffers=_buffers(stages) * microbatches
+        + _sum(_waiting(stages, index, held) for index, held in moment.held.items()),
+        workspace=_working(stages, moment),
+    )
+
+
+def _sum(amounts: Iterable[Amount]) -> Amount:
+    return sum(amounts, ZERO)
+
+
+def _activations(stage: Footprint, held: Held) -> Amount:
+    return stage.kept * held.kept + stage.outputs * held.bare + stage.between * held.halved
+
+
+def _buffers(stages: Mapping[int, Footprint]) -> Amount:
+    """What arrives for one microbatch: from the minibatch, and from other ranks."""
+    own = _sum(stage.inputs for stage in stages.values())
+    values = _sum(stage.received for index, stage in stages.items() if index - 1 not in stages)
+    gradients = _sum(stage.received_gradients for index, stage in stages.items() if index + 1 not in stages)
+    return own + values + gradients
+
+
+def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
+    """What was sent; between stages of one rank it is handed over, and lives no longer than what it is part of."""
+    sent = ZERO if index + 1 in stages else stages[index].outputs * held.sent
+    return sent + stages[index].returned * held.returned
+
+
+def _working(stages: Mapping[int, Footprint], moment: Moment) -> Amount:
+    """The most that lives in the action, above what is held."""
+    stage, summed = stages[moment.stage], moment.held[moment.stage].summed
+    match moment.kind:
+        case Kind.FORWARD | Kind.RECOMPUTE:
+            return stage.forward_peak
+        case Kind.BACKWARD:
+            return stage.backward_peak if summed else stage.first_backward_peak
+        case Kind.BACKWARD_INPUT:
+            return stage.input_peak
+        case Kind.BACKWARD_WEIGHT:
+            return stage.weight_peak if summed else stage.first_weight_peak
+    scratch = (stage.optimizer_scratch for stage in stages.values())
+    return max(scratch, key=lambda amount: amount.bound)
+
+
+def _peers(stages: Mapping[int, Footprint]) -> int:
+    """How many stages of other ranks these exchange tensors with."""
+    before = {index - 1 for index in stages if index} - set(stages)
+    after = {index + 1 for index, stage in stages.items() if stage.outputs.bound} - set(stages)
+    return len(before | after)
+
+
+def room(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator) -> int:
+    """What `memory_bytes` leave for what microbatches keep, whatever the order of actions; never too much."""
+    held = [stage for _, stage in sorted(stages.items())]
+    always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches
+    always += _sum((stage.outputs + stage.returned) * microbatches for stage in held)
+    peaks = [
+        max(s.forward_peak.bound - s.kept.bound, s.backward_peak.bound, s.input_peak.bound, s.weight_peak.bound)
+        for s in held
+    ]
+    free = allocator.unpadded(memory_bytes, _peers(stages)) - always.bound
+    return max(0, free - max(peaks))
 
 
 def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
@@ -258,46 +238,7 @@ def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
     }
 
 
-def _rounded(size: int) -> int:
-    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def rank_memory(stages: dict[int, Footprint], row: Sequence[Action], *, microbatches: int) -> RankMemory:
-    """The peak of a rank that holds `stages` (by index) and performs `row`; no PyTorch, no simulation.
-
-    Activations depend on the rank's own order alone. A backward frees what its forward or recompute kept.
-    """
-    held = [stages[index] for index in sorted(stages)]
-    parameters = sum((stage.parameters for stage in held), ZERO)
-    gradients = sum((stage.gradients for stage in held), ZERO)
-    buffers = sum((stage.received + stage.received_gradients for stage in held), ZERO)
-    largest = max((stage.workspace for stage in held), key=lambda amount: amount.bound)
-    return RankMemory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=ZERO,  # no optimizer is named yet: reports say that its state is not counted
-        activations=_peak_activations(stages, row),
-        buffers=buffers * microbatches,
-        workspace=largest,
-    )
-
-
-def activation_curve(stages: dict[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
-    """After each action of `row`, the activations that the rank holds; of an evaluation, those of one forward."""
-    recomputed = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE}
-    # torch keeps everything until the gradients of the weights.
-    whole = {s: changes(kept=f.kept, recomputed=ZERO, between=f.kept) for s, f in stages.items()}
-    again = {s: changes(kept=f.outputs, recomputed=f.kept - f.outputs, between=f.kept) for s, f in stages.items()}
-    now, trains = ZERO, any(action.kind in BACKWARDS for action in row)
-    for action in row:
-        now = now if trains else ZERO
-        table = again if (action.stage, action.microbatch) in recomputed else whole
-        now += table[action.stage].get(action.kind, ZERO)
-        yield action, now
-
-
-def _peak_activations(stages: dict[int, Footprint], row: Sequence[Action]) -> Amount:
-    amounts = [amount for _, amount in activation_curve(stages, row)]
-    return Amount(
-        expected=max((a.expected for a in amounts), default=0), bound=max((a.bound for a in amounts), default=0)
-    )
+def activation_curve(stages: Mapping[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
+    """After each action of `row`, the activations that the rank holds; those that are sent count until the backward."""
+    for action, held in _states(row, sorted(stages)):
+        yield action, _sum(_activations(stages[index], counts) for index, counts in held.items())

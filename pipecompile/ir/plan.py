@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pipecompile.ir.allocator import AllocatorName
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import Footprint, RankMemory
+from pipecompile.ir.memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
@@ -63,7 +65,10 @@ class Boundary(Value, frozen=True, kw_only=True):
 
 
 class Stage(Value, frozen=True, kw_only=True):
-    """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds."""
+    """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
+
+    `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
+    """
 
     nodes: tuple[str, ...]
     modules: tuple[str, ...]
@@ -74,6 +79,7 @@ class Stage(Value, frozen=True, kw_only=True):
     backward_input_ns: NonNegative | None
     backward_weight_ns: NonNegative | None
     recompute_ns: NonNegative
+    finish_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage"]
@@ -146,7 +152,10 @@ class Ordering(Value, frozen=True, kw_only=True):
 
 
 class Plan(Value, frozen=True, kw_only=True):
-    """Everything that a pipelined training step needs besides the model's weights."""
+    """Everything that a pipelined training step needs besides the model's weights.
+
+    `allocator` is the one that its memory is predicted for.
+    """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
     fingerprint: Fingerprint
@@ -159,6 +168,7 @@ class Plan(Value, frozen=True, kw_only=True):
     microbatches: Positive
     microbatch_shapes: tuple[tuple[NonNegative, ...], ...]
     links: Links
+    allocator: AllocatorName
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
     parameters: tuple[OwnedParameter, ...]

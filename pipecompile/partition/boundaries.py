@@ -32,7 +32,6 @@ class Sums:
     resident: Integers
     saved: Integers
     parameters: Integers
-    workspaces: Integers  # (sizes, members): how many units need so much
     crossing: Mapping[Crossing, Integers]
 
     def each(self, change: Callable[[Integers], Integers]) -> Sums:
@@ -43,7 +42,6 @@ class Sums:
             change(self.resident),
             change(self.saved),
             change(self.parameters),
-            change(self.workspaces),
             crossing,
         )
 
@@ -54,7 +52,6 @@ class Sums:
             np.concatenate([self.resident, *(o.resident for o in others)]),
             np.concatenate([self.saved, *(o.saved for o in others)]),
             np.concatenate([self.parameters, *(o.parameters for o in others)]),
-            np.concatenate([self.workspaces, *(o.workspaces for o in others)], axis=1),
             {
                 kind: np.concatenate([values, *(o.crossing[kind] for o in others)])
                 for kind, values in self.crossing.items()
@@ -127,7 +124,6 @@ class Prefixes(Boundaries):
             resident=_running(instance.resident[self.order]),
             saved=_running(instance.saved[self.order]),
             parameters=_running(instance.parameters[self.order]),
-            workspaces=_running(_needing(instance)[:, self.order]),
             crossing={crossing: self._crossing(instance.weights(crossing)) for crossing in instance.crossings},
         )
 
@@ -265,8 +261,8 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
 
 def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
-    held = (instance.compute, instance.resident, instance.saved, instance.parameters, _needing(instance))
-    compute, resident, saved, parameters, workspaces = (
+    held = (instance.compute, instance.resident, instance.saved, instance.parameters)
+    compute, resident, saved, parameters = (
         _inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held
     )
     inside = np.zeros(instance.count, np.bool_)
@@ -284,12 +280,7 @@ def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[in
             values[start : start + len(parents)] = new
             start += len(parents)
         crossing[key] = values
-    return Sums(compute, resident, saved, parameters, workspaces, crossing)
-
-
-def _needing(instance: Instance) -> Integers:
-    """Per size of workspace, 1 for the units that need as much."""
-    return np.array([needs for _, needs in instance.workspaces], np.int64).reshape(-1, instance.count)
+    return Sums(compute, resident, saved, parameters, crossing)
 
 
 def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Rows]], count: int) -> Integers:

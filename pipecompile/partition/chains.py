@@ -168,10 +168,7 @@ class Chains:
         held: Integers = each[b][None, :] - each[a][:, None]
         if memory.floor is None:
             return held
-        largest = np.zeros_like(held)
-        for (size, _), count in zip(self.family.instance.workspaces, sums.workspaces, strict=True):
-            largest = np.where((largest == 0) & (count[b][None, :] > count[a][:, None]), size, largest)
-        return held + largest + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
+        return held + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
 
     def pay(self, stage: int, a: int, b: int, extra: int | None) -> None:
         """Notes what the stage between two rows was found to pay."""

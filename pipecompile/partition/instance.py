@@ -19,7 +19,6 @@ from pipecompile.partition.units import Unit
 __all__ = ["Flow", "Instance", "Integers", "Mask"]
 
 Crossing = Hop | str
-WORKSPACES = 8
 REACH_MAX = 16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
 
 Integers = NDArray[Any]  # int64, or Python integers where squares do not fit
@@ -176,16 +175,6 @@ class Instance:
         assert self.problem.memory is not None and self.problem.memory.floor is not None
         held = getattr(self.problem.memory.floor, crossing)
         return sum(held[name] for name in flow.names)
-
-    @cached_property
-    def workspaces(self) -> tuple[tuple[int, Integers], ...]:
-        """Up to eight sizes of workspace, the largest first, each with 1 for the units that need as much."""
-        memory = self.problem.memory
-        if memory is None or memory.floor is None:
-            return ()
-        needed = self._array([max(memory.floor.workspace[name] for name in unit) for unit in self.units])
-        sizes = sorted(set(needed.tolist()) - {0}, reverse=True)[:WORKSPACES]
-        return tuple((size, (needed >= size).astype(np.int64)) for size in sizes)
 
     @cached_property
     def resident(self) -> Integers:

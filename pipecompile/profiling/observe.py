@@ -1,9 +1,10 @@
-"""One forward on fake tensors: what each node returns, what its backward keeps, what it reads."""
+"""One training microbatch on fake tensors: what each node returns, reads and saves, and how long each storage lives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import Call, size_bytes, tensors
+from pipecompile.errors import CaptureError
+from pipecompile.ir.allocator import AllocatorName
 from pipecompile.passes.propagate import named_state
 from pipecompile.profiling.caller import Caller
+from pipecompile.profiling.ledger import Ledger
+from pipecompile.profiling.scratch import SCRATCH, Scratch
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["Facts", "Observation", "observe"]
+__all__ = ["Facts", "GradientLife", "Observation", "observe"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Facts:
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
     ones it lies in. `saved` is in order of first use. Storages of parameters and buffers appear nowhere.
+    `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
+    `scratch` is what its kernels take beside that.
     `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
     """
 
@@ -32,79 +39,149 @@ class Facts:
     gradient_bytes: int
     storages: tuple[int, ...]
     saved: tuple[int, ...]
-    workspace_bytes: int
+    forward_peak: int
+    backward_peak: int
+    scratch: int
     parameters: tuple[str, ...]
     differentiable: tuple[bool, ...]
     mutates: bool
 
 
 @dataclass(frozen=True)
+class GradientLife:
+    """A storage of the backward: made in that of node `producer`, freed in that of `last`."""
+
+    bytes: int
+    producer: str
+    last: str
+
+
+@dataclass(frozen=True)
 class Observation:
-    """The facts of every node but `get_attr`, by name, and the bytes of the storages they speak of."""
+    """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
+
+    `gradients` are those that live longer than the node that makes them, without those of parameters and inputs.
+    """
 
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
+    gradients: tuple[GradientLife, ...]
 
 
-def observe(workload: Workload) -> Observation:
-    """Runs `workload`, which is fake, once; no real memory is touched."""
-    observer = _Observer(workload)
+def observe(workload: Workload, memory: AllocatorName) -> Observation:
+    """Runs `workload`, which is fake, forward and backward once; no real memory is touched.
+
+    `memory` says whose kernels it would run on.
+
+    CaptureError if its backward cannot run on fake tensors.
+    """
+    observer = _Observer(workload, SCRATCH[memory])
     with torch.enable_grad():
         observer.interpret()
-    return Observation(observer.facts, observer.storages.sizes)
+        observer.differentiate()
+    return observer.observation()
 
 
 class _Observer(Caller):
-    def __init__(self, workload: Workload) -> None:
+    """Ticks 0 … n − 1 are the forwards of the n nodes in order, n … 2n − 1 their backwards, the last node's first."""
+
+    def __init__(self, workload: Workload, scratch: Scratch) -> None:
         super().__init__(workload)
-        self.facts: dict[str, Facts] = {}
-        self.storages = _Storages(value for _, value in named_state(workload.module))
+        self.facts: list[tuple[str, Facts]] = []
+        self.numbers: list[int] = []  # the autograd sequence number at which each node begins
+        self.state = [value for _, value in named_state(workload.module)]
+        self.ledger = Ledger(self.state, scratch)
+        self.roots: tuple[Tensor, ...] = ()
 
     def perform(self, call: Call) -> Any:
-        saved: list[Tensor] = []
+        tick = len(self.facts)
+        self.ledger.enter(tick)
+        self.numbers.append(torch.autograd._get_sequence_nr())
         versions = [argument._version for argument in call.arguments]
-        with saved_tensors_hooks(saved.append, _never):
-            value = super().perform(call)
+        value, saved = self._kept(call)
         outputs = tensors(value)
-        differentiable = [output for output in outputs if output.requires_grad]
-        self.facts[call.node.name] = Facts(
+        differentiable = tuple(output for output in outputs if output.requires_grad)
+        facts = Facts(
             operator=call.operator,
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
-            storages=self.storages.of(outputs),
-            saved=self.storages.of(saved),
-            workspace_bytes=size_bytes(outputs) + size_bytes(call.inputs),
+            storages=self.ledger.indices(outputs),
+            saved=saved,
+            forward_peak=0,
+            backward_peak=0,
+            scratch=0,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             differentiable=call.differentiable,
             mutates=versions != [argument._version for argument in call.arguments],
         )
+        self.facts.append((call.node.name, facts))
+        if call.node.op == "output":
+            self.roots = differentiable
         return value
 
+    def _kept(self, call: Call) -> tuple[Any, tuple[int, ...]]:
+        """The value of a node, and the storages that its backward keeps."""
+        saved: dict[int, None] = {}
 
-class _Storages:
-    """Numbers storages as they are met; it holds on to them, so that no address is used twice."""
+        def keep(value: Tensor) -> Tensor:
+            saved.update(dict.fromkeys(self.ledger.indices([value])))
+            return value
 
-    def __init__(self, excluded: Iterable[Tensor]) -> None:
-        self._excluded = {value.untyped_storage()._cdata for value in excluded}
-        self._indices: dict[int, int] = {}
-        self._held: list[Any] = []
+        with saved_tensors_hooks(keep, lambda value: value), self.ledger:
+            value = super().perform(call)
+        return value, tuple(saved)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(storage.nbytes() for storage in self._held)
+    def differentiate(self) -> None:
+        """The backward of one microbatch, from the loss, or from all outputs where there is none."""
+        roots, self.roots = self.roots, ()
+        if not roots:
+            return
+        seeds = [torch.ones_like(root) for root in roots]
+        self.ledger.exclude(seeds)
+        self.ledger.tick_of = self._tick_of
+        self.ledger.enter(len(self.facts))
+        try:
+            with self.ledger:
+                torch.autograd.backward(roots, seeds)
+        except Exception as error:
+            raise CaptureError(
+                f"the backward of {self._running()} does not run on fake tensors: {type(error).__name__}: {error}; "
+                "a custom autograd.Function must not read values in its backward"
+            ) from error
 
-    def of(self, values: Iterable[Tensor]) -> tuple[int, ...]:
-        """The distinct storages of `values`, in order, without the excluded ones."""
-        storages = [value.untyped_storage() for value in values]
-        known = (storage for storage in storages if storage._cdata not in self._excluded)
-        return tuple(dict.fromkeys(map(self._index, known)))
+    def _tick_of(self, number: int) -> int | None:
+        """The backward in which the autograd node with this sequence number runs."""
+        if number > self.numbers[-1] + 2**32:
+            return None  # what accumulates a parameter's gradient has no number of its own
+        return self._backward_tick(bisect_right(self.numbers, number) - 1)
 
-    def _index(self, storage: Any) -> int:
-        if storage._cdata not in self._indices:
-            self._indices[storage._cdata] = len(self._held)
-            self._held.append(storage)
-        return self._indices[storage._cdata]
+    def _backward_tick(self, place: int) -> int:
+        return 2 * len(self.facts) - 1 - place
 
+    def _running(self) -> str:
+        return self.facts[2 * len(self.facts) - 1 - max(self.ledger.tick, len(self.facts))][0]
 
-def _never(packed: None) -> Tensor:
-    raise AssertionError("nothing is differentiated while a graph is observed")
+    def observation(self) -> Observation:
+        """What was seen."""
+        gradients = tuple(self._gradients())  # before those of parameters, which are not among them, are let go
+        for value in self.state:
+            value.grad = None
+        rises, scratch = self.ledger.rises, self.ledger.scratch
+        nodes = {
+            name: replace(
+                facts,
+                forward_peak=rises[place],
+                backward_peak=rises.get(back, 0),
+                scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
+            )
+            for place, (name, facts) in enumerate(self.facts)
+            for back in [self._backward_tick(place)]
+        }
+        return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), gradients)
+
+    def _gradients(self) -> Iterator[GradientLife]:
+        """Storages of the backward that live longer than the node that makes them."""
+        count, last = len(self.facts), 2 * len(self.facts) - 1
+        for life in self.ledger.lives:
+            if life.born >= count and life.died is not None and life.died > life.born:
+                yield GradientLife(life.bytes, self.facts[last - life.born][0], self.facts[last - life.died][0])

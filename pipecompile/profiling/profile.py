@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipecompile.cost_models.protocol import Cost, CostModel, size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.passes.propagate import has_values, named_state
-from pipecompile.profiling.observe import Observation, observe
+from pipecompile.profiling.cuda import as_on_cuda
+from pipecompile.profiling.observe import Facts, Observation, observe
 from pipecompile.profiling.price import price
 from pipecompile.profiling.workload import Loss, Workload
 
@@ -36,18 +37,32 @@ def profile(
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _untouched(graph_module):
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        kernels = as_on_cuda() if cost_model.memory == "cuda" else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
-            observation = observe(fake)
+            observation = observe(fake, cost_model.memory)
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         if cost_model.real:
             costs = price(workload, observation, cost_model)
+    known = _known(workload.graph, observation)
     return ir.CostGraph(
-        nodes=tuple(_nodes(workload, observation, costs)),
-        tensors=tuple(_tensors(workload.graph, observation)),
-        storages=observation.storages,
+        memory=cost_model.memory,
+        nodes=tuple(_nodes(workload, observation, costs, known)),
+        tensors=tuple(_tensors(workload.graph, observation, known)),
+        storages=tuple(observation.storages[storage] for storage in known),
         parameters=tuple(_parameters(graph_module)),
+        gradients=tuple(
+            ir.Gradient(producer=life.producer, last=life.last, bytes=life.bytes) for life in observation.gradients
+        ),
     )
+
+
+def _known(graph: fx.Graph, observation: Observation) -> dict[int, int]:
+    """The storages that nodes save or pass on, numbered anew in their order."""
+    read = {node.name for node in graph.nodes if node.users}
+    nodes = observation.nodes.items()
+    storages = {s for name, facts in nodes for s in (*facts.saved, *(facts.storages if name in read else ()))}
+    return {storage: index for index, storage in enumerate(sorted(storages))}
 
 
 @contextmanager
@@ -64,7 +79,9 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                         buffer.copy_(before)
 
 
-def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost]) -> Iterator[ir.Node]:
+def _nodes(
+    workload: Workload, observation: Observation, costs: dict[str, Cost], known: dict[int, int]
+) -> Iterator[ir.Node]:
     parameter_bytes = {name: size_bytes([value]) for name, value in named_state(workload.module)}
     claimed: set[int] = set()
     for node in workload.graph.nodes:
@@ -82,8 +99,11 @@ def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost])
             parameter_bytes=sum(parameter_bytes[name] for name in facts.parameters),
             # A storage that several nodes save is counted once, at the first.
             saved_bytes=sum(observation.storages[storage] for storage in first),
-            saved=facts.saved,
-            workspace_bytes=facts.workspace_bytes,
+            saved=tuple(known[storage] for storage in facts.saved),
+            forward_peak_bytes=facts.forward_peak,
+            backward_peak_bytes=facts.backward_peak,
+            workspace_bytes=max(facts.scratch, cost.workspace_bytes),
+            input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
@@ -92,7 +112,12 @@ def _nodes(workload: Workload, observation: Observation, costs: dict[str, Cost])
         )
 
 
-def _tensors(graph: fx.Graph, observation: Observation) -> Iterator[ir.Tensor]:
+def _input_bytes(workload: Workload, node: fx.Node, facts: Facts) -> int:
+    """What the node reads of the minibatch: the loss its targets."""
+    return size_bytes(workload.targets) if node.op == "output" else facts.bytes if node.op == "placeholder" else 0
+
+
+def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -> Iterator[ir.Tensor]:
     """One for each value that somebody reads; a tuple counts as the sum of its tensors and has no one storage."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
@@ -103,7 +128,7 @@ def _tensors(graph: fx.Graph, observation: Observation) -> Iterator[ir.Tensor]:
                 consumers=tuple(user.name for user in sorted(node.users, key=position.__getitem__)),
                 bytes=facts.bytes,
                 gradient_bytes=facts.gradient_bytes,
-                storage=facts.storages[0] if len(facts.storages) == 1 else None,
+                storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
             )
 
 
@@ -121,4 +146,5 @@ def _parameters(module: nn.Module) -> Iterator[ir.Parameter]:
             bytes=size_bytes([value]),
             trainable=isinstance(value, nn.Parameter) and value.requires_grad,
             aliases=tuple(aliases),
+            shape=tuple(value.shape),
         )

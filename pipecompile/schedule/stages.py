@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import rank_memory
+from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
+from pipecompile.ir.memory import room
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.schedule.problem import Problem, Work
 
@@ -16,7 +17,7 @@ __all__ = ["activation_caps", "problem_of_plan", "problem_of_stages"]
 def problem_of_plan(plan: Plan) -> Problem:
     """What the schedule of `plan` answers."""
     placement = plan.schedule.placement
-    caps = activation_caps(plan.stages, placement, plan.microbatches, plan.options.memory_bytes)
+    caps = activation_caps(plan.stages, placement, plan.microbatches, plan.options.memory_bytes, plan.allocator)
     return problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, caps)
 
 
@@ -70,7 +71,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
 
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
-    kept, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
+    held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
     again = stage.recompute != "none"
     splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return Work(
@@ -79,16 +80,22 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns,
-        kept_bytes=outputs if again else kept,
-        recomputed_bytes=kept - outputs if again else 0,
-        between_bytes=kept,  # torch keeps everything until the gradients of the weights
+        reduce_ns=stage.finish_ns,
+        kept_bytes=outputs if again else held,
+        recomputed_bytes=held if again else 0,
+        # torch keeps everything until the gradients of the weights
+        between_bytes=held + outputs * again + stage.footprint.between.bound,
         splits=splits,
         recompute=again,
     )
 
 
 def activation_caps(
-    stages: Sequence[Stage], placement: Sequence[int], microbatches: int, memory_bytes: int | None
+    stages: Sequence[Stage],
+    placement: Sequence[int],
+    microbatches: int,
+    memory_bytes: int | None,
+    allocator: AllocatorName,
 ) -> tuple[int, ...] | None:
     """Per rank what `memory_bytes` leave for activations beside parameters, gradients, buffers and workspace."""
     if memory_bytes is None:
@@ -96,5 +103,5 @@ def activation_caps(
     caps = []
     for rank in range(max(placement) + 1):
         held = {index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank}
-        caps.append(max(0, memory_bytes - rank_memory(held, (), microbatches=microbatches).total.bound))
+        caps.append(room(held, memory_bytes, microbatches=microbatches, allocator=ALLOCATORS[allocator]))
     return tuple(caps)

@@ -1,0 +1,79 @@
+"""Bytes as they are asked for, and as a device's allocator may take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pipecompile.ir.serde import NonNegative, Value
+
+__all__ = ["ALLOCATORS", "ZERO", "Allocator", "AllocatorName", "Amount"]
+
+AllocatorName = Literal["cpu", "cuda"]
+
+
+class Amount(Value, frozen=True, kw_only=True):
+    """Bytes twice: what is asked for, and what an allocator may take for it."""
+
+    expected: NonNegative
+    bound: NonNegative
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(expected=self.expected + other.expected, bound=self.bound + other.bound)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(expected=self.expected - other.expected, bound=self.bound - other.bound)
+
+    def __neg__(self) -> Amount:
+        return ZERO - self
+
+    def __mul__(self, times: int) -> Amount:
+        return Amount(expected=self.expected * times, bound=self.bound * times)
+
+
+ZERO = Amount(expected=0, bound=0)
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What is taken for what is asked for.
+
+    Each storage is rounded up to blocks of `block_bytes`. A bound adds one part in `share` of itself, for scratch that
+    kernels take unseen and for fragmentation, `fixed_bytes` per rank, and `peer_bytes` per rank that this one
+    exchanges tensors with, for the buffers of the communication library. `steps_over_lists` says that optimizers
+    update all parameters at once, as `torch.optim` does on a GPU, rather than one after another.
+    """
+
+    block_bytes: int
+    share: int
+    fixed_bytes: int
+    peer_bytes: int
+    steps_over_lists: bool
+
+    def rounded(self, size: int) -> int:
+        """What one storage takes."""
+        return -(-size // self.block_bytes) * self.block_bytes
+
+    def amount(self, sizes: Iterable[int]) -> Amount:
+        """Storages of these sizes."""
+        sizes = tuple(sizes)
+        return Amount(expected=sum(sizes), bound=sum(map(self.rounded, sizes)))
+
+    def padded(self, size: int, peers: int) -> int:
+        """The bound for a rank whose storages take `size` and which exchanges tensors with so many `peers`."""
+        return size + size // self.share + self.fixed_bytes + peers * self.peer_bytes
+
+    def unpadded(self, size: int, peers: int) -> int:
+        """What storages may take so that the bound is at most `size`; negative if nothing may."""
+        return (size - self.fixed_bytes - peers * self.peer_bytes) * self.share // (self.share + 1)
+
+
+ALLOCATORS: Mapping[AllocatorName, Allocator] = {
+    # c10/core/CPUAllocator: as asked for, aligned to 64 bytes (c10/core/alignment.h). Generator states are 5 kB each.
+    "cpu": Allocator(block_bytes=64, share=40, fixed_bytes=1 << 16, peer_bytes=0, steps_over_lists=False),
+    # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and of each pool one segment that is filled in part (kSmallBuffer
+    # 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each channel and direction; four channels are assumed, and
+    # a twentieth for fragmentation: neither is proven.
+    "cuda": Allocator(block_bytes=512, share=20, fixed_bytes=22 << 20, peer_bytes=32 << 20, steps_over_lists=True),
+}

@@ -1,0 +1,367 @@
+"""What one stage holds: its nodes followed through a forward and a backward. Part of the memory model, see memory.py.
+
+forward     a storage lives from the node that makes it to its last reader; what a backward saves, and what
+            later stages read, lives on: it is `kept`
+backward    nodes run from the last to the first. What was saved goes with the first node that saved it, outputs
+            at the end. A gradient lives from the last reader of its tensor to the tensor's producer, that of a
+            parameter from its last reader on
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
+from pipecompile.ir.graph import CostGraph, Parameter, Tensor
+from pipecompile.ir.optimizer import optimizer_bytes
+from pipecompile.ir.serde import Value
+
+__all__ = ["Footprint", "Lives", "buffers", "floors"]
+
+
+class Footprint(Value, frozen=True, kw_only=True):
+    """What one stage holds: always, for a microbatch, and while it computes.
+
+    `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
+    are sent, as are the gradients of the inputs (`returned`). `between` stays from the first half of a split backward
+    to the second, beside what is kept. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
+    backward of a step makes the gradients of parameters, later ones add to them.
+    """
+
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    optimizer_scratch: Amount
+    inputs: Amount
+    received: Amount
+    received_gradients: Amount
+    kept: Amount
+    outputs: Amount
+    returned: Amount
+    between: Amount
+    forward_peak: Amount
+    first_backward_peak: Amount
+    backward_peak: Amount
+    input_peak: Amount
+    first_weight_peak: Amount
+    weight_peak: Amount
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward."""
+
+    bytes: int
+    readers: tuple[int, ...]
+    savers: tuple[int, ...]
+
+
+class _Gradient(NamedTuple):
+    """A storage of the backward: made in that of `producer`, let go in that of `last`."""
+
+    producer: int
+    last: int
+    bytes: int
+
+
+class _Change(NamedTuple):
+    """At the node of this place a storage of so many bytes begins to live, or ends."""
+
+    place: int
+    bytes: int
+    begins: bool
+
+
+@dataclass(frozen=True)
+class Lives:
+    """The storages of a cost graph, ready for any stage; `optimizer` and `master_weights` are as in a plan's options.
+
+    Nodes are known by their place in the graph's order.
+    """
+
+    graph: CostGraph
+    optimizer: str | None = None
+    master_weights: bool = False
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The place of each node."""
+        return {node.name: index for index, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def storages(self) -> dict[int, tuple[_Storage, ...]]:
+        """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
+        roots: dict[int, int] = {}
+        readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for tensor in self.graph.tensors:
+            if tensor.storage is not None:
+                producer = self.place[tensor.producer]
+                roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
+                readers[tensor.storage].update(self.place[name] for name in tensor.consumers)
+        for index, node in enumerate(self.graph.nodes):
+            for storage in node.saved:
+                roots.setdefault(storage, index)
+                savers[storage].add(index)
+        made = defaultdict[int, list[_Storage]](list)
+        for storage, root in roots.items():
+            if self.graph.nodes[root].operator != "placeholder":
+                places = (tuple(sorted(found[storage])) for found in (readers, savers))
+                made[root].append(_Storage(self.graph.storages[storage], *places))
+        return {root: tuple(storages) for root, storages in made.items()}
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
+        """Each tensor that is read, with the places of its producer and its readers."""
+        return tuple(
+            (tensor, self.place[tensor.producer], tuple(sorted(self.place[name] for name in tensor.consumers)))
+            for tensor in self.graph.tensors
+            if tensor.consumers
+        )
+
+    @cached_property
+    def gradients(self) -> dict[int, tuple[_Gradient, ...]]:
+        """By the node in whose backward they are made."""
+        made = defaultdict[int, list[_Gradient]](list)
+        for gradient in self.graph.gradients:
+            producer = self.place[gradient.producer]
+            made[producer].append(_Gradient(producer, self.place[gradient.last], gradient.bytes))
+        return {place: tuple(rows) for place, rows in made.items()}
+
+    def footprint(self, before: Iterable[str], nodes: Iterable[str]) -> Footprint:
+        """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later."""
+        return _Stage(
+            self, {self.place[name] for name in before}, sorted(map(self.place.__getitem__, nodes))
+        ).footprint()
+
+
+class _Stage:
+    """One stage: its nodes by place, in order."""
+
+    def __init__(self, lives: Lives, before: set[int], nodes: Sequence[int]) -> None:
+        self.lives, self.graph = lives, lives.graph
+        self.before, self.nodes, self.inside = before, nodes, set(nodes)
+        self.own = [self.graph.nodes[place] for place in nodes]
+        self.allocator = ALLOCATORS[lives.graph.memory]
+        self.made = [(node, storage) for node in nodes for storage in lives.storages.get(node, ())]
+        self.arriving = [(t, readers) for t, producer, readers in lives.tensors if self._arrives(producer, readers)]
+
+    def _is_later(self, place: int) -> bool:
+        return place not in self.inside and place not in self.before
+
+    def _arrives(self, producer: int, readers: Sequence[int]) -> bool:
+        return producer in self.before and any(reader not in self.before for reader in readers)
+
+    def _leaves(self, producer: int, readers: Sequence[int]) -> bool:
+        return not self._is_later(producer) and any(map(self._is_later, readers))
+
+    def _is_sent(self, storage: _Storage) -> bool:
+        return any(map(self._is_later, storage.readers))
+
+    def _savers(self, storage: _Storage) -> list[int]:
+        return [place for place in storage.savers if place in self.inside]
+
+    @cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        """The nodes of the stage that read each parameter."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for place in self.nodes:
+            for name in self.graph.nodes[place].parameters:
+                found[name].append(place)
+        return found
+
+    @cached_property
+    def _trained(self) -> list[tuple[Parameter, list[int]]]:
+        """The parameters that get a gradient, with the nodes of the stage that read them."""
+        pairs = [(self.graph.parameter_by_name[name], places) for name, places in self._readers.items()]
+        return [(parameter, places) for parameter, places in pairs if parameter.trainable]
+
+    @cached_property
+    def _captured(self) -> list[_Gradient]:
+        """What flows into nodes with parameters: there the second half of a split backward begins."""
+        read = {place for _, places in self._trained for place in places}
+        return [gradient for gradient in self._own_gradients if gradient.last in read]
+
+    @cached_property
+    def _own_gradients(self) -> list[_Gradient]:
+        made = (gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ()))
+        return [gradient for gradient in made if gradient.last in self.inside]
+
+    def footprint(self) -> Footprint:
+        """Everything about the stage."""
+        amount = self.allocator.amount
+        anonymous = [node.parameter_bytes for node in self.own if not node.parameters and node.parameter_bytes]
+        trained = [parameter for parameter, _ in self._trained]
+        state, scratch = optimizer_bytes(
+            trained,
+            self.lives.optimizer,
+            master_weights=self.lives.master_weights,
+            lists=self.allocator.steps_over_lists,
+        )
+        making, adding = list(self._made_gradients()), list(self._added_gradients())
+        backward = [*self._freed(), *self._flowing()]
+        second = [*self._freed(), *self._released()] if self._splits else backward
+        return Footprint(
+            parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self._readers), *anonymous]),
+            gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
+            optimizer=amount(state),
+            optimizer_scratch=amount([scratch]),
+            inputs=amount(node.input_bytes for node in self.own),
+            received=amount(tensor.bytes for tensor, _ in self.arriving),
+            received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self._leaves(p, r)),
+            kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
+            outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
+            returned=amount(tensor.gradient_bytes for tensor, _ in self.arriving),
+            between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
+            forward_peak=self._peak(self.nodes, list(self._forward())),
+            first_backward_peak=self._backward_peak([*backward, *making]),
+            backward_peak=self._backward_peak([*backward, *adding]),
+            input_peak=self._backward_peak(list(self._flowing(hold=True))) if self._splits else ZERO,
+            first_weight_peak=self._backward_peak([*second, *making]),
+            weight_peak=self._backward_peak([*second, *adding]),
+        )
+
+    @property
+    def _splits(self) -> bool:
+        """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
+        return any(tensor.gradient_bytes for tensor, _ in self.arriving)
+
+    def _forward(self) -> Iterator[_Change]:
+        for place, storage in self.made:
+            yield _Change(place, storage.bytes, begins=True)
+            if not self._savers(storage) and not self._is_sent(storage):
+                yield _Change(max(storage.readers, default=place), storage.bytes, begins=False)
+
+    def _freed(self) -> Iterator[_Change]:
+        """What the backward lets go of what was kept; outputs stay until it ends."""
+        for _, storage in self.made:
+            savers = self._savers(storage)
+            if savers and not self._is_sent(storage):
+                yield _Change(savers[0], storage.bytes, begins=False)
+
+    def _flowing(self, *, hold: bool = False) -> Iterator[_Change]:
+        """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
+        held = {id(gradient) for gradient in self._captured} if hold else set()
+        for gradient in self._own_gradients:
+            yield _Change(gradient.producer, gradient.bytes, begins=True)
+            if id(gradient) not in held:
+                yield _Change(gradient.last, gradient.bytes, begins=False)
+        for tensor, readers in self.arriving:
+            yield _Change(self._last_reader(readers), tensor.gradient_bytes, begins=True)
+        # What arrives from later stages is not added to in place.
+        for tensor, producer, readers in self.lives.tensors:
+            if producer in self.inside and self._leaves(producer, readers) and not self.inside.isdisjoint(readers):
+                yield _Change(self._last_reader(readers), tensor.gradient_bytes, begins=True)
+                yield _Change(producer, tensor.gradient_bytes, begins=False)
+
+    def _last_reader(self, readers: Sequence[int]) -> int:
+        """Where the backward first adds to a gradient; at its begin if it only passes through."""
+        return max((place for place in readers if place in self.inside), default=self.nodes[-1])
+
+    def _made_gradients(self) -> Iterator[_Change]:
+        """In the first backward of a step the gradients of parameters begin to live."""
+        for parameter, places in self._trained:
+            yield _Change(places[-1], parameter.bytes, begins=True)
+
+    def _added_gradients(self) -> Iterator[_Change]:
+        """Later they are made, added and let go."""
+        for parameter, places in self._trained:
+            if len(places) > 1:
+                yield _Change(places[-1], parameter.bytes, begins=True)
+                yield _Change(places[0], parameter.bytes, begins=False)
+
+    def _released(self) -> Iterator[_Change]:
+        """What the first half held for the second."""
+        for gradient in self._captured:
+            yield _Change(gradient.last, gradient.bytes, begins=False)
+
+    def _backward_peak(self, changes: Sequence[_Change]) -> Amount:
+        return self._peak(self.nodes[::-1], changes)
+
+    def _peak(self, order: Sequence[int], changes: Sequence[_Change]) -> Amount:
+        return Amount(
+            expected=_highest(order, self._rises(order, 1), changes, lambda size: size),
+            bound=_highest(order, self._rises(order, 2), changes, self.allocator.rounded),
+        )
+
+    def _rises(self, order: Sequence[int], margin: int) -> list[int]:
+        """Per node the most that lives while it runs; the scratch of its kernels counts `margin` times."""
+        forward = order is self.nodes
+        nodes = (self.graph.nodes[place] for place in order)
+        return [
+            (n.forward_peak_bytes if forward else n.backward_peak_bytes) + margin * n.workspace_bytes for n in nodes
+        ]
+
+
+def _highest(
+    order: Sequence[int], rises: Sequence[int], changes: Iterable[_Change], size_of: Callable[[int], int]
+) -> int:
+    """The most that lives above what lived before: what begins in a node is part of that node's rise."""
+    after: dict[int, int] = defaultdict(int)
+    padding: dict[int, int] = defaultdict(int)
+    for place, size, begins in changes:
+        after[place] += size_of(size) if begins else -size_of(size)
+        padding[place] += size_of(size) - size if begins else 0
+    now = highest = 0
+    for place, rise in zip(order, rises, strict=True):
+        highest = max(highest, now + rise + padding[place])
+        now += after[place]
+    return max(highest, now)
+
+
+def floors(graph: CostGraph, *, recompute: bool, gradients: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
+
+    A parameter counts in equal parts for the nodes that read it, with its gradient if `gradients` are there when most
+    microbatches are in flight; a saved storage for its producer, whose stage keeps it until the backward: as often as
+    microbatches are in flight, or once if stages recompute.
+    """
+    resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
+    rounded = ALLOCATORS[graph.memory].rounded
+    readers: dict[str, list[str]] = {}
+    savers: dict[int, set[str]] = {}
+    for node in graph.nodes:
+        if not node.parameters:
+            resident[node.name] += (1 + gradients) * rounded(node.parameter_bytes)
+        for name in node.parameters:
+            readers.setdefault(name, []).append(node.name)
+        for storage in node.saved:
+            savers.setdefault(storage, set()).add(node.name)
+    for name, nodes in readers.items():
+        parameter = graph.parameter_by_name[name]
+        for reader in nodes:
+            resident[reader] += rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
+    kept = resident if recompute else saved
+    for producer, storage in _roots(graph, savers):
+        if graph.by_name[producer].operator != "placeholder":
+            kept[producer] += rounded(graph.storages[storage])
+    return resident, saved
+
+
+def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
+    """Saved storages with the node that all others that make a view of them or save them come after."""
+    tensors: dict[int, list[Tensor]] = {}
+    for tensor in graph.tensors:
+        if tensor.storage is not None:
+            tensors.setdefault(tensor.storage, []).append(tensor)
+    for storage, (first, *views) in tensors.items():
+        after = {first.producer, *first.consumers}
+        for view in views:
+            after |= set(view.consumers) if view.producer in after else {""}
+        if storage in savers and savers[storage] <= after and "" not in after:
+            yield first.producer, storage
+    for storage, nodes in savers.items():
+        if storage not in tensors and len(nodes) == 1:  # what a node saves for itself, such as a mask
+            yield next(iter(nodes)), storage
+
+
+def buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Receive buffers of values and of gradients by producer, as a stage's bound counts them."""
+    rounded = ALLOCATORS[graph.memory].rounded
+    arriving = {tensor.producer: microbatches * rounded(tensor.bytes) for tensor in graph.tensors}
+    returning = {tensor.producer: microbatches * rounded(tensor.gradient_bytes) for tensor in graph.tensors}
+    return arriving, returning

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from pipecompile.cost_models.clock import Clock, Sample, settled
 from pipecompile.cost_models.lent import lent
 from pipecompile.cost_models.protocol import Call, Cost, Trial
-from pipecompile.passes.ambient import Ambient
 
 __all__ = ["VERSION", "Measured"]
 
@@ -164,7 +163,7 @@ class _Redirected(TorchFunctionMode):
 @contextmanager
 def _cast_as_on_cpu(device: torch.device, node: fx.Node) -> Iterator[None]:
     """The autocast that is on for the CPU, around the node or in its region, is on for `device` instead."""
-    ambient: Ambient | None = node.meta.get("ambient")
+    ambient = node.meta.get("ambient")
     if ambient is not None:
         casts = tuple((device.type, *cast) for name, *cast in ambient.autocast if name == "cpu")
         node.meta["ambient"] = replace(ambient, autocast=casts)

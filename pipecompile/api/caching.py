@@ -55,18 +55,18 @@ def _recalled(path: Path, depends_on: Mapping[str, str]) -> CostGraph | None:
     if not path.exists():
         return None
     try:
-        entry = read(path, Entry)
+        return _checked(read(path, Entry), path, depends_on)
     except FormatError as error:
-        return _refused(str(error))
+        print(f"{error}; measuring again", file=sys.stderr)
+        return None
+
+
+def _checked(entry: Entry, path: Path, depends_on: Mapping[str, str]) -> CostGraph:
     if entry.depends_on != depends_on:
-        return _refused(f"{path}: is of other costs than its name says")
+        raise FormatError(f"{path}: is of other costs than its name says")
     if entry.digest != _digest(entry.graph):
-        return _refused(f"{path}: its costs were changed after they were measured")
+        raise FormatError(f"{path}: its costs were changed after they were measured")
     return entry.graph
-
-
-def _refused(why: str) -> None:
-    print(f"{why}; measuring again", file=sys.stderr)
 
 
 def _keep(path: Path, entry: Entry) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples import models
+from benchmarks.models import MODELS
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
@@ -31,7 +31,7 @@ from pipecompile.runtime.probe import probe
 from pipecompile.schedule.simulate import simulate_plan
 from tests.distributed.workers import Workers
 
-NAMES = ("mlp", "vgg", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
+NAMES = ("mlp", "gpt2", "bert", "t5", "llama", "vit", "resnet", "unet")
 SCHEDULES = ("1f1b", "gpipe")
 RESULT = Path(__file__).parent / "results" / "time_prediction.json"
 MICROBATCHES = 4
@@ -125,7 +125,7 @@ def _row(
 
 
 def _target(name: str) -> Target:
-    return Target.of(getattr(models, name)(), name)
+    return Target.of(MODELS[name](), name)
 
 
 def _pipeline(target: Target, schedule: str, **options: Any) -> Pipeline:

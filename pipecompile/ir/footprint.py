@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
@@ -21,6 +23,8 @@ from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.ir.serde import Value
 
 __all__ = ["Footprint", "Lives", "buffers", "floors"]
+
+SCRATCH_MARGIN = Fraction(1, 4)  # by which a bound takes the scratch of kernels to be larger than expected
 
 
 class Footprint(Value, frozen=True, kw_only=True):
@@ -204,7 +208,9 @@ class _Stage:
         )
         making, adding = list(self._made_gradients()), list(self._added_gradients())
         backward = [*self._freed(), *self._flowing()]
+        whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(), *self._released()] if self._splits else backward
+        rises = list(self._weight_rises()) if self._splits else whole
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self._readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -217,12 +223,12 @@ class _Stage:
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.arriving),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
-            forward_peak=self._peak(self.nodes, list(self._forward())),
-            first_backward_peak=self._backward_peak([*backward, *making]),
-            backward_peak=self._backward_peak([*backward, *adding]),
-            input_peak=self._backward_peak(list(self._flowing(hold=True))) if self._splits else ZERO,
-            first_weight_peak=self._backward_peak([*second, *making]),
-            weight_peak=self._backward_peak([*second, *adding]),
+            forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
+            first_backward_peak=self._peak([*backward, *making], whole),
+            backward_peak=self._peak([*backward, *adding], whole),
+            input_peak=self._peak(self._flowing(hold=True), list(self._input_rises())) if self._splits else ZERO,
+            first_weight_peak=self._peak([*second, *making], rises),
+            weight_peak=self._peak([*second, *adding], rises),
         )
 
     @property
@@ -279,38 +285,50 @@ class _Stage:
         for gradient in self._captured:
             yield _Change(gradient.last, gradient.bytes, begins=False)
 
-    def _backward_peak(self, changes: Sequence[_Change]) -> Amount:
-        return self._peak(self.nodes[::-1], changes)
+    def _input_rises(self) -> Iterator[int]:
+        """The first half of a backward makes no gradients of parameters."""
+        for node in self.own:
+            parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
+            yield max(0, node.backward_peak_bytes - sum(p.bytes for p in parameters if p.trainable))
 
-    def _peak(self, order: Sequence[int], changes: Sequence[_Change]) -> Amount:
+    def _weight_rises(self) -> Iterator[int]:
+        """The second half runs nodes with parameters alone, and makes no other gradients."""
+        others: dict[int, int] = defaultdict(int)
+        for gradient in self._own_gradients:
+            others[gradient.producer] += gradient.bytes
+        read = {place for _, places in self._trained for place in places}
+        for place, node in zip(self.nodes, self.own, strict=True):
+            yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0
+
+    def _peak(self, changes: Iterable[_Change], rises: Sequence[int], *, forward: bool = False) -> Amount:
+        """The most that lives above what lived before; `rises` is in the order of the nodes."""
+        changes = list(changes)
         return Amount(
-            expected=_highest(order, self._rises(order, 1), changes, lambda size: size),
-            bound=_highest(order, self._rises(order, 2), changes, self.allocator.rounded),
+            expected=self._highest(changes, rises, 1, lambda size: size, forward),
+            bound=self._highest(changes, rises, 1 + SCRATCH_MARGIN, self.allocator.rounded, forward),
         )
 
-    def _rises(self, order: Sequence[int], margin: int) -> list[int]:
-        """Per node the most that lives while it runs; the scratch of its kernels counts `margin` times."""
-        forward = order is self.nodes
-        nodes = (self.graph.nodes[place] for place in order)
-        return [
-            (n.forward_peak_bytes if forward else n.backward_peak_bytes) + margin * n.workspace_bytes for n in nodes
-        ]
-
-
-def _highest(
-    order: Sequence[int], rises: Sequence[int], changes: Iterable[_Change], size_of: Callable[[int], int]
-) -> int:
-    """The most that lives above what lived before: what begins in a node is part of that node's rise."""
-    after: dict[int, int] = defaultdict(int)
-    padding: dict[int, int] = defaultdict(int)
-    for place, size, begins in changes:
-        after[place] += size_of(size) if begins else -size_of(size)
-        padding[place] += size_of(size) - size if begins else 0
-    now = highest = 0
-    for place, rise in zip(order, rises, strict=True):
-        highest = max(highest, now + rise + padding[place])
-        now += after[place]
-    return max(highest, now)
+    def _highest(
+        self,
+        changes: Sequence[_Change],
+        rises: Sequence[int],
+        scratch: Fraction | int,
+        size_of: Callable[[int], int],
+        forward: bool,
+    ) -> int:
+        """What begins in a node is part of that node's rise, to which the scratch of its kernels comes."""
+        after: dict[int, int] = defaultdict(int)
+        padding: dict[int, int] = defaultdict(int)
+        for place, size, begins in changes:
+            after[place] += size_of(size) if begins else -size_of(size)
+            padding[place] += size_of(size) - size if begins else 0
+        now = highest = 0
+        rows = list(zip(self.nodes, self.own, rises, strict=True))
+        for place, node, rise in rows if forward else reversed(rows):
+            needed = rise + ceil(scratch * node.workspace_bytes) if rise else 0
+            highest = max(highest, now + needed + padding[place])
+            now += after[place]
+        return max(highest, now)
 
 
 def floors(graph: CostGraph, *, recompute: bool, gradients: bool) -> tuple[dict[str, int], dict[str, int]]:

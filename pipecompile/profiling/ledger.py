@@ -3,6 +3,10 @@
 Time is counted in ticks, one for the forward of each node and one for its backward. A storage is born in the tick in
 which an operator returns it, and dies in the one in which its last holder lets go. Fake tensors show what operators
 return and not the scratch that kernels take inside.
+
+Where gradients of several readers meet, autograd adds to the first in place if nobody else holds it, but not with fake
+tensors (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp). What is let go as soon as it is added to
+something is therefore taken to live on in the sum.
 """
 
 from __future__ import annotations
@@ -49,6 +53,10 @@ class Ledger(TorchDispatchMode):
         self._excluded: set[int] = set()
         self.exclude(excluded)
         self._known: dict[int, tuple[Any, int]] = {}
+        self._makers: list[int | None] = []  # of each storage the sequence number of the autograd node that made it
+        self._maker: int | None = None
+        self._sum: tuple[int, Any] | None = None
+        self._last_dead: tuple[int, int] | None = None
         self.tick = self._began = self._now = 0
 
     def exclude(self, values: Iterable[Tensor]) -> None:
@@ -72,16 +80,39 @@ class Ledger(TorchDispatchMode):
                 yield known[1] if known is not None else self._bear(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._settle()
         node = torch._C._current_autograd_node()
+        self._maker = None if node is None else node._sequence_nr()
         if node is not None:
             tick = self.tick_of(node._sequence_nr())
             if tick is not None and tick != self.tick:
                 self.enter(tick)
         result = func(*args, **(kwargs or {}))
-        self.indices(tensors(result))
+        if node is not None and func is torch.ops.aten.add.Tensor and self._is_earlier(args[0]):
+            self._sum = args[0].untyped_storage()._cdata, result.untyped_storage()
+        else:
+            self.indices(tensors(result))
         if scratch := self._scratch_of(func, args):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
         return result
+
+    def _is_earlier(self, value: Tensor) -> bool:
+        """Whether another autograd node has made `value`."""
+        known = self._known.get(value.untyped_storage()._cdata)
+        return known is not None and self._makers[known[1]] != self._maker
+
+    def _settle(self) -> None:
+        """A sum of gradients lives in its first summand if that one was let go, else by itself."""
+        if self._sum is None:
+            return
+        (summand, storage), self._sum = self._sum, None
+        if self._last_dead is None or self._last_dead[0] != summand:
+            self._bear(storage)
+            return
+        index = self._last_dead[1]
+        self.lives[index].died = None
+        self._now += self.lives[index].bytes
+        self._know(storage, index)
 
     def _bear(self, storage: Any) -> int:
         index = len(self.lives)
@@ -89,13 +120,18 @@ class Ledger(TorchDispatchMode):
         self.lives.append(life)
         self._now += life.bytes
         self.rises[self.tick] = max(self.rises.get(self.tick, 0), self._now - self._began)
-        self._known[storage._cdata] = weakref.ref(storage, self._burial(storage._cdata, life)), index
+        self._makers.append(self._maker)
+        self._know(storage, index)
         return index
 
-    def _burial(self, key: int, life: Life) -> Callable[[object], None]:
+    def _know(self, storage: Any, index: int) -> None:
+        self._known[storage._cdata] = weakref.ref(storage, self._burial(storage._cdata, index)), index
+
+    def _burial(self, key: int, index: int) -> Callable[[object], None]:
         def bury(_: object) -> None:
-            life.died = self.tick
-            self._now -= life.bytes
+            self.lives[index].died = self.tick
+            self._now -= self.lives[index].bytes
+            self._last_dead = key, index
             del self._known[key]
 
         return bury

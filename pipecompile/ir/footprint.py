@@ -24,7 +24,7 @@ from pipecompile.ir.serde import Value
 
 __all__ = ["Footprint", "Lives", "buffers", "floors"]
 
-SCRATCH_MARGIN = Fraction(1, 4)  # by which a bound takes the scratch of kernels to be larger than expected
+SCRATCH_MARGIN = Fraction(1, 10)  # by which a bound takes the scratch of kernels to be larger than expected
 
 
 class Footprint(Value, frozen=True, kw_only=True):

@@ -131,7 +131,10 @@ def _missing(
     allocator = ALLOCATORS[graph.memory]
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
-        left = room(stages, options.memory_bytes, microbatches=options.microbatches, allocator=allocator)
+        again = set(stages) - {options.k - 1} if options.recompute == "stage" else ()
+        left = room(
+            stages, options.memory_bytes, microbatches=options.microbatches, allocator=allocator, recomputed=again
+        )
         return max(0, needed - left)
     name, again = stand_in(options, placement), options.recompute == "stage"
     at = _moments(name, tuple(placement), options.microbatches, again)[placement[min(stages)]]

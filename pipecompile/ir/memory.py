@@ -21,7 +21,7 @@ allocator.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from pipecompile.ir.allocator import ZERO, Allocator, Amount
@@ -199,8 +199,7 @@ def _working(stages: Mapping[int, Footprint], moment: Moment) -> Amount:
             return stage.input_peak
         case Kind.BACKWARD_WEIGHT:
             return stage.weight_peak if summed else stage.first_weight_peak
-    scratch = (stage.optimizer_scratch for stage in stages.values())
-    return max(scratch, key=lambda amount: amount.bound)
+    return _scratch(stages)
 
 
 def _peers(stages: Mapping[int, Footprint]) -> int:
@@ -210,17 +209,36 @@ def _peers(stages: Mapping[int, Footprint]) -> int:
     return len(before | after)
 
 
-def room(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator) -> int:
-    """What `memory_bytes` leave for what microbatches keep, whatever the order of actions; never too much."""
+def room(
+    stages: Mapping[int, Footprint],
+    memory_bytes: int,
+    *,
+    microbatches: int,
+    allocator: Allocator,
+    recomputed: Collection[int] = (),
+) -> int:
+    """What `memory_bytes` leave for what microbatches keep, whatever the order of actions; never too much.
+
+    `recomputed` stages keep only outputs of a forward. Negative if no order fits.
+    """
     held = [stage for _, stage in sorted(stages.items())]
     always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches
+    step = always + _scratch(stages)
     always += _sum((stage.outputs + stage.returned) * microbatches for stage in held)
-    peaks = [
-        max(s.forward_peak.bound - s.kept.bound, s.backward_peak.bound, s.input_peak.bound, s.weight_peak.bound)
-        for s in held
-    ]
-    free = allocator.unpadded(memory_bytes, _peers(stages)) - always.bound
-    return max(0, free - max(peaks))
+    free = allocator.unpadded(memory_bytes, _peers(stages))
+    left = free - always.bound - max(_most_above(stage, index in recomputed) for index, stage in stages.items())
+    return left if step.bound <= free else min(left, free - step.bound)
+
+
+def _most_above(stage: Footprint, recomputed: bool) -> int:
+    """The most that lives in an action of the stage, above what is kept when it ends (a forward) or begins."""
+    forward = stage.forward_peak.bound - (stage.outputs if recomputed else stage.kept).bound
+    return max(forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound)
+
+
+def _scratch(stages: Mapping[int, Footprint]) -> Amount:
+    """Of the optimizer's step, one stage after another."""
+    return max((stage.optimizer_scratch for stage in stages.values()), key=lambda amount: amount.bound)
 
 
 def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:

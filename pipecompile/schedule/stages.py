@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipecompile.ir.links import Links
 from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
+from pipecompile.ir.links import Links
 from pipecompile.ir.memory import room
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.schedule.problem import Problem, Work
@@ -103,5 +103,7 @@ def activation_caps(
     caps = []
     for rank in range(max(placement) + 1):
         held = {index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank}
-        caps.append(room(held, memory_bytes, microbatches=microbatches, allocator=ALLOCATORS[allocator]))
+        again = {index for index in held if stages[index].recompute != "none"}
+        left = room(held, memory_bytes, microbatches=microbatches, allocator=ALLOCATORS[allocator], recomputed=again)
+        caps.append(max(0, left))
     return tuple(caps)

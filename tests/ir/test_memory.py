@@ -1,142 +1,194 @@
+"""What ranks hold, against a simulation that does it the long way, and by hand."""
+
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.memory import Amount, Footprint, Layout, activation_curve, floors, rank_memory
-from pipecompile.ir.schedule import Action
-from pipecompile.schedule.named import generate, in_flight
+from pipecompile.ir import memory as model
+from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
+from pipecompile.ir.footprint import Footprint, Lives, floors
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.memory import activation_curve, moments, rank_memory, room
+from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
+from pipecompile.schedule.placement import place
+from tests.ir.cost_graphs import cost_graphs, stages_of
+from tests.ir.naive import highest
 
-SIZES = st.integers(0, 3000)
-
-
-@st.composite
-def _layouts(draw: st.DrawFn) -> Layout:
-    """Any graph in its own order: shared storages and parameters, skips, tensors nobody takes, nodes without names."""
-    size, storages = draw(st.integers(1, 7)), draw(st.lists(SIZES, max_size=5))
-    names, some = (
-        [f"n{i}" for i in range(size)],
-        st.sets(st.sampled_from(range(len(storages)))) if storages else st.just(set()),
-    )
-    parameters = [
-        Parameter(name=f"p{i}", bytes=draw(SIZES), trainable=draw(st.booleans()))
-        for i in range(draw(st.integers(0, 3)))
-    ]
-    read = st.sets(st.sampled_from([p.name for p in parameters])) if parameters else st.just(set())
-    nodes = [
-        Node(
-            name=name,
-            forward_ns=1,
-            backward_ns=1,
-            parameter_bytes=draw(SIZES),
-            saved_bytes=0,
-            group=None,
-            workspace_bytes=draw(SIZES),
-            saved=tuple(sorted(draw(some))),
-            parameters=tuple(sorted(draw(read))),
-        )
-        for name in names
-    ]
-    tensors = [
-        Tensor(
-            producer=names[i],
-            consumers=tuple(names[j] for j in sorted(draw(st.sets(st.integers(i + 1, size - 1), max_size=3)))),
-            bytes=draw(SIZES),
-            gradient_bytes=draw(SIZES),
-            storage=draw(st.sampled_from([None, *range(len(storages))])),
-        )
-        for i in range(size - 1)
-        if draw(st.booleans())
-    ]
-    graph = CostGraph(
-        nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages), parameters=tuple(parameters)
-    )
-    return Layout(graph, tuple((name,) for name in names))
-
-
-@given(_layouts(), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.data())
-def test_the_bound_of_a_stage_is_what_its_rank_would_hold(
-    layout: Layout, stages: int, microbatches: int, recompute: bool, data: st.DataObject
-) -> None:
-    stage = data.draw(st.integers(0, stages - 1))
-    again = recompute and stage < stages - 1
-    schedule = generate("1f1b", range(stages), microbatches, recompute)
-    row = [Action(0, action.kind, action.microbatch) for action in schedule.rows[stage]]
-    flight = in_flight("1f1b", range(stages), microbatches)[stage]
-    for start, stop in combinations(range(len(layout.units) + 1), 2):
-        footprint = layout.footprint(start, stop)
-        memory = rank_memory({0: footprint}, row, microbatches=microbatches)
-        bound = footprint.bound(in_flight=flight, microbatches=microbatches, recompute=again)
-        assert bound == memory.total.bound, (start, stop)
+CPU = ALLOCATORS["cpu"]
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
 
 
 @st.composite
-def _stages(draw: st.DrawFn, graph: CostGraph) -> list[tuple[str, ...]]:
-    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order."""
-    before: dict[str, set[str]] = {node.name: set() for node in graph.nodes}
-    for tensor in graph.tensors:
-        for name in tensor.consumers:
-            before[name].add(tensor.producer)
-    stage: dict[str, int] = {}
-    for node in graph.nodes:
-        stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), 3))
-    members = [tuple(name for name in stage if stage[name] == index) for index in range(4)]
-    return [names for names in members if names]
+def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
+    """Any named schedule that trains, on any placement that it can have."""
+    each = draw(st.sampled_from([n for n in (1, 2) if stages % n == 0]))
+    placement = place(draw(st.sampled_from(["linear", "loop", "v"])), stages // each, each)
+    microbatches = draw(st.sampled_from([1, 2, 3, 4]))
+    names = [n for n in fitting(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")]
+    return generate(draw(st.sampled_from(names)), placement, microbatches, draw(st.booleans()))
 
 
-@settings(max_examples=300)
-@given(_layouts(), st.booleans(), st.integers(1, 4), st.data())
-def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
-    layout: Layout, recompute: bool, microbatches: int, data: st.DataObject
-) -> None:
-    graph = layout.graph
-    resident, saved = floors(graph, recompute=recompute)
-    stages = data.draw(_stages(graph))
-    for index, names in enumerate(stages):
-        # As the planner prices a stage: all that lies before it is one unit, and all that follows another.
-        parts = [tuple(name for stage in part for name in stage) for part in (stages[:index], stages[index + 1 :])]
-        start = int(bool(parts[0]))
-        units = tuple(unit for unit in (parts[0], names, parts[1]) if unit)
-        flight = data.draw(st.integers(1, microbatches))
-        bound = (
-            Layout(graph, units)
-            .footprint(start, start + 1)
-            .bound(in_flight=flight, microbatches=microbatches, recompute=recompute and index < len(stages) - 1)
-        )
-        assert sum(resident[name] + flight * saved[name] for name in names) <= bound
+def _footprints(graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None) -> list[Footprint]:
+    lives = Lives(graph, optimizer)
+    return [lives.footprint([n for part in cut[:index] for n in part], names) for index, names in enumerate(cut)]
 
 
-@given(_layouts(), st.booleans())
+def _held(schedule: Schedule, rank: int, footprints: Sequence[Footprint]) -> dict[int, Footprint]:
+    return {index: f for index, f in enumerate(footprints) if schedule.placement[index] == rank}
+
+
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs(), st.data())
+def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGraph, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph))
+    schedule = data.draw(_schedules(len(cut)))
+    footprints = _footprints(graph, cut)
+    for rank, row in enumerate(schedule.rows):
+        held = _held(schedule, rank, footprints)
+        memory = rank_memory(held, moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[graph.memory])
+        assert memory.total.expected == highest(graph, cut, row, schedule.microbatches), rank
+
+
+@given(cost_graphs(wild=True), st.sampled_from(["cpu", "cuda"]), st.data())
+def test_moments_that_are_left_out_hold_no_more(graph: CostGraph, name: str, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph))
+    schedule = data.draw(_schedules(len(cut)))
+    footprints = _footprints(graph, cut, "adamw")
+    for rank, row in enumerate(schedule.rows):
+        every = list(model._all_moments(row, sorted({action.stage for action in row})))
+        totals = [
+            rank_memory(
+                _held(schedule, rank, footprints), at, microbatches=schedule.microbatches, allocator=ALLOCATORS[name]
+            ).total
+            for at in (moments(row), every)
+        ]
+        assert totals[0] == totals[1]
+
+
+@given(cost_graphs(wild=True), st.data())
 def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_end(
-    layout: Layout, recompute: bool
+    graph: CostGraph, data: st.DataObject
 ) -> None:
-    footprint = layout.footprint(0, len(layout.units))
-    (row, _) = generate("1f1b", range(2), 3, recompute).rows
-    curve = [amount for _, amount in activation_curve({0: footprint}, row)]
-    assert all(0 <= amount.expected <= amount.bound for amount in curve)
-    assert (curve[-1].expected, curve[-1].bound) == (0, 0)
+    cut = data.draw(stages_of(graph))
+    schedule = data.draw(_schedules(len(cut)))
+    footprints = _footprints(graph, cut, "adam")
+    for rank, row in enumerate(schedule.rows):
+        held = _held(schedule, rank, footprints)
+        memory = rank_memory(held, moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[graph.memory])
+        assert memory.total.bound >= memory.total.expected
+        curve = [amount for _, amount in activation_curve(held, row)]
+        assert all(0 <= amount.expected <= amount.bound for amount in curve)
+        assert curve[-1] == ZERO
 
 
-def test_sizes_are_rounded_up_to_the_blocks_of_the_allocator() -> None:
-    assert Amount.of([1, 512, 513]) == Amount(expected=1026, bound=512 + 512 + 1024)
+@settings(max_examples=300, deadline=None)
+@given(cost_graphs(wild=True), st.booleans(), st.data())
+def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
+    graph: CostGraph, recompute: bool, data: st.DataObject
+) -> None:
+    """By the most microbatches that a stage holds under 1F1B; gradients are there then if a backward has been."""
+    cut = data.draw(stages_of(graph))
+    microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
+    schedule = generate("1f1b", range(stages), microbatches, recompute)
+    flights = [min(microbatches, stages - stage) for stage in range(stages)]
+    summed = microbatches > max(flights)
+    resident, saved = floors(graph, recompute=recompute, gradients=summed)
+    for stage, footprint in enumerate(_footprints(graph, cut)):
+        memory = rank_memory(
+            {stage: footprint},
+            moments(schedule.rows[stage]),
+            microbatches=microbatches,
+            allocator=ALLOCATORS[graph.memory],
+        )
+        floor = sum(resident[name] + flights[stage] * saved[name] for name in cut[stage])
+        assert floor <= memory.total.bound, stage
+
+
+@settings(max_examples=300, deadline=None)
+@given(cost_graphs(), st.sampled_from([None, "adamw", "rmsprop"]), st.data())
+def test_there_is_never_less_room_than_said(graph: CostGraph, optimizer: str | None, data: st.DataObject) -> None:
+    """Every order whose microbatches keep no more than `room` leaves the rank within its budget."""
+    cut = data.draw(stages_of(graph))
+    schedule = data.draw(_schedules(len(cut)))
+    footprints = _footprints(graph, cut, optimizer)
+    allocator, microbatches = ALLOCATORS[graph.memory], schedule.microbatches
+    for rank, row in enumerate(schedule.rows):
+        held = _held(schedule, rank, footprints)
+        again = {action.stage for action in row if action.kind is Kind.RECOMPUTE}
+        earlier = _with_earlier_recomputes(row, data)
+        kept = max((amount.bound for _, amount in activation_curve(held, earlier)), default=0)
+        total = rank_memory(held, moments(earlier), microbatches=microbatches, allocator=allocator).total.bound
+        left = room(held, total - 1, microbatches=microbatches, allocator=allocator, recomputed=again)
+        assert kept > left, "a byte less is too little"
+
+
+def _with_earlier_recomputes(row: Sequence[Action], data: st.DataObject) -> list[Action]:
+    """Each recompute is anywhere between its forward and its backward."""
+    moved = list(row)
+    for action in [action for action in row if action.kind is Kind.RECOMPUTE]:
+        last = moved.index(action)
+        first = next(i for i, a in enumerate(moved) if a == action._replace(kind=Kind.FORWARD)) + 1
+        moved.insert(data.draw(st.integers(first, last)), moved.pop(last))
+    return moved
+
+
+@given(cost_graphs(), st.data())
+def test_what_stages_hold_of_a_graph_adds_up(graph: CostGraph, data: st.DataObject) -> None:
+    """Parameters are split, except those that several stages read; one stage is the whole."""
+    cut = data.draw(stages_of(graph))
+    footprints = _footprints(graph, cut)
+    [whole] = _footprints(graph, [[node.name for node in graph.nodes]])
+    read = {
+        p.name: sum(any(p.name in graph.by_name[n].parameters for n in names) for names in cut)
+        for p in graph.parameters
+    }
+    tied = sum(graph.parameter_by_name[name].bytes * (stages - 1) for name, stages in read.items() if stages > 1)
+    assert sum(f.parameters.expected for f in footprints) == whole.parameters.expected + tied
+    assert sum(f.inputs.expected for f in footprints) == whole.inputs.expected
+    assert whole.received == whole.received_gradients == whole.outputs == whole.returned == ZERO
+    if len(cut) == 1:
+        assert footprints == [whole]
+
+
+@given(cost_graphs(), st.integers(1, 3))
+def test_one_stage_has_the_peak_of_the_whole_model(graph: CostGraph, microbatches: int) -> None:
+    cut = [[node.name for node in graph.nodes]]
+    [row] = generate("gpipe", (0,), microbatches, False).rows
+    memory = rank_memory(
+        dict(enumerate(_footprints(graph, cut))), moments(row), microbatches=microbatches, allocator=CPU
+    )
+    assert memory.total.expected == highest(graph, cut, row, microbatches)
 
 
 def _amount(size: int) -> Amount:
     return Amount(expected=size, bound=size)
 
 
-FOOTPRINT = Footprint(
+NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))
+FOOTPRINT = msgspec.structs.replace(
+    NOTHING,
     parameters=_amount(100),
     gradients=_amount(90),
-    kept=_amount(10),
-    outputs=_amount(3),
+    optimizer=_amount(50),
+    inputs=_amount(5),
     received=_amount(4),
     received_gradients=_amount(2),
-    workspace=_amount(7),
+    kept=_amount(10),
+    outputs=_amount(3),
+    returned=_amount(2),
+    between=_amount(1),
+    forward_peak=_amount(11),
+    first_backward_peak=_amount(97),
+    backward_peak=_amount(7),
+    input_peak=_amount(6),
+    weight_peak=_amount(8),
+    first_weight_peak=_amount(99),
 )
 
 
@@ -148,8 +200,8 @@ def _row(text: str) -> list[Action]:
     ("row", "held"),
     [
         ("0F0 0F1 0B0 0B1", [10, 20, 10, 0]),
-        ("0F0 0F1 0R0 0B0 0R1 0B1", [3, 6, 13, 3, 10, 0]),
-        ("0F0 0I0 0W0", [10, 10, 0]),
+        ("0F0 0F1 0R0 0B0 0R1 0B1", [3, 6, 16, 3, 13, 0]),
+        ("0F0 0I0 0W0", [10, 11, 0]),
         ("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", [10, 10, 10, 0, 0]),
     ],
 )
@@ -157,43 +209,32 @@ def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: 
     assert [amount.expected for _, amount in activation_curve({0: FOOTPRINT}, _row(row))] == held
 
 
+@pytest.mark.parametrize(
+    ("row", "kinds"),
+    [
+        # In the first backward both are kept and the gradients come to be; one microbatch has been sent in the second.
+        ("0F0 0F1 0B0 0B1", (100, 0, 50, 20, 22, 97)),
+        # The third forward: gradients are there, one is kept, one was sent, and the gradient of its inputs waits.
+        ("0F0 0F1 0B0 0F2 0B1 0B2", (100, 90, 50, 20, 33 + 3 + 2, 7)),
+        ("0F0 0I0 0W0", (100, 0, 50, 11, 11 + 2, 99)),
+        ("0F0 0R0 0B0", (100, 0, 50, 13, 11, 97)),
+    ],
+)
+def test_the_peak_of_a_row_by_hand(row: str, kinds: tuple[int, ...]) -> None:
+    microbatches = row.count("F")
+    memory = rank_memory({0: FOOTPRINT}, moments(_row(row)), microbatches=microbatches, allocator=CPU)
+    assert tuple(getattr(memory, kind).expected for kind in KINDS) == kinds
+
+
 def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
-    memory = rank_memory({0: FOOTPRINT, 1: FOOTPRINT}, _row("0F0 1F0 1B0 0B0"), microbatches=3)
-    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace", "total")
-    assert [getattr(memory, kind).expected for kind in kinds] == [200, 180, 0, 20, 36, 7, 443]
+    """What a stage hands to one of the same rank is held once: no buffer, nothing sent; so with gradients."""
+    stages = {0: FOOTPRINT, 1: FOOTPRINT}
+    memory = rank_memory(stages, moments(_row("0F0 1F0 1B0 0B0")), microbatches=1, allocator=CPU)
+    # In stage 0's backward: gradients of stage 1, sent outputs of stage 1, and the gradient that it gave stage 0.
+    assert tuple(getattr(memory, kind).expected for kind in KINDS) == (200, 90, 100, 10, 10 + 4 + 2 + 3 + 2, 97)
 
 
-def test_a_storage_saved_by_many_nodes_and_a_parameter_read_twice_are_held_once() -> None:
-    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 9, "saved_bytes": 5, "group": None}
-    nodes = tuple(Node(name=name, saved=(0,), parameters=("w",), **node) for name in "ab")  # type: ignore[arg-type]
-    tied = Parameter(name="w", bytes=9, trainable=True)
-    footprint = Layout(
-        CostGraph(nodes=nodes, tensors=(), storages=(5,), parameters=(tied,)), (("a",), ("b",))
-    ).footprint(0, 2)
-    assert (footprint.kept.expected, footprint.parameters.expected, footprint.gradients.expected) == (5, 9, 9)
-
-
-def test_only_a_storage_with_one_producer_is_a_floor_of_it() -> None:
-    """Where two nodes write one storage, or a node saves it that does not take it, its stage is not known."""
-    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
-    saves = {"a": (0, 1), "b": (1,), "c": (0, 2), "d": (2,)}
-    nodes = tuple(Node(name=name, saved=saved, **node) for name, saved in saves.items())  # type: ignore[arg-type]
-    tensors = tuple(
-        Tensor(producer=name, consumers=("c",), bytes=512, gradient_bytes=512, storage=storage)
-        for name, storage in (("a", 0), ("b", 1), ("d", 1))
-    )
-    graph = CostGraph(nodes=nodes, tensors=tensors, storages=(512,) * 3)
-    nothing = dict.fromkeys("abcd", 0)
-    assert floors(graph, recompute=False) == (nothing, {**nothing, "a": 512})
-    assert floors(graph, recompute=True) == ({**nothing, "a": 512}, nothing)
-
-
-def test_a_relayed_tensor_is_received_by_every_stage_on_its_way() -> None:
-    node = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
-    nodes = tuple(Node(name=name, **node) for name in "abc")  # type: ignore[arg-type]
-    skip = Tensor(producer="a", consumers=("c",), bytes=6, gradient_bytes=4, storage=0)
-    layout = Layout(CostGraph(nodes=nodes, tensors=(skip,), storages=(6,)), (("a",), ("b",), ("c",)))
-    first, middle, last = (layout.footprint(i, i + 1) for i in range(3))
-    assert [f.received.expected for f in (first, middle, last)] == [0, 6, 6]
-    assert [f.received_gradients.expected for f in (first, middle, last)] == [4, 4, 0]
-    assert [f.outputs.expected for f in (first, middle, last)] == [6, 0, 0]
+def test_the_step_of_the_optimizer_is_a_moment() -> None:
+    large = msgspec.structs.replace(FOOTPRINT, optimizer_scratch=_amount(1000))
+    memory = rank_memory({0: large}, moments(_row("0F0 0B0")), microbatches=1, allocator=CPU)
+    assert tuple(getattr(memory, kind).expected for kind in KINDS) == (100, 90, 50, 0, 11, 1000)

@@ -1,0 +1,110 @@
+"""Hypothesis strategies: any small cost graph, and any cut of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
+
+__all__ = ["cost_graphs", "stages_of"]
+
+SIZES = st.sampled_from([0, 1, 8, 60, 64, 100, 513, 3000])
+
+
+@st.composite
+def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGraph:
+    """Up to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
+
+    Nodes save what they read, what they make, and storages of their own. In a `wild` graph any value may lie in any
+    storage, any node may save it, and nodes may have parameters without names.
+    """
+    names = [f"n{index}" for index in range(draw(st.integers(1, most)))]
+    parameters = [
+        Parameter(name=f"p{i}", bytes=4 * draw(SIZES), trainable=draw(st.booleans()))
+        for i in range(draw(st.integers(0, 3)))
+    ]
+    nodes, tensors, storages = list[Node](), list[Tensor](), list[int](draw(st.lists(SIZES, min_size=1, max_size=4)))
+    for index, name in enumerate(names):
+        known = {t.storage for t in tensors if name in t.consumers and t.storage is not None}
+        if index < len(names) - 1 and draw(st.booleans()):
+            tensors.append(_tensor(draw, names, index, _storage(draw, known, storages, wild)))
+            known |= {tensors[-1].storage} - {None}
+        if not wild and draw(st.booleans()):
+            known.add(_new(draw, storages))
+        own = draw(SIZES) if wild else 0
+        nodes.append(_node(draw, name, index, parameters, range(len(storages)) if wild else sorted(known), own))
+    return CostGraph(
+        memory=draw(st.sampled_from(["cpu", "cuda"])),
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        storages=tuple(storages),
+        parameters=tuple(parameters),
+        gradients=tuple(_gradient(draw, names) for _ in range(draw(st.integers(0, 4)))),
+    )
+
+
+def _new(draw: st.DrawFn, storages: list[int]) -> int:
+    storages.append(draw(SIZES))
+    return len(storages) - 1
+
+
+def _storage(draw: st.DrawFn, read: set[int], storages: list[int], wild: bool) -> int | None:
+    """Of a value: none of its own, any, that of what it is a view of, or a new one."""
+    if not draw(st.integers(0, 5)):
+        return None
+    found = draw(st.sampled_from([-1, *(range(len(storages)) if wild else sorted(read))]))
+    return _new(draw, storages) if found < 0 else found
+
+
+def _node(
+    draw: st.DrawFn, name: str, index: int, parameters: Sequence[Parameter], known: Sequence[int], own: int
+) -> Node:
+    read = draw(st.sets(st.sampled_from([p.name for p in parameters]), max_size=2)) if parameters else set()
+    placeholder = not read and index < 2 and draw(st.booleans())
+    return Node(
+        name=name,
+        forward_ns=1,
+        backward_ns=1,
+        parameter_bytes=own,
+        saved_bytes=0,
+        group=None,
+        forward_peak_bytes=draw(SIZES),
+        backward_peak_bytes=draw(SIZES),
+        workspace_bytes=draw(SIZES),
+        input_bytes=draw(SIZES) if placeholder else 0,
+        saved=tuple(sorted(draw(st.sets(st.sampled_from(known), max_size=2)))) if known else (),
+        parameters=tuple(sorted(read)),
+        operator="placeholder" if placeholder else "",
+    )
+
+
+def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | None) -> Tensor:
+    consumers = sorted(draw(st.sets(st.integers(index + 1, len(names) - 1), max_size=3)))
+    return Tensor(
+        producer=names[index],
+        consumers=tuple(names[place] for place in consumers),
+        bytes=draw(SIZES),
+        gradient_bytes=draw(SIZES),
+        storage=storage,
+    )
+
+
+def _gradient(draw: st.DrawFn, names: Sequence[str]) -> Gradient:
+    last, producer = sorted(draw(st.tuples(*[st.integers(0, len(names) - 1)] * 2)))
+    return Gradient(producer=names[producer], last=names[last], bytes=draw(SIZES))
+
+
+@st.composite
+def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[str, ...]]:
+    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order."""
+    before: dict[str, set[str]] = {node.name: set() for node in graph.nodes}
+    for tensor in graph.tensors:
+        for name in tensor.consumers:
+            before[name].add(tensor.producer)
+    stage: dict[str, int] = {}
+    for node in graph.nodes:
+        stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), most - 1))
+    members = [tuple(name for name in stage if stage[name] == index) for index in range(most)]
+    return [names for names in members if names]

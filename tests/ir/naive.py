@@ -1,0 +1,262 @@
+"""What a rank holds, found the long way: a set of live things, action by action and node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.schedule import COMPUTE, Action, Kind
+
+__all__ = ["highest"]
+
+Key = tuple[Any, ...]
+
+
+@dataclass
+class _Live:
+    """What is held, by what it is; nothing is held twice under one name."""
+
+    sizes: dict[Key, int] = field(default_factory=dict)
+    highest: int = 0
+
+    def hold(self, key: Key, size: int) -> None:
+        assert key not in self.sizes
+        self.sizes[key] = size
+
+    def need(self, more: int) -> None:
+        self.highest = max(self.highest, sum(self.sizes.values()) + more)
+
+    def drop(self, *start: Any) -> None:
+        """All whose name starts so."""
+        for key in [key for key in self.sizes if key[: len(start)] == start]:
+            del self.sizes[key]
+
+
+class _Stage:
+    """One of a cut's stages: lives of what it makes, read off the graph."""
+
+    def __init__(self, graph: CostGraph, cut: Sequence[Sequence[str]], index: int) -> None:
+        self.graph, self.index = graph, index
+        self.of = {name: stage for stage, names in enumerate(cut) for name in names}
+        self.nodes = [node for node in graph.nodes if self.of[node.name] == index]
+        self.order = [node.name for node in graph.nodes]
+
+    def inside(self, names: Iterable[str]) -> list[str]:
+        wanted = set(names)
+        return [name for name in self.order if name in wanted and self.of[name] == self.index]
+
+    def later(self, names: Iterable[str]) -> bool:
+        return any(self.of[name] > self.index for name in names)
+
+    def readers(self, storage: int) -> set[str]:
+        return {name for tensor in self.graph.tensors if tensor.storage == storage for name in tensor.consumers}
+
+    def savers(self, storage: int) -> list[str]:
+        return self.inside(node.name for node in self.graph.nodes if storage in node.saved)
+
+    def made(self, node: Node) -> list[int]:
+        """The storages that nobody before `node` made; inputs of the minibatch are none of the stage's."""
+        if node.operator == "placeholder":
+            return []
+        return [storage for storage in range(len(self.graph.storages)) if self._maker(storage) == node.name]
+
+    def _maker(self, storage: int) -> str | None:
+        makers = {tensor.producer for tensor in self.graph.tensors if tensor.storage == storage}
+        makers = makers or {node.name for node in self.graph.nodes if storage in node.saved}
+        return min(makers, key=self.order.index, default=None)
+
+    def own(self) -> list[int]:
+        return [storage for node in self.nodes for storage in self.made(node)]
+
+    def sent(self, storage: int) -> bool:
+        return self.later(self.readers(storage))
+
+    def forgotten(self, storage: int, done: set[str]) -> bool:
+        """Whether nothing needs it once the nodes in `done` have run."""
+        return not self.sent(storage) and not self.savers(storage) and self.readers(storage) <= done
+
+    def trained(self) -> dict[str, list[str]]:
+        """The nodes of the stage that read each parameter which gets a gradient."""
+        readers = {p.name: [n.name for n in self.nodes if p.name in n.parameters] for p in self.graph.parameters}
+        return {name: nodes for name, nodes in readers.items() if nodes and self.size(name, trained=True)}
+
+    def size(self, parameter: str, *, trained: bool = False) -> int:
+        found = self.graph.parameter_by_name[parameter]
+        return found.bytes * (found.trainable or not trained)
+
+    def flows(self) -> Iterator[tuple[Key, int, str, str | None]]:
+        """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go."""
+        for number, gradient in enumerate(self.graph.gradients):
+            if self.of[gradient.producer] == self.of[gradient.last] == self.index:
+                yield ("own", number), gradient.bytes, gradient.producer, gradient.last
+        for tensor in self.graph.tensors:
+            readers = self.inside(tensor.consumers)
+            first = readers[-1] if readers else self.nodes[-1].name
+            if self.arrives(tensor.producer, tensor.consumers):
+                yield ("returned", tensor.producer), tensor.gradient_bytes, first, None
+            if readers and self.of[tensor.producer] == self.index and self.later(tensor.consumers):
+                yield ("met", tensor.producer), tensor.gradient_bytes, first, tensor.producer
+
+    def arrives(self, producer: str, consumers: Iterable[str]) -> bool:
+        return self.of[producer] < self.index and any(self.of[name] >= self.index for name in consumers)
+
+    def leaves(self, producer: str, consumers: Iterable[str]) -> bool:
+        return self.of[producer] <= self.index and self.later(consumers)
+
+    @property
+    def splits(self) -> bool:
+        """Whether there are gradients of inputs to compute."""
+        return any(t.gradient_bytes and self.arrives(t.producer, t.consumers) for t in self.graph.tensors)
+
+    def waits(self, key: Key, last: str | None) -> bool:
+        """Whether a gradient waits for the second half of a backward: it flows into a node with parameters."""
+        return self.splits and key[0] == "own" and any(last in nodes for nodes in self.trained().values())
+
+
+@dataclass
+class _Rank:
+    """A rank at work; keys are (stage, microbatch, what, …)."""
+
+    stages: dict[int, _Stage]
+    recomputed: set[tuple[int, int]]
+    live: _Live = field(default_factory=_Live)
+    summed: set[int] = field(default_factory=set)
+
+    def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
+        done: set[str] = set()
+        for node in stage.nodes:
+            self._work(node, node.forward_peak_bytes)
+            done.add(node.name)
+            for storage in stage.made(node):
+                self.live.hold((stage.index, microbatch, run, storage), stage.graph.storages[storage])
+            for storage in stage.own():
+                if stage.forgotten(storage, done):
+                    self.live.drop(stage.index, microbatch, run, storage)
+            self.live.need(0)
+
+    def _work(self, node: Node, rise: int) -> None:
+        """What begins to live in a node is part of its rise; one that takes nothing does not run."""
+        self.live.need(rise + node.workspace_bytes if rise else 0)
+
+    def forget(self, stage: _Stage, microbatch: int) -> None:
+        """Keeps only the outputs of a forward."""
+        for storage in stage.own():
+            if not stage.sent(storage):
+                self.live.drop(stage.index, microbatch, "kept", storage)
+        for storage in filter(stage.sent, stage.own()):
+            self.live.drop(stage.index, microbatch, "kept", storage)
+            self.live.hold((stage.index, microbatch, "bare", storage), stage.graph.storages[storage])
+
+    def backward(self, stage: _Stage, microbatch: int, kind: Kind) -> None:
+        first = kind is not Kind.BACKWARD_WEIGHT and (kind is Kind.BACKWARD or stage.splits)
+        second = kind is not Kind.BACKWARD_INPUT
+        whole = kind is Kind.BACKWARD or not stage.splits
+        for node in reversed(stage.nodes if first or second else []):
+            self._work(node, self._rise(stage, node, whole, kind))
+            if first or (second and whole):
+                self._flow(stage, microbatch, node.name, hold=not whole)
+            elif second:
+                self._release(stage, microbatch, node.name)
+            if second:
+                self._sum(stage, node)
+                for storage in stage.own():
+                    if not stage.sent(storage) and stage.savers(storage)[:1] == [node.name]:
+                        self.live.drop(stage.index, microbatch, "kept", storage)
+            self.live.need(0)
+        self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
+        if second:
+            self._finish(stage, microbatch)
+
+    def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
+        if whole:
+            return node.backward_peak_bytes
+        if kind is Kind.BACKWARD_INPUT:
+            return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in node.parameters))
+        made = sum(size for key, size, maker, _ in stage.flows() if key[0] == "own" and maker == node.name)
+        trains = any(stage.graph.parameter_by_name[name].trainable for name in node.parameters)
+        return max(0, node.backward_peak_bytes - made) if trains else 0
+
+    def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:
+        flows = list(stage.flows())
+        for key, size, maker, _ in flows:
+            if maker == node:
+                self.live.sizes[(stage.index, microbatch, *key)] = size
+        for key, _, _, last in flows:
+            if last == node and not (hold and stage.waits(key, last)):
+                self.live.drop(stage.index, microbatch, *key)
+
+    def _release(self, stage: _Stage, microbatch: int, node: str) -> None:
+        for key, _, _, last in stage.flows():
+            if key[0] == "own" and last == node:
+                self.live.drop(stage.index, microbatch, *key)
+
+    def _sum(self, stage: _Stage, node: Node) -> None:
+        """Gradients of parameters: those of the first backward stay, others are made and added."""
+        for name, readers in stage.trained().items():
+            key = (stage.index, "gradient" if stage.index not in self.summed else "added", name)
+            if readers[-1] == node.name and (key[1] == "gradient" or len(readers) > 1):
+                self.live.sizes[key] = stage.size(name)
+            if readers[0] == node.name and key[1] == "added":
+                self.live.drop(*key)
+
+    def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
+        """Its gradients are there, so those that a stage of its own rank gave it are let go."""
+        if given and stage.index + 1 in self.stages:
+            self.live.drop(stage.index + 1, microbatch, "returned")
+
+    def _finish(self, stage: _Stage, microbatch: int) -> None:
+        """The microbatch is done: only what went to another rank stays until the step ends."""
+        for node in stage.nodes if stage.index not in self.summed else []:
+            if not node.parameters:
+                self.live.hold((stage.index, "gradient", node.name), node.parameter_bytes)
+        self.summed.add(stage.index)
+        self.live.drop(stage.index, microbatch, "kept")
+        self.live.drop(stage.index, microbatch, "bare")
+        for storage in filter(stage.sent, stage.own()):
+            if stage.index + 1 not in self.stages:
+                self.live.hold((stage.index, microbatch, "sent", storage), stage.graph.storages[storage])
+
+    def perform(self, action: Action) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        assert microbatch is not None
+        match action.kind:
+            case Kind.FORWARD:
+                self.forward(stage, microbatch, "kept")
+                if (action.stage, microbatch) in self.recomputed:
+                    self.forget(stage, microbatch)
+            case Kind.RECOMPUTE:
+                self.forward(stage, microbatch, "kept")
+            case _:
+                self.backward(stage, microbatch, action.kind)
+        self.live.need(0)
+
+
+def highest(graph: CostGraph, cut: Sequence[Sequence[str]], row: Sequence[Action], microbatches: int) -> int:
+    """The most bytes that the rank of `row` holds; without an optimizer."""
+    row = [action for action in row if action.kind in COMPUTE]
+    stages = {index: _Stage(graph, cut, index) for index in sorted({action.stage for action in row})}
+    again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE and a.microbatch is not None}
+    rank = _Rank(stages, again)
+    for stage in stages.values():
+        _settle(rank.live, stage, set(stages), microbatches)
+    for action in row:
+        rank.perform(action)
+    return rank.live.highest
+
+
+def _settle(live: _Live, stage: _Stage, rank: set[int], microbatches: int) -> None:
+    """What is there all the time: parameters, the minibatch, and buffers for what comes from other ranks."""
+    graph, index = stage.graph, stage.index
+    for name in {name for node in stage.nodes for name in node.parameters}:
+        live.hold(("parameter", index, name), stage.size(name))
+    for node in stage.nodes:
+        if not node.parameters:
+            live.hold(("anonymous", index, node.name), node.parameter_bytes)
+        live.hold(("input", index, node.name), node.input_bytes * microbatches)
+    for tensor in graph.tensors:
+        if index - 1 not in rank and stage.arrives(tensor.producer, tensor.consumers):
+            live.hold(("received", index, tensor.producer), tensor.bytes * microbatches)
+        if index + 1 not in rank and stage.leaves(tensor.producer, tensor.consumers):
+            live.hold(("received gradient", index, tensor.producer), tensor.gradient_bytes * microbatches)

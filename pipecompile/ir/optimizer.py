@@ -22,15 +22,17 @@ COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """State elements of a parameter by its shape; scratch in copies of the largest parameter, or of all of them.
+    """Elements by a parameter's shape: of state, and of scratch while one parameter or all of them are stepped.
 
-    Steps go parameter by parameter on a CPU, and over lists of all parameters (`foreach`) on a GPU.
+    Steps go parameter by parameter on a CPU, and over lists of all parameters (`foreach`) on a GPU. What `lingers` is
+    the update of one parameter until that of the next one is made.
     """
 
-    elements: Elements
+    state: Elements
     counts: bool
-    scratch_largest: int
-    scratch_all: int
+    scratch: Elements
+    scratch_in_list: Elements
+    lingers: bool = False
 
 
 def _times(copies: int) -> Elements:
@@ -44,13 +46,24 @@ def _factored(shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
+def _unfactored(shape: tuple[int, ...]) -> int:
+    """What Adafactor multiplies out of its means, with those of the gradient and one more over rows."""
+    if len(shape) < 2:
+        return 2 * prod(shape)
+    return prod(shape) + _factored(shape) + prod(shape[:-2])
+
+
+def _unfactored_in_list(shape: tuple[int, ...]) -> int:
+    return prod(shape) + (prod(shape[:-2]) if len(shape) > 1 else 0)
+
+
 OPTIMIZERS: Mapping[str, _Optimizer] = {
-    "sgd": _Optimizer(_times(0), counts=False, scratch_largest=0, scratch_all=0),
-    "momentum": _Optimizer(_times(1), counts=False, scratch_largest=0, scratch_all=0),
-    "rmsprop": _Optimizer(_times(1), counts=True, scratch_largest=1, scratch_all=1),
-    "adam": _Optimizer(_times(2), counts=True, scratch_largest=2, scratch_all=1),
-    "adamw": _Optimizer(_times(2), counts=True, scratch_largest=2, scratch_all=1),
-    "adafactor": _Optimizer(_factored, counts=True, scratch_largest=1, scratch_all=1),
+    "sgd": _Optimizer(_times(0), False, _times(0), _times(0)),
+    "momentum": _Optimizer(_times(1), False, _times(0), _times(0)),
+    "rmsprop": _Optimizer(_times(1), True, _times(1), _times(1), lingers=True),
+    "adam": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
+    "adamw": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
+    "adafactor": _Optimizer(_factored, True, _unfactored, _unfactored_in_list, lingers=True),
 }
 
 
@@ -67,15 +80,17 @@ def optimizer_bytes(
         raise InputError(f"optimizer={name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
     optimizer = OPTIMIZERS[name]
     state: list[int] = []
-    worked_on: list[int] = []
+    scratch, updates = [0], [0]
     for parameter in parameters:
         elements = prod(parameter.shape) if parameter.shape is not None else parameter.bytes // FLOAT32_BYTES
         shape = parameter.shape if parameter.shape is not None else (elements,)
         copied = master_weights and parameter.bytes < elements * FLOAT32_BYTES
         size = FLOAT32_BYTES if copied else parameter.bytes // max(elements, 1)
         state += [elements * FLOAT32_BYTES] * copied
-        state += [optimizer.elements(shape) * size] + [COUNTER_BYTES] * optimizer.counts
+        state += [optimizer.state(shape) * size] + [COUNTER_BYTES] * optimizer.counts
         # The gradient is brought to the type of the copy.
-        worked_on.append(elements * size * (1 + copied))
-    scratch = optimizer.scratch_all * sum(worked_on) if lists else optimizer.scratch_largest * max(worked_on, default=0)
-    return tuple(size for size in state if size), scratch
+        working = optimizer.scratch_in_list if lists else optimizer.scratch
+        scratch.append((working(shape) + elements * copied) * size)
+        updates.append(elements * size * optimizer.lingers)
+    one_by_one = max(now + before for now, before in zip(scratch, [0, *updates], strict=False))
+    return tuple(size for size in state if size), sum(scratch) if lists else one_by_one

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.program import Program
 from pipecompile.api.target import LossFunction, Target
@@ -195,7 +196,11 @@ class Pipeline:
         for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")
-        return split([tensor.to(self._device) for tensor in tensors], count)
+        return split([self._at_stage(0, tensor) for tensor in tensors], count)
+
+    def _at_stage(self, index: int, tensor: Tensor) -> Tensor:
+        """`tensor` where the stage is; other ranks do not read it."""
+        return tensor.to(self._device) if index in self._local else tensor
 
     def _evaluation_schedule(self, microbatches: int) -> Schedule:
         """Each microbatch once through the stages, where the plan has them."""
@@ -205,7 +210,8 @@ class Pipeline:
         return self._schedules[microbatches]
 
     def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
-        targets = [_to(target, self._device) for target in targets]
+        last = self.plan.k - 1
+        targets = [tree_map_only(Tensor, lambda value: self._at_stage(last, value), target) for target in targets]
         if self._distributed:
             found = self._trainer.run(schedule, rows, targets, seed=self.seed, step=self.steps)
             return None if found is None else [values[0] for values in found]
@@ -304,10 +310,6 @@ def _eager(
 def _local_device(target: Target) -> torch.device:
     """Where this rank's stages run: its GPU under NCCL, else where the model is."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else target.device
-
-
-def _to(tree: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda value: value.to(device), tree)
 
 
 def _refuse_untrainable(schedule: Schedule) -> None:

@@ -72,8 +72,8 @@ class Allocator:
 ALLOCATORS: Mapping[AllocatorName, Allocator] = {
     # c10/core/CPUAllocator: as asked for, aligned to 64 bytes (c10/core/alignment.h). Generator states are 5 kB each.
     "cpu": Allocator(block_bytes=64, share=40, fixed_bytes=1 << 16, peer_bytes=0, steps_over_lists=False),
-    # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and of each pool one segment that is filled in part (kSmallBuffer
-    # 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each channel and direction; four channels are assumed, and
-    # a twentieth for fragmentation: neither is proven.
+    # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and of each pool one segment that is filled in part
+    # (kSmallBuffer 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each channel and direction; four channels
+    # are assumed, and a twentieth for fragmentation: neither is proven.
     "cuda": Allocator(block_bytes=512, share=20, fixed_bytes=22 << 20, peer_bytes=32 << 20, steps_over_lists=True),
 }

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import filterfalse
 from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
-from pipecompile.ir.graph import CostGraph, Parameter, Tensor
+from pipecompile.ir.graph import CostGraph, Gradient, Parameter, Tensor
 from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.ir.serde import Value
 
@@ -129,12 +130,18 @@ class Lives:
 
     @cached_property
     def gradients(self) -> dict[int, tuple[_Gradient, ...]]:
-        """By the node in whose backward they are made."""
+        """By the node in whose backward they are made, without summands of a parameter's gradient."""
         made = defaultdict[int, list[_Gradient]](list)
-        for gradient in self.graph.gradients:
+        for gradient in filterfalse(self._is_summand, self.graph.gradients):
             producer = self.place[gradient.producer]
             made[producer].append(_Gradient(producer, self.place[gradient.last], gradient.bytes))
         return {place: tuple(rows) for place, rows in made.items()}
+
+    def _is_summand(self, gradient: Gradient) -> bool:
+        """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
+        by_name = self.graph.by_name
+        shared = set(by_name[gradient.producer].parameters) & set(by_name[gradient.last].parameters)
+        return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)
 
     def footprint(self, before: Iterable[str], nodes: Iterable[str]) -> Footprint:
         """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later."""

@@ -92,7 +92,7 @@ class Ledger(TorchDispatchMode):
             self._sum = args[0].untyped_storage()._cdata, result.untyped_storage()
         else:
             self.indices(tensors(result))
-        if scratch := self._scratch_of(func, args):
+        if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
         return result
 

@@ -1,9 +1,9 @@
 """Scratch that kernels take inside, which fake tensors do not show: a table of operators for each kind of device.
 
 Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-first images brings its input and its weight
-into layouts of its own, its backward the input and the gradient of the output. With channels last images stay as they
-are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group has one channel. What
-is pointwise works in place. Other instruction sets have other blocks.
+into layouts of its own, then its output; its backward the input and the gradient of the output. With channels last
+images stay as they are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group
+has one channel. What is pointwise works in place. Other instruction sets have other blocks.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecompile.cost_models.protocol import size_bytes
+from pipecompile.cost_models.protocol import size_bytes, tensors
 from pipecompile.ir.allocator import AllocatorName
 
 __all__ = ["SCRATCH", "Scratch"]
 
-Scratch = Callable[[Any, Sequence[Any]], int]
-"""From an operator and its arguments to bytes."""
+Scratch = Callable[[Any, Sequence[Any], Any], int]
+"""From an operator, its arguments and its result to bytes."""
 
 
-def _on_cpu(operator: Any, arguments: Sequence[Any]) -> int:
+def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator is torch.ops.aten.convolution.default:
         value, weight, groups = arguments[0], arguments[1], arguments[8]
-        return 0 if _is_pointwise(weight, arguments[3]) else _cpu_convolution(value, weight, groups)
+        return 0 if _is_pointwise(weight, arguments[3]) else _cpu_convolution(value, weight, groups, result)
     if operator is torch.ops.aten.convolution_backward.default:
         gradient, value, weight, groups = *arguments[:3], arguments[9]
         return 0 if _is_pointwise(weight, arguments[4]) else _cpu_convolution_backward(gradient, value, weight, groups)
     return 0
 
 
-def _cpu_convolution(value: Tensor, weight: Tensor, groups: int) -> int:
+def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:
     if _is_channels_last(value):
         return size_bytes([weight]) * (1 if groups == value.shape[1] else 2)
-    return size_bytes([value, weight])
+    return max(size_bytes([value, weight]), size_bytes([result]))
 
 
 def _cpu_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, groups: int) -> int:
@@ -63,8 +63,16 @@ def _is_channels_last(value: Tensor) -> bool:
     return value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
 
 
-def _on_cuda(operator: Any, arguments: Sequence[Any]) -> int:
-    return 0
+def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
+    """A convolution: a copy of all that it reads and writes; a margin, not measured.
+
+    cuDNN "may use padding, folding, and NCHW-to-NHWC transformations to call the Tensor Core operations"
+    (docs.nvidia.com/deeplearning/cudnn/developer/legacy-api.html), and each transformed tensor is a copy. Its other
+    algorithms may take more; PyTorch falls back to one that the allocator can serve.
+    """
+    if operator not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+        return 0
+    return size_bytes(tensors((arguments, result)))
 
 
 SCRATCH: Mapping[AllocatorName, Scratch] = {"cpu": _on_cpu, "cuda": _on_cuda}

@@ -66,8 +66,18 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in own_texts(plan.links))
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
-    yield f"  memory     {limit}; modelled, not measured; no optimizer state counted"
+    yield f"  memory     {limit}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
+
+
+_ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, whose bound is not proven"}
+
+
+def _optimizer_text(plan: Plan) -> str:
+    """Whose state is counted."""
+    if plan.options.optimizer is None:
+        return "no optimizer state counted: none is named"
+    return f"with the state of {plan.options.optimizer}{' and master weights' * plan.options.master_weights}"
 
 
 def links_text(links: Links) -> str:

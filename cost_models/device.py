@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pipecompile.errors import InputError
+from pipecompile.ir.graph import FusedType
 from pipecompile.ir.serde import NonNegative, Positive, Value, decode, read
 
 __all__ = ["Device", "load_device", "named_devices"]
@@ -31,7 +32,8 @@ class Device(Value, frozen=True, kw_only=True):
 
     `peak_flop_per_s` are dense matrix products by data type, "tf32" for float32 ones rounded to it; a type that is
     not listed computes like float32. Of peak and bandwidth `compute_permille` and `bandwidth_permille` are reached.
-    No kernel takes less than `launch_ns`. `memory` says whose allocator the device has (see `CostModel.memory`).
+    No kernel takes less than `launch_ns`. `memory` says whose allocator the device has, `fused_attention` for which
+    data types a GPU fuses attention (see `CostModel`).
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
@@ -43,7 +45,7 @@ class Device(Value, frozen=True, kw_only=True):
     compute_permille: Permille
     bandwidth_permille: Permille
     launch_ns: NonNegative
-    fused_attention: bool
+    fused_attention: tuple[FusedType, ...]
     sources: dict[str, str]
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial, size_bytes
+from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
 __all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
 
@@ -51,6 +52,7 @@ class Flops:
     name: ClassVar[str] = "flops"
     real: ClassVar[bool] = False
     memory: ClassVar[Literal["cpu"]] = "cpu"
+    fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
 
     def cost(self, call: Call) -> Cost:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from pipecompile.cost_models.device import Device
 from pipecompile.cost_models.flops import CPU_ATTENTION
 from pipecompile.cost_models.protocol import Call, Trial, tensors
 
@@ -42,7 +39,7 @@ class Kernel:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether cuDNN runs it on a GPU, with TF32 allowed and scratch of its own."""
+        """Whether cuDNN runs it on a GPU, with TF32 allowed."""
         return self.operator.startswith("convolution")
 
 
@@ -56,13 +53,12 @@ class Launches:
     backward_weight: tuple[Kernel, ...]
 
 
-def launches(call: Call, device: Device) -> Launches:
-    """What `call`, whose tensors are fake CPU ones, launches on `device`; on a GPU, under `as_on_cuda` of profiling."""
-    with _attention(device):
-        arguments = call.fresh()
-        with _Recorder() as forward:
-            call.run(arguments)
-        trial = call.trial()
+def launches(call: Call) -> Launches:
+    """What `call`, whose tensors are fake CPU ones, launches; on a GPU, under `as_on_cuda` of profiling."""
+    arguments = call.fresh()
+    with _Recorder() as forward:
+        call.run(arguments)
+    trial = call.trial()
     return Launches(
         forward=tuple(forward.kernels),
         backward=_backward(trial, (*trial.inputs, *trial.weights)),
@@ -77,11 +73,6 @@ def _backward(trial: Trial, sources: Sequence[GradientEdge]) -> tuple[Kernel, ..
     with _Recorder() as recorder:
         trial.backward(sources)
     return tuple(recorder.kernels)
-
-
-def _attention(device: Device) -> AbstractContextManager[Any]:
-    """Attention as the kernels that there are for it, or as products and a softmax with the scores in memory."""
-    return nullcontext() if device.fused_attention else sdpa_kernel(SDPBackend.MATH)
 
 
 class _Recorder(TorchDispatchMode):

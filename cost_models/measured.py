@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from pipecompile.cost_models.clock import Clock, Sample, settled
 from pipecompile.cost_models.lent import lent
 from pipecompile.cost_models.protocol import Call, Cost, Trial
+from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
 __all__ = ["VERSION", "Measured"]
 
-VERSION = 2  # of how it is measured: costs of another version are not reused
+VERSION = 3  # of how it is measured: costs of another version are not reused
 T = TypeVar("T")
 
 
@@ -49,6 +50,13 @@ class Measured:
         return "cuda" if self.device.type == "cuda" else "cpu"
 
     @property
+    def fused_attention(self) -> tuple[FusedType, ...]:
+        """Below compute capability 8.0 not for bfloat16 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
+            return ("float16", "float32")
+        return FUSED_ATTENTION
+
+    @property
     def spread(self) -> float:
         """The median of what was measured: between the quartiles of its times, relative to their median."""
         return median([sample.spread_ns / max(1, sample.median_ns) for sample in self.samples] or [0.0])
@@ -65,12 +73,13 @@ class Measured:
             nothing = _nothing(self.device)
             self.entry_ns.append(self._time_ns(lambda: nothing.inputs, nothing.backward))
         trial = call.trial()
+        sources = (*trial.inputs, *trial.weights)
         return Cost(
             forward_ns=self._time_ns(lambda: call.bind(call.fresh()), lambda run: run()),
-            backward_ns=self._backward_ns(trial, (*trial.inputs, *trial.weights)),
+            backward_ns=self._backward_ns(trial, sources),
             backward_input_ns=self._backward_ns(trial, trial.inputs),
             backward_weight_ns=self._backward_ns(trial, trial.weights),
-            workspace_bytes=_workspace_bytes(self.device, lambda: call.bind(call.fresh())()),
+            workspace_bytes=self._workspace_bytes(call, trial, sources),
         )
 
     def _backward_ns(self, trial: Trial, sources: Sequence[GradientEdge]) -> int:
@@ -83,6 +92,13 @@ class Measured:
         sample = settled(lambda count: _timed(self.device, count, prepare, action))
         self.samples.append(sample)
         return sample.median_ns
+
+    def _workspace_bytes(self, call: Call, trial: Trial, sources: Sequence[GradientEdge]) -> int | None:
+        """Of the forward or the backward, whichever takes more; None on a CPU, whose allocator does not say."""
+        if self.device.type != "cuda":
+            return None
+        forward = _taken_bytes(self.device, lambda: call.bind(call.fresh())())
+        return max(forward, _taken_bytes(self.device, lambda: trial.backward(sources))) if sources else forward
 
 
 def _timed(device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:
@@ -110,10 +126,8 @@ def _flusher(device: torch.device) -> Callable[[], object]:
     return torch.empty(size, dtype=torch.uint8, device=device).zero_
 
 
-def _workspace_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """What `run` takes for a while and gives back before it ends; 0 on a CPU, whose allocator does not say."""
-    if device.type != "cuda":
-        return 0
+def _taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """What `run` takes on a GPU for a while and gives back before it ends."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     kept = run()

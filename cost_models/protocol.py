@@ -11,6 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipecompile.ir.graph import FusedType
+
 __all__ = ["FREE", "Call", "Cost", "CostModel", "Trial", "size_bytes", "tensors"]
 
 
@@ -18,14 +20,15 @@ __all__ = ["FREE", "Call", "Cost", "CostModel", "Trial", "size_bytes", "tensors"
 class Cost:
     """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters.
 
-    `workspace_bytes` is the scratch that its kernels take beside tensors that fake ones show.
+    `workspace_bytes` is the scratch that its kernels were seen to take beside tensors that fake ones show; None where
+    nobody looked, and profiling/scratch.py has to know.
     """
 
     forward_ns: int
     backward_ns: int
     backward_input_ns: int
     backward_weight_ns: int
-    workspace_bytes: int = 0
+    workspace_bytes: int | None = None
 
 
 FREE = Cost(0, 0, 0, 0)
@@ -41,6 +44,10 @@ class CostModel(Protocol):
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
         """Whose allocator and kernels decide what is held, as memory.py and profiling/cuda.py know them."""
+
+    @property
+    def fused_attention(self) -> Sequence[FusedType]:
+        """The data types for which it fuses attention, where `memory` is "cuda"; a CPU always does."""
 
     @property
     def real(self) -> bool:
@@ -59,9 +66,9 @@ class Trial:
     weights: tuple[GradientEdge, ...]
     gradients: tuple[Tensor, ...]
 
-    def backward(self, sources: Sequence[GradientEdge]) -> None:
-        """Computes the gradients of `sources` and drops them: no `.grad` is touched."""
-        torch.autograd.grad(self.outputs, sources, self.gradients, retain_graph=True, allow_unused=True)
+    def backward(self, sources: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
+        """The gradients of `sources`, of which there is at least one; no `.grad` is touched."""
+        return torch.autograd.grad(self.outputs, sources, self.gradients, retain_graph=True, allow_unused=True)
 
 
 @dataclass(frozen=True)

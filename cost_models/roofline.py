@@ -9,14 +9,9 @@ from typing import ClassVar, Literal
 from pipecompile.cost_models.device import Device, load_device
 from pipecompile.cost_models.kernels import Kernel, launches
 from pipecompile.cost_models.protocol import Call, Cost
+from pipecompile.ir.graph import FusedType
 
-__all__ = ["CONVOLUTION_COPIES", "Roofline", "kernel_ns", "units"]
-
-# The scratch of a convolution on a GPU, in copies of what it reads and writes: a margin, not a measurement. cuDNN "may
-# use padding, folding, and NCHW-to-NHWC transformations to call the Tensor Core operations"
-# (docs.nvidia.com/deeplearning/cudnn/developer/legacy-api.html), and each transformed tensor is a copy. cuDNN's other
-# algorithms may take more; PyTorch then falls back to one that the allocator can serve.
-CONVOLUTION_COPIES = {"cpu": 0, "cuda": 1}
+__all__ = ["Roofline", "kernel_ns", "units"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,11 @@ class Roofline:
         """As the device has it."""
         return self.device.memory
 
+    @property
+    def fused_attention(self) -> tuple[FusedType, ...]:
+        """As the device has it."""
+        return self.device.fused_attention
+
     def cost(self, call: Call) -> Cost:
         """The cost of `call`, whose tensors are fake."""
         if call.signature not in self.known:
@@ -51,22 +51,16 @@ class Roofline:
         return self.known[call.signature]
 
     def _cost(self, call: Call) -> Cost:
-        found = launches(call, self.device)
+        found = launches(call)
         return Cost(
             forward_ns=self._sum_ns(found.forward),
             backward_ns=self._sum_ns(found.backward),
             backward_input_ns=self._sum_ns(found.backward_input),
             backward_weight_ns=self._sum_ns(found.backward_weight),
-            workspace_bytes=self._workspace_bytes((*found.forward, *found.backward)),
         )
 
     def _sum_ns(self, kernels: Iterable[Kernel]) -> int:
         return sum(kernel_ns(kernel, self.device) for kernel in kernels)
-
-    def _workspace_bytes(self, kernels: Iterable[Kernel]) -> int:
-        """The most that one kernel takes beside its tensors."""
-        copies = CONVOLUTION_COPIES[self.device.memory]
-        return max((copies * kernel.bytes for kernel in kernels if kernel.is_convolution), default=0)
 
 
 def kernel_ns(kernel: Kernel, device: Device) -> int:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import msgspec
 from torch import fx
 
 from pipecompile.cost_models.protocol import Call, Cost
 from pipecompile.errors import InputError, StaleProfileError
-from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node
 from pipecompile.ir.serde import read
 
 __all__ = ["CostFunction", "Function", "Table"]
@@ -22,9 +23,10 @@ CostFunction = Callable[[fx.Node, Call], int | Cost]
 
 @dataclass(frozen=True)
 class Table:
-    """The times and the scratch of `graph`, node by node; other sizes come from the model, held as the graph says.
+    """The times and the scratch of `graph`, by names of nodes and parameters.
 
-    A backward that the graph does not split counts half for the inputs and half for the parameters.
+    Other sizes come from the model, held as the graph says. A backward that the graph does not split counts half for
+    the inputs and half for the parameters.
     """
 
     graph: CostGraph
@@ -35,6 +37,11 @@ class Table:
     def memory(self) -> Literal["cpu", "cuda"]:
         """As the graph has it."""
         return self.graph.memory
+
+    @property
+    def fused_attention(self) -> tuple[FusedType, ...]:
+        """As the graph has it."""
+        return self.graph.fused_attention
 
     @classmethod
     def of(cls, path: str) -> Table:
@@ -62,7 +69,20 @@ class Table:
             raise InputError(f"{self.name} has no node {call.node.name!r}; it is of another model, profile again")
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
-        return Cost(node.forward_ns, node.backward_ns, inputs, weights, node.workspace_bytes)
+        return Cost(node.forward_ns, node.backward_ns, inputs, weights, node.workspace_bytes or None)
+
+    def finished(self, graph: CostGraph) -> CostGraph:
+        """`graph` with what a step takes once as the table's parameters of the same names have it."""
+        known = self.graph.parameter_by_name
+        return msgspec.structs.replace(
+            graph,
+            parameters=tuple(
+                msgspec.structs.replace(parameter, finish_ns=known[parameter.name].finish_ns)
+                if parameter.name in known
+                else parameter
+                for parameter in graph.parameters
+            ),
+        )
 
 
 def _halves(node: Node) -> tuple[int, int]:
@@ -84,6 +104,7 @@ class Function:
     name: ClassVar[str] = "function"
     real: ClassVar[bool] = False
     memory: ClassVar[Literal["cuda"]] = "cuda"
+    fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 
     def cost(self, call: Call) -> Cost:
         """What the function says; InputError if it is neither whole nanoseconds nor a Cost."""

@@ -17,7 +17,7 @@ from pipecompile.cost_models.kernels import Launches, launches
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import FREE, Call, Cost
 from pipecompile.errors import InputError
-from pipecompile.ir.graph import Node
+from pipecompile.ir.graph import FusedType, Node
 from pipecompile.profiling.profile import profile
 
 __all__ = ["Calibration", "calibrate", "calibration_text"]
@@ -83,8 +83,12 @@ class _Lister:
     def memory(self) -> Literal["cpu", "cuda"]:
         return self.device.memory
 
+    @property
+    def fused_attention(self) -> tuple[FusedType, ...]:
+        return self.device.fused_attention
+
     def cost(self, call: Call) -> Cost:
-        self.found.append(launches(call, self.device))
+        self.found.append(launches(call))
         return FREE
 
 
@@ -142,11 +146,11 @@ def _blank(kind: Literal["cpu", "cuda"]) -> Device:
         compute_permille=1000,
         bandwidth_permille=1000,
         launch_ns=0,
-        fused_attention=True,
+        fused_attention=Measured(torch.device(kind)).fused_attention,
         sources={
             **dict.fromkeys(FIGURES, source),
             "memory_bytes": "as the device reports it",
-            "fused_attention": "PyTorch's scaled_dot_product_attention has a fused kernel here",
+            "fused_attention": "as PyTorch's scaled_dot_product_attention chooses here (sdp_utils.cpp)",
         },
     )
 

@@ -110,7 +110,8 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
 
     def profiled() -> CostGraph:
         graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
-        return replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
+        graph = replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
+        return model.finished(graph) if isinstance(model, Table) else graph
 
     if not isinstance(model, Measured):
         return profiled()

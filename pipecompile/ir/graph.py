@@ -9,7 +9,11 @@ from typing import Literal
 
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["CostGraph", "Gradient", "Node", "Parameter", "Tensor"]
+__all__ = ["FUSED_ATTENTION", "CostGraph", "FusedType", "Gradient", "Node", "Parameter", "Tensor"]
+
+FusedType = Literal["bfloat16", "float16", "float32"]
+FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
+"""The types for which PyTorch fuses attention on GPUs of compute capability 8.0 and above."""
 
 
 class Node(Value, frozen=True, kw_only=True):
@@ -77,12 +81,13 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
 
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
     Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once. `memory` says
-    whose allocator holds them.
+    whose allocator holds them, `fused_attention` for which data types a GPU was taken to fuse attention.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
     fingerprint: str = ""
     memory: Literal["cpu", "cuda"] = "cuda"
+    fused_attention: tuple[FusedType, ...] = FUSED_ATTENTION
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     storages: tuple[NonNegative, ...] = ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +14,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
+
 __all__ = ["DIFFERENCES", "Difference", "as_on_cuda", "attention_kernel", "differences_table"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8  # attention.cpp, preprocess_mask
 aten = torch.ops.aten
+_fused: ContextVar[Collection[FusedType]] = ContextVar("_fused", default=FUSED_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -77,23 +81,27 @@ def _attention(
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> str:
-    """What CUDA (compute capability 8.0 and above) runs for `scaled_dot_product_attention`: flash, efficient or math.
+    """What CUDA runs for `scaled_dot_product_attention`: flash, efficient or math; math for types that are not fused.
 
+    Below compute capability 8.0, where bfloat16 is not fused, there is no flash.
     Where cuDNN's kernel is preferred (9.0, 10.0) it stands for flash: it keeps as much. The rules are those of
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
     `can_use_mem_efficient_attention`.
     """
+    if str(query.dtype).removeprefix("torch.") not in _fused.get():
+        return "math"
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     if any(tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel() for tensor in (query, key, value)):
         return "math"
     causal = not is_causal or query.shape[-2] == key.shape[-2]
-    flash, efficient = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    flash = torch.backends.cuda.flash_sdp_enabled() and "bfloat16" in _fused.get()
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
     if flash and mask is None and query.dtype in _HALVES and len(sizes) == 1 and max(sizes) <= 256 and causal:
         return "flash"
     alignment = 8 if query.dtype in _HALVES else 4
     heads = {tensor.shape[1] for tensor in (query, key, value)}
     aligned = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
-    if efficient and query.dtype in (*_HALVES, torch.float32) and aligned and len(heads) == 1:
+    if efficient and aligned and len(heads) == 1:
         return "efficient"
     return "math"
 
@@ -177,6 +185,15 @@ def _inside() -> Iterator[None]:
         yield
 
 
-def as_on_cuda() -> TorchFunctionMode:
-    """A context in which fake CPU tensors are differentiated as CUDA's kernels would: never for real ones."""
-    return _Cuda()
+@contextmanager
+def as_on_cuda(fused_attention: Collection[FusedType] = FUSED_ATTENTION) -> Iterator[None]:
+    """Fake CPU tensors are differentiated as CUDA's kernels would: never for real ones.
+
+    Attention is fused for these data types only.
+    """
+    before = _fused.set(fused_attention)
+    try:
+        with _Cuda():
+            yield
+    finally:
+        _fused.reset(before)

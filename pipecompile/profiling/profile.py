@@ -37,7 +37,7 @@ def profile(
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _untouched(graph_module):
-        kernels = as_on_cuda() if cost_model.memory == "cuda" else nullcontext()
+        kernels = as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
         with FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, cost_model.memory)
@@ -47,6 +47,7 @@ def profile(
     known = _known(workload.graph, observation)
     return ir.CostGraph(
         memory=cost_model.memory,
+        fused_attention=tuple(cost_model.fused_attention),
         nodes=tuple(_nodes(workload, observation, costs, known)),
         tensors=tuple(_tensors(workload.graph, observation, known)),
         storages=tuple(observation.storages[storage] for storage in known),
@@ -102,7 +103,7 @@ def _nodes(
             saved=tuple(known[storage] for storage in facts.saved),
             forward_peak_bytes=facts.forward_peak,
             backward_peak_bytes=facts.backward_peak,
-            workspace_bytes=max(facts.scratch, cost.workspace_bytes),
+            workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
             group=node.meta.get("group"),

@@ -16,6 +16,7 @@ from pipecompile.cost_models.device import Device, load_device, named_devices
 from pipecompile.cost_models.kernels import Kernel, Launches, launches
 from pipecompile.cost_models.protocol import FREE, Call, Cost
 from pipecompile.cost_models.roofline import Roofline, kernel_ns
+from pipecompile.cost_models.table import Function
 from pipecompile.errors import FormatError, InputError
 from pipecompile.ir.serde import encode
 from pipecompile.profiling.profile import profile
@@ -32,11 +33,11 @@ class Lister:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.memory = device.memory
+        self.memory, self.fused_attention = device.memory, device.fused_attention
         self.found: dict[str, Launches] = {}
 
     def cost(self, call: Call) -> Cost:
-        self.found[call.node.name] = launches(call, self.device)
+        self.found[call.node.name] = launches(call)
         return FREE
 
 
@@ -174,18 +175,33 @@ def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(flops: int, siz
     assert kernel_ns(Kernel("mm", flops, size, "float32"), device) == max(ceil(compute), ceil(memory), device.launch_ns)
 
 
-def test_only_convolutions_on_gpus_take_scratch() -> None:
-    class Priced(Lister):
-        def cost(self, call: Call) -> Cost:
-            return prices.setdefault((self.device.name, call.node.name), Roofline(self.device, "").cost(call))
+def given(node: fx.Node, call: Call) -> int:
+    return 1
 
-    prices: dict[tuple[str, str], Cost] = {}
-    model, image = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU()), wanting(1, 3, 8, 8)
-    for name in ("h100", "cpu"):
-        profile(fx.symbolic_trace(model), [image], Priced(load_device(name)))
+
+@pytest.mark.parametrize("costs", [Roofline.of("h100"), Function(given)], ids=["roofline", "function"])
+def test_only_convolutions_take_scratch_on_a_gpu_whatever_the_costs(costs: Roofline | Function) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
+    graph = profile(fx.symbolic_trace(model), [wanting(1, 3, 8, 8)], costs)
     x, w, y = 3 * 64 * FLOAT, 8 * 27 * FLOAT, 8 * 36 * FLOAT
-    scratch = {key: cost.workspace_bytes for key, cost in prices.items() if cost.workspace_bytes}
-    assert scratch == {("h100", "_0"): 2 * x + 2 * w + y}
+    assert {node.name: node.workspace_bytes for node in graph.nodes if node.workspace_bytes} == {
+        "_0": (y + x + w) + (x + w)  # its backward: what it reads and what it gives
+    }
+
+
+def test_without_gradients_only_the_forward_takes_scratch() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)).requires_grad_(False)
+    graph = profile(fx.symbolic_trace(model), [torch.zeros(1, 3, 8, 8)], Roofline.of("h100"))
+    assert graph.by_name["_0"].workspace_bytes == (3 * 64 + 8 * 27 + 8 * 36) * FLOAT
+
+
+def test_scratch_that_was_measured_replaces_the_margin() -> None:
+    graph = profile(
+        fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3))),
+        [wanting(1, 3, 8, 8)],
+        Function(lambda node, call: Cost(1, 1, 1, 1, workspace_bytes=7)),
+    )
+    assert graph.by_name["_0"].workspace_bytes == 7
 
 
 def test_every_device_is_complete_and_says_where_its_figures_come_from() -> None:
@@ -193,7 +209,8 @@ def test_every_device_is_complete_and_says_where_its_figures_come_from() -> None
     assert set(named_devices()) == expected
     for device in named_devices().values():
         assert all(len(source) > 10 for source in device.sources.values())
-        assert "assumption" in device.sources["compute_permille"]
+        for assumed in ("compute_permille", "bandwidth_permille", "launch_ns"):
+            assert device.sources[assumed].startswith("assumption: ")
 
 
 def test_a_device_without_sources_is_refused() -> None:
@@ -207,7 +224,7 @@ def test_a_device_without_sources_is_refused() -> None:
             compute_permille=1000,
             bandwidth_permille=1000,
             launch_ns=0,
-            fused_attention=True,
+            fused_attention=(),
             sources={name: "known" for name in H100.sources if name != "launch_ns"},
         )
 

@@ -52,6 +52,25 @@ def test_a_table_gives_the_times_that_were_written(costs: str, tmp_path: Path) -
     assert costed(target, f"table:{file}") == before
 
 
+def test_a_table_of_a_device_that_does_not_fuse_attention_keeps_the_scores(tmp_path: Path) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    target = Target(model, arguments_of(model, torch.ones(4, 4, 8)), mean, torch.zeros(4, 4, 8))
+    before = costed(target, "roofline:tpu-v2")
+    file = tmp_path / "costs.json"
+    file.write_bytes(encode(before))
+    assert costed(target, f"table:{file}") == before
+
+
+def test_what_a_step_takes_once_passes_through(tmp_path: Path) -> None:
+    before = costed(target_of(network()), "flops")
+    corrected = replace(
+        before, parameters=tuple(replace(p, finish_ns=place + 1) for place, p in enumerate(before.parameters))
+    )
+    file = tmp_path / "costs.json"
+    file.write_bytes(encode(corrected))
+    assert costed(target_of(network()), f"table:{file}") == corrected
+
+
 def times(graph: CostGraph) -> dict[str, tuple[int | None, ...]]:
     return {
         node.name: (node.forward_ns, node.backward_ns, node.backward_input_ns, node.backward_weight_ns)

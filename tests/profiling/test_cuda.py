@@ -193,6 +193,38 @@ def test_what_a_block_keeps_is_counted_by_hand() -> None:
     assert sum(node.saved_bytes for node in graph.nodes) == by_hand
 
 
+def saved_bytes(device: str, dtype: torch.dtype, name: str) -> int:
+    """What a node of the block keeps that no node before it keeps, at 64 tokens."""
+    model, sample = Block(HEADS * SIZE).to(dtype), torch.zeros(BATCH, 64, HEADS * SIZE, dtype=dtype)
+    module = capture(model, arguments_of(model, sample)).instantiate(arguments_of(model, sample))
+    graph = profile(module, [sample], Roofline.of(device))
+    (node,) = (node for node in graph.nodes if name in node.operator)
+    return node.saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "fused"),
+    [
+        ("h100", torch.bfloat16, True),
+        ("h100", torch.float32, True),
+        ("p100", torch.bfloat16, False),
+        ("p100", torch.float32, True),
+        ("v100", torch.float16, True),
+        ("tpu-v2", torch.float32, False),
+    ],
+)
+def test_scores_are_kept_where_attention_is_not_fused(device: str, dtype: torch.dtype, fused: bool) -> None:
+    one, scores = BATCH * HEADS * 64 * SIZE, BATCH * HEADS * 64 * 64
+    kept = saved_bytes(device, dtype, "scaled_dot_product_attention")
+    if fused:
+        # Query, key, value, output, a logsumexp a row, a seed and an offset; flash has a spare number.
+        flash = dtype == torch.bfloat16
+        assert kept == 4 * one * dtype.itemsize + BATCH * HEADS * 64 * 4 + 16 + 8 * flash
+    else:
+        # In float32: query, key and value, the probabilities, the mask of the dropout and what it leaves.
+        assert kept == (3 * one + 3 * scores) * 4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with what kernels of a GPU keep; there is none")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

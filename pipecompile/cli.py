@@ -85,6 +85,8 @@ SCHEDULE_HELP = (
     "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
 )
 
+OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
+
 COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
 
 format_option = click.option(
@@ -103,6 +105,8 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
             click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
             click.option("--memory", help="Cap of each rank, such as 16GiB."),
+            click.option("--optimizer", help=OPTIMIZER_HELP),
+            click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
             click.option("--recompute", default="none", show_default=True, help="none or stage."),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
             click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
@@ -162,7 +166,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @click.argument("target")
 @click.option("--costs", default="measured", show_default=True, help=COSTS_HELP)
 @click.option("--microbatches", type=int, default=4, show_default=True, help="As the plan will have.")
-@click.option("--optimizer", help="Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor.")
+@click.option("--optimizer", help=OPTIMIZER_HELP)
 @click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
 @click.option("--page", help="Where to write the page (HTML, one file).")
 @format_option

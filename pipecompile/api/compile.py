@@ -27,6 +27,7 @@ from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
@@ -69,9 +70,10 @@ def pipecompile(
     tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
     the scalar to train; without it the model's own `loss` output is used. `schedule` is a named one (see
     docs/schedules.md) or "search"; `stages_per_rank` and `placement` (linear, loop or v) default to what it needs, and
-    a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or
-    bytes). `optimizer` (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` a float32
-    copy of parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of keeping activations.
+    a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or bytes). `optimizer`
+    (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` its float32 copies of
+    parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
+    keeping activations.
     `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
     stage has a node with parameters. `sample_target` lets the costs include the loss.
     `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
@@ -153,6 +155,11 @@ def options_for(
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
     if placement is not None:
         _one_of("placement", placement, SHAPES)
+    optimizer = optimizer or target.optimizer
+    if optimizer is not None:
+        _one_of("optimizer", optimizer, OPTIMIZERS)
+    elif master_weights:
+        raise InputError(f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}")
     options = Options(
         k=k,
         microbatches=_microbatches(target, k if microbatches is None else microbatches),
@@ -160,7 +167,7 @@ def options_for(
         objective=objective,
         recompute="stage" if recompute == "stage" else "none",
         memory_bytes=None if memory is None else parse_bytes(memory),
-        optimizer=optimizer or target.optimizer,
+        optimizer=optimizer,
         master_weights=master_weights,
         costs=costs,
         pin=dict(pin or {}),

@@ -96,7 +96,7 @@ class _Observer(Caller):
     def perform(self, call: Call) -> Any:
         tick = len(self.facts)
         self.ledger.enter(tick)
-        self.numbers.append(torch.autograd._get_sequence_nr())
+        self.numbers.append(torch._C._autograd._get_sequence_nr())
         versions = [argument._version for argument in call.arguments]
         value, saved = self._kept(call)
         outputs = tensors(value)
@@ -170,7 +170,8 @@ class _Observer(Caller):
         nodes = {
             name: replace(
                 facts,
-                forward_peak=rises[place],
+                # What arrives is of the minibatch, which is there before.
+                forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),
                 scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
             )

@@ -70,13 +70,13 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
 
 
-_ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, whose bound is not proven"}
+_ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, bound not proven"}
 
 
 def _optimizer_text(plan: Plan) -> str:
     """Whose state is counted."""
     if plan.options.optimizer is None:
-        return "no optimizer state counted: none is named"
+        return "no optimizer named"
     return f"with the state of {plan.options.optimizer}{' and master weights' * plan.options.master_weights}"
 
 

@@ -24,7 +24,7 @@ MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"
 def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> Observation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return observe(workload.faked())
+        return observe(workload.faked(), "cpu")
 
 
 def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> list[int]:
@@ -131,3 +131,43 @@ def test_nothing_real_is_touched() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     observed(fx.symbolic_trace(model), torch.randn(4, 8))
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+class Chain(nn.Module):
+    """Two linear layers and a residual: gradients of `hidden` come from `cos` and from `add`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        hidden = self.first(image)
+        return self.second(hidden.cos() + hidden)
+
+
+SIZE = 4 * 8 * 4  # of each value, in bytes
+
+
+@pytest.fixture
+def chain() -> Observation:
+    return observed(fx.symbolic_trace(Chain()), torch.randn(4, 8))
+
+
+def test_a_forward_rises_by_what_it_makes(chain: Observation) -> None:
+    assert {name: facts.forward_peak for name, facts in chain.nodes.items()} == {
+        "image": 0, "first": SIZE, "cos": SIZE, "add": SIZE, "second": SIZE, "output": 0,
+    }  # fmt: skip
+
+
+def test_one_gradient_lives_between_any_two_nodes(chain: Observation) -> None:
+    """What `add` hands to `cos` and to `hidden` is one storage, to which what `cos` gives is added in place."""
+    names = list(chain.nodes)
+    for place in range(names.index("first"), names.index("second")):
+        flowing = [g for g in chain.gradients if names.index(g.last) <= place < names.index(g.producer)]
+        assert [gradient.bytes for gradient in flowing] == [SIZE], names[place]
+
+
+def test_a_backward_makes_the_gradients_of_parameters_too(chain: Observation) -> None:
+    weight = 8 * 8 * 4
+    assert chain.nodes["second"].backward_peak == SIZE + weight
+    assert chain.nodes["first"].backward_peak == weight, "the minibatch needs no gradient"

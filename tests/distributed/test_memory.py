@@ -1,0 +1,27 @@
+"""What gloo ranks hold, by the allocator's own events, against what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory_prediction import Setting, measured_rank
+from tests.distributed.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(2)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("setting", [Setting("gpipe", 2, 2, "rmsprop"), Setting("1f1b", 2, 4, "adamw")])
+def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
+    workers: Workers, tmp_path: Path, setting: Setting
+) -> None:
+    for expected, bound, measured in workers.run(2, measured_rank, "mlp", setting, folder=str(tmp_path)):
+        assert abs(expected - measured) <= measured // 100
+        assert measured <= bound <= measured * 11 // 10

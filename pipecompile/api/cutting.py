@@ -128,15 +128,18 @@ def _missing(
     By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
     """
     assert options.memory_bytes is not None
-    allocator = ALLOCATORS[graph.memory]
+    allocator, again = ALLOCATORS[graph.memory], options.recompute == "stage"
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
-        again = set(stages) - {options.k - 1} if options.recompute == "stage" else ()
         left = room(
-            stages, options.memory_bytes, microbatches=options.microbatches, allocator=allocator, recomputed=again
+            stages,
+            options.memory_bytes,
+            microbatches=options.microbatches,
+            allocator=allocator,
+            recomputed=set(stages) - {options.k - 1} if again else (),
         )
         return max(0, needed - left)
-    name, again = stand_in(options, placement), options.recompute == "stage"
+    name = stand_in(options, placement)
     at = _moments(name, tuple(placement), options.microbatches, again)[placement[min(stages)]]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
     return max(0, memory.total.bound - options.memory_bytes)
@@ -223,7 +226,8 @@ def _price(
 
     def price(candidate: Candidate) -> int | None:
         stage = {candidate.stage: lives.footprint(candidate.before, candidate.nodes)}
-        return None if _missing(graph, options, placement, stage, sparing) else 0
+        within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
+        return None if _missing(graph, within, placement, stage, sparing) else 0
 
     return price
 

@@ -165,6 +165,8 @@ class _Rank:
                     if not stage.sent(storage) and stage.savers(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
             self.live.need(0)
+        if kind is Kind.BACKWARD_INPUT and stage.splits:
+            self._drop(stage, microbatch)
         self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
         if second:
             self._finish(stage, microbatch)
@@ -200,6 +202,15 @@ class _Rank:
                 self.live.sizes[key] = stage.size(name)
             if readers[0] == node.name and key[1] == "added":
                 self.live.drop(*key)
+
+    def _drop(self, stage: _Stage, microbatch: int) -> None:
+        """No second half comes by behind the last node with parameters: what only nodes there saved is let go."""
+        order = stage.order
+        last = max((order.index(name) for nodes in stage.trained().values() for name in nodes), default=-1)
+        for storage in stage.own():
+            savers = [order.index(name) for name in stage.savers(storage)]
+            if savers and min(savers) > last and not stage.sent(storage):
+                self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
         """Its gradients are there, so those that a stage of its own rank gave it are let go."""

@@ -57,6 +57,7 @@ def _plan(**changes: Any) -> Plan:
         "microbatches": 1,
         "microbatch_shapes": ((2, 3),),
         "links": FREE,
+        "allocator": "cpu",
         "stages": (_stage("a", (), (EDGE,)), _stage("b", (EDGE,), ())),
         "routes": (),
         "parameters": (),

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipecompile.ir.allocator import ALLOCATORS, Amount
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.memory import Amount, Footprint, rank_memory
+from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Boundary, Stage
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.simulate import simulate
@@ -17,6 +19,7 @@ LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 def _footprint(kept: int, outputs: int) -> Footprint:
     sizes = dict.fromkeys(Footprint.__struct_fields__, 100) | {"kept": kept, "outputs": outputs}
+    sizes |= {"between": 7, "dropped": 5, "optimizer_scratch": 0}
     return Footprint(**{name: Amount(expected=size, bound=size) for name, size in sizes.items()})
 
 
@@ -76,23 +79,27 @@ def test_the_peak_is_that_of_the_memory_model(name: str, microbatches: int, reco
     schedule = generate(name, range(3), microbatches, recompute)
     timeline = simulate(problem_of_stages(stages, LINK, range(3), microbatches), schedule)
     for rank, row in enumerate(schedule.rows):
-        memory = rank_memory({rank: stages[rank].footprint}, row, microbatches=microbatches)
-        assert timeline.peak_bytes[rank] == memory.activations.bound
+        curve = activation_curve({rank: stages[rank].footprint}, row)
+        assert timeline.peak_bytes[rank] == max(held.bound for _, held in curve)
 
 
 def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
-    """Parameters, gradients, workspace, and two buffers for each of three microbatches, of 100 bytes each."""
-    assert activation_caps(_stages(), range(3), 3, 1000) == (100,) * 3
-    assert activation_caps(_stages(), range(3), 3, 899) == (0,) * 3
-    assert activation_caps(_stages(), range(3), 3, None) is None
+    """Parameters, gradients, optimizer, the most that lives in a backward; for each of three microbatches its input,
+    two buffers, what was sent and the gradient of its inputs: 100 bytes each, and of the outputs 10.
+    """
+    cpu = ALLOCATORS["cpu"]
+    needed = 4 * 100 + 3 * (4 * 100 + 10)
+    assert activation_caps(_stages(), range(3), 3, cpu.padded(needed + 100, 0) + 1, "cpu") == (100,) * 3
+    assert activation_caps(_stages(), range(3), 3, cpu.padded(needed - 1, 0), "cpu") == (0,) * 3
+    assert activation_caps(_stages(), range(3), 3, None, "cpu") is None
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_a_stage_that_recomputes_keeps_its_outputs(recompute: str) -> None:
+def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_everything(recompute: str) -> None:
     stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
     work = problem_of_stages(stages, LINK, range(3), 2).work[1]
-    kept = {"none": (41, 0), "stage": (10, 31)}[recompute]
-    assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == (*kept, 41)
+    wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10, 41, 10 + 41 + 7 - 5)}[recompute]
+    assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == wanted
 
 
 def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:

@@ -1,0 +1,178 @@
+"""Plans and what their ranks hold: optimizers, and budgets that are kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.planning import draft
+from pipecompile.api.target import Target
+from pipecompile.cli import commands
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serde import decode, encode, read, write
+
+WIDTH, BLOCKS, BATCH = 64, 6, 8
+LINEAR = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer's parameters
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    layers = [layer for _ in range(BLOCKS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def target(optimizer: Any = None, dtype: torch.dtype = torch.float32) -> Target:
+    sample = torch.zeros(BATCH, WIDTH, dtype=dtype)
+    return Target.of({"model": model(dtype), "sample_input": sample, "optimizer": optimizer}, "a test")
+
+
+def planned(subject: Target, **options: Any) -> Plan:
+    chosen = options_for(subject, **{"k": 2, "costs": "flops", **options})
+    return make_plan(subject, chosen, capture_target(subject, chosen, verify=False))
+
+
+def held(plan: Plan, kind: str = "optimizer") -> list[int]:
+    return [getattr(memory, kind).expected for memory in plan.prediction.memory]
+
+
+def counters(plan: Plan) -> list[int]:
+    """Of steps, 4 bytes for each parameter."""
+    return [4 * len(stage.parameters) for stage in plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("adamw", "adamw"),
+        (torch.optim.AdamW, "adamw"),
+        (torch.optim.SGD, "sgd"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9), "momentum"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "sgd"),
+        (torch.optim.RMSprop([nn.Parameter(torch.ones(1))]), "rmsprop"),
+        (None, None),
+    ],
+)
+def test_a_target_names_its_optimizer_in_any_way(given: Any, name: str | None) -> None:
+    assert target(given).optimizer == name
+    assert options_for(target(given), k=2, costs="flops").optimizer == name
+
+
+def test_what_is_asked_for_goes_before_what_the_target_says() -> None:
+    assert options_for(target("adamw"), k=2, costs="flops", optimizer="sgd").optimizer == "sgd"
+
+
+@pytest.mark.parametrize("given", [torch.optim.Adagrad, "lion"])
+def test_an_optimizer_that_is_not_known_is_refused_with_those_that_are(given: Any) -> None:
+    with pytest.raises(InputError, match=r"optimizer='(adagrad|lion)' is not known; choose one of sgd, .*adafactor"):
+        options_for(target(given), k=2, costs="flops")
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(InputError, match=r"optimizer is a float, but must be a name or a torch.optim.Optimizer"):
+        target(0.1)
+
+
+def test_master_weights_need_an_optimizer() -> None:
+    with pytest.raises(InputError, match="master weights are kept for an optimizer; name one of sgd"):
+        options_for(target(), k=2, costs="flops", master_weights=True)
+
+
+def test_a_plan_counts_the_state_of_its_optimizer() -> None:
+    """Adam keeps two copies of its rank's parameters, and a counter for each."""
+    for name, copies in ((None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2)):
+        plan = planned(target(), optimizer=name)
+        counted = counters(plan) if name == "adam" else [0, 0]
+        assert held(plan) == [copies * p + c for p, c in zip(held(plan, "parameters"), counted, strict=True)]
+
+
+def test_master_weights_are_twice_the_parameters_of_two_bytes() -> None:
+    plan = planned(target("adam", torch.bfloat16), master_weights=True)
+    parameters = held(plan, "parameters")
+    assert sum(parameters) == BLOCKS * LINEAR // 2
+    assert held(plan) == [(2 + 4) * p + c for p, c in zip(parameters, counters(plan), strict=True)]
+
+
+def test_an_optimizer_that_does_not_fit_is_refused() -> None:
+    needed = max(memory.total.bound for memory in planned(target()).prediction.memory)
+    assert planned(target(), memory=needed).prediction.memory
+    with pytest.raises(InfeasibleError):
+        planned(target("adam"), memory=needed)
+
+
+def test_a_plan_is_cut_otherwise_so_that_its_optimizer_fits() -> None:
+    """The first layer has many parameters and no operations. Of all cuts the one that needs least is found."""
+    layers = [nn.Embedding(512, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4))]
+    subject = Target.of((nn.Sequential(*layers), torch.zeros(BATCH, dtype=torch.int64)), "a test")
+    needed = {}
+    for last in range(4):
+        plan = planned(subject, optimizer="adam", pin={f"_{last}": 0, f"_{last + 1}": 1})
+        needed[last] = max(memory.total.bound for memory in plan.prediction.memory)
+    free = planned(subject, optimizer="adam")
+    capped = planned(subject, optimizer="adam", memory=min(needed.values()))
+    assert max(memory.total.bound for memory in capped.prediction.memory) == min(needed.values())
+    assert capped.assignment != free.assignment
+
+
+def test_a_plan_with_an_optimizer_is_read_back_as_it_was(tmp_path: Path) -> None:
+    plan = planned(target("adamw"), memory="1GiB")
+    write(tmp_path / "plan.json", encode(plan))
+    assert read(tmp_path / "plan.json", Plan) == plan
+    assert plan.options.optimizer == "adamw"
+
+
+def test_the_command_line_names_an_optimizer_and_master_weights(tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def small():\n"
+        "    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(torch.bfloat16)\n"
+        "    return model, torch.zeros(4, 8, dtype=torch.bfloat16)\n"
+    )
+    arguments = ["plan", f"{tmp_path / 'given.py'}:small", "-k", "2", "--costs", "flops", "--format", "json"]
+    result = CliRunner().invoke(commands, [*arguments, "--optimizer", "momentum", "--master-weights"])
+    assert result.exit_code == 0, result.output
+    plan = decode(result.stdout.encode(), Plan, origin="stdout")
+    assert held(plan) == [4 * parameters for parameters in held(plan, "parameters")]
+    refused = CliRunner().invoke(commands, [*arguments, "--optimizer", "lion"])
+    assert refused.exit_code == 2
+    assert "choose one of sgd, momentum, rmsprop" in refused.stderr
+
+
+@cache
+def _costs() -> tuple[CostGraph, Captured]:
+    options = options_for(target(), k=2, costs="flops", microbatches=4)
+    captured = capture_target(target(), options, verify=False)
+    return cost_graph(target(), "flops", 4, captured), captured
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    memory=st.integers(90_000, 420_000),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "search", "zb-v", "interleaved-1f1b"]),
+    recompute=st.sampled_from(["none", "stage"]),
+    optimizer=st.sampled_from([None, "adamw"]),
+    k=st.sampled_from([2, 4]),
+)
+def test_no_plan_holds_more_than_its_cap(
+    memory: int, schedule: str, recompute: str, optimizer: str | None, k: int
+) -> None:
+    graph, _ = _costs()
+    options = options_for(
+        target(), k=k, costs="flops", microbatches=4, memory=memory, schedule=schedule, recompute=recompute,
+        optimizer=optimizer,
+    )  # fmt: skip
+    try:
+        plan = draft(graph, options, graph_digest="", verified=False, microbatch_shapes=[])
+    except (InfeasibleError, InputError):
+        return
+    assert max(rank.total.bound for rank in plan.prediction.memory) <= memory

@@ -1,8 +1,10 @@
-"""`make bench` runs every benchmark."""
+"""`make bench` runs every benchmark, each in a process of its own."""
 
-from benchmarks import gpipe_models, partition, schedules, time_prediction
+import subprocess
+import sys
 
-time_prediction.main()
-partition.main([])
-schedules.main([])
-gpipe_models.main()
+NAMES = ("time_prediction", "memory_prediction", "profile_large", "partition", "schedules", "gpipe_models")
+
+for name in NAMES:
+    print(f"== {name}", flush=True)
+    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

@@ -48,8 +48,6 @@ KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 def main() -> None:
     """Prints and writes the table."""
-    if not KEPT_MEMORY.items() <= os.environ.items():  # read when a process begins
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.time_prediction"], {**os.environ, **KEPT_MEMORY})
     torch.set_num_threads(1)
     print(f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10} {'measured':>10} {'error':>7} over unsplit")
     with _two_ranks() as ranks:
@@ -179,4 +177,6 @@ def _alternating(first: Callable[[], object], second: Callable[[], object]) -> t
 
 
 if __name__ == "__main__":
+    if not KEPT_MEMORY.items() <= os.environ.items():  # they are read when a process begins
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.time_prediction"], {**os.environ, **KEPT_MEMORY})
     main()

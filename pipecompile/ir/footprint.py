@@ -32,8 +32,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
     `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
-    are sent, as are the gradients of the inputs (`returned`). `between` stays from the first half of a split backward
-    to the second, beside what is kept. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    are sent, as are the gradients of the inputs (`returned`). Of a backward in two halves, `dropped` is what the first
+    lets go of what was kept, and `between` what it leaves to the second. `inputs`, `received` and `received_gradients`
+    are buffers of one microbatch.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -48,6 +49,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     kept: Amount
     outputs: Amount
     returned: Amount
+    dropped: Amount
     between: Amount
     forward_peak: Amount
     first_backward_peak: Amount
@@ -216,7 +218,7 @@ class _Stage:
         making, adding = list(self._made_gradients()), list(self._added_gradients())
         backward = [*self._freed(), *self._flowing()]
         whole = [node.backward_peak_bytes for node in self.own]
-        second = [*self._freed(), *self._released()] if self._splits else backward
+        second = [*self._freed(half=True), *self._released()] if self._splits else backward
         rises = list(self._weight_rises()) if self._splits else whole
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self._readers), *anonymous]),
@@ -229,6 +231,7 @@ class _Stage:
             kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.arriving),
+            dropped=amount(s.bytes for _, s in self.made if self._is_dropped(s)),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole),
@@ -249,11 +252,17 @@ class _Stage:
             if not self._savers(storage) and not self._is_sent(storage):
                 yield _Change(max(storage.readers, default=place), storage.bytes, begins=False)
 
-    def _freed(self) -> Iterator[_Change]:
-        """What the backward lets go of what was kept; outputs stay until it ends."""
+    def _is_dropped(self, storage: _Storage) -> bool:
+        """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
+        last = max((places[-1] for _, places in self._trained), default=-1)
+        savers = self._savers(storage)
+        return self._splits and bool(savers) and savers[0] > last and not self._is_sent(storage)
+
+    def _freed(self, *, half: bool = False) -> Iterator[_Change]:
+        """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
         for _, storage in self.made:
             savers = self._savers(storage)
-            if savers and not self._is_sent(storage):
+            if savers and not self._is_sent(storage) and not (half and self._is_dropped(storage)):
                 yield _Change(savers[0], storage.bytes, begins=False)
 
     def _flowing(self, *, hold: bool = False) -> Iterator[_Change]:

@@ -170,7 +170,7 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
 
 
 def _activations(stage: Footprint, held: Held) -> Amount:
-    return stage.kept * held.kept + stage.outputs * held.bare + stage.between * held.halved
+    return stage.kept * held.kept + stage.outputs * held.bare + (stage.between - stage.dropped) * held.halved
 
 
 def _buffers(stages: Mapping[int, Footprint]) -> Amount:

@@ -44,7 +44,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.scratch: dict[int, int] = {}
         self._scratch_of = scratch_of
         self.lives: list[Life] = []

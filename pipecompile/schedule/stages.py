@@ -84,7 +84,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         kept_bytes=outputs if again else held,
         recomputed_bytes=held if again else 0,
         # torch keeps everything until the gradients of the weights
-        between_bytes=held + outputs * again + stage.footprint.between.bound,
+        between_bytes=held + outputs * again + (stage.footprint.between - stage.footprint.dropped).bound,
         splits=splits,
         recompute=again,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipecompile.api.ordering import compared, named_schedule, placements
 from pipecompile.api.planning import predicted
@@ -19,10 +21,21 @@ def violations(plan: Plan) -> list[str]:
     """What is wrong with a plan by itself: its schedule, its prediction, its memory caps. Empty if it is sound."""
     try:
         problem = problem_of_plan(plan)
-        found = check_schedule(plan.schedule, problem)
+        found = check_schedule(plan.schedule, replace(problem, caps=None))
+        found = found or check_schedule(plan.schedule, _within_bounds(plan, problem))
         return found or list(_edited(plan, problem))
     except PipecompileError as error:
         return [str(error)]
+
+
+def _within_bounds(plan: Plan, problem: Problem) -> Problem:
+    """With caps on those ranks alone whose bound is over the plan's: others have room whatever any order may need."""
+    cap = plan.options.memory_bytes
+    if problem.caps is None or cap is None:
+        return problem
+    memory = predicted(plan.stages, plan.schedule, plan.links, cap, plan.allocator).memory
+    pairs = zip(memory, problem.caps, strict=True)
+    return replace(problem, caps=tuple(room if rank.total.bound > cap else sys.maxsize for rank, room in pairs))
 
 
 def _edited(plan: Plan, problem: Problem) -> Iterator[str]:

@@ -155,7 +155,7 @@ def _costs() -> tuple[CostGraph, Captured]:
     return cost_graph(target(), "flops", 4, captured), captured
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     memory=st.integers(90_000, 420_000),
     schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "search", "zb-v", "interleaved-1f1b"]),

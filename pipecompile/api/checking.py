@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from pipecompile.api.ordering import compared, named_schedule, placements
+from pipecompile.api.ordering import compared, named_schedule, named_within, placements
 from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Ordering, Plan
+from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.stages import problem_of_plan
+from pipecompile.schedule.stages import excess_of, highest_caps, problem_of_plan
 
 __all__ = ["over_limits", "violations"]
 
@@ -58,7 +59,21 @@ def _is_placed(plan: Plan) -> bool:
 def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
     """A named schedule has the order that its name stands for."""
     name = plan.schedule.name
-    return name == "search" or named_schedule(name, problem).compute == plan.schedule.compute
+    if name == "search":
+        return True
+    if plan.ordering is not None:
+        return named_schedule(name, _searched_problem(plan, problem)).compute == plan.schedule.compute
+    return named_within(name, problem, _excess(plan)).compute == plan.schedule.compute
+
+
+def _searched_problem(plan: Plan, problem: Problem) -> Problem:
+    """What a search for the order of `plan` begins with."""
+    placement, cap = plan.schedule.placement, plan.options.memory_bytes
+    return replace(problem, caps=highest_caps(plan.stages, placement, plan.microbatches, cap, plan.allocator))
+
+
+def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
+    return lambda schedule: excess_of(plan.stages, schedule, plan.options.memory_bytes, plan.allocator)
 
 
 def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bool:
@@ -66,7 +81,7 @@ def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bo
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
     step_ns = ordering.searched_ns if ordering.kept else best
     return (
-        (ordering.named_ns, ordering.bound_ns) == compared(problem)
+        (ordering.named_ns, ordering.bound_ns) == compared(_searched_problem(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
         and plan.prediction.step_ns == step_ns
         and (ordering.kept or plan.schedule.name != "search")

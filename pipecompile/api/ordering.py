@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipecompile.errors import InputError
+from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Ordering, Stage
@@ -17,14 +19,16 @@ from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.recompute import with_recompute
 from pipecompile.schedule.robust import gain_survives
-from pipecompile.schedule.stages import activation_caps, problem_of_stages
+from pipecompile.schedule.stages import activation_caps, excess_of, highest_caps, problem_of_stages
 
 if TYPE_CHECKING:
-    from pipecompile.schedule.search import Named
+    from pipecompile.schedule.search import Found, Named
 
-__all__ = ["compared", "flights", "named_schedule", "ordered", "placements", "stand_in"]
+__all__ = ["compared", "flights", "named_schedule", "named_within", "ordered", "placements", "stand_in"]
 
 SEARCH_SECONDS = 3.0  # of work
+SEARCHES = 4  # as caps are lowered
+Excess = Callable[[Schedule], Sequence[int]]  # per rank the bytes over its cap
 
 
 def placements(options: Options) -> tuple[tuple[int, ...], ...]:
@@ -76,43 +80,100 @@ def ordered(
 ) -> tuple[Schedule, Ordering | None]:
     """The schedule of a plan with its transfers, and how it was found if it was searched for.
 
-    AssertionError if it were not sound; InfeasibleError if a search finds no room for one microbatch.
+    Its ranks are within `options.memory_bytes` by the memory model. AssertionError if it were not sound;
+    InfeasibleError if none is found.
     """
-    caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
-    problem = problem_of_stages(stages, links, placement, options.microbatches, caps)
+    problem = problem_of_stages(stages, links, placement, options.microbatches)
+
+    def excess(schedule: Schedule) -> tuple[int, ...]:
+        return excess_of(stages, schedule, options.memory_bytes, allocator)
+
+    room = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
+    safe, ordering = replace(problem, caps=room), None
     if options.schedule == "search":
-        compute, ordering = _searched(problem)
+        caps = highest_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
+        compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
     else:
-        compute, ordering = named_schedule(options.schedule, problem), None
+        compute = named_within(options.schedule, safe, excess)
     lowered = lower(problem, compute)
-    found = check(lowered, problem_of_stages(stages, links, placement, options.microbatches))
+    found = check(lowered, problem)
     assert not found, f"the schedule is not sound: {found}"
     return lowered, ordering
 
 
-def _searched(problem: Problem) -> tuple[Schedule, Ordering]:
-    """The best order found if what it gains over the best named one survives noise, else that one."""
-    # Imported here: it may need CP-SAT, which takes a while to load.
-    from pipecompile.schedule.search import best_named, search
+def named_within(name: str, problem: Problem, excess: Excess) -> Schedule:
+    """The named order, recomputes as early as memory allows; InfeasibleError if it does not fit with late ones."""
+    late = generate(name, problem.placement, problem.microbatches, [work.recompute for work in problem.work])
+    for schedule in (named_schedule(name, problem), late):
+        if not any(excess(schedule)):
+            return schedule
+    raise InfeasibleError(
+        f"no cut was found whose ranks fit their memory under {name!r}; whether there is one is not proven"
+    )
 
-    found = search(problem, seconds=SEARCH_SECONDS)
-    named = best_named(found.named)
-    kept = named is None or gain_survives(problem, found.schedule, named.schedule)
-    compute = found.schedule if kept or named is None else named.schedule
+
+def _searched(problem: Problem, safe: Problem, excess: Excess) -> tuple[Schedule, Ordering]:
+    """The best order found if what it gains over the best named one survives noise, else that one.
+
+    The caps of `problem` are what no order that fits is over, those of `safe` leave room for any order.
+    """
+    # Imported here: it may need CP-SAT, which takes a while to load.
+    from pipecompile.schedule.search import best_named, bound_of
+
+    known = _named_within(problem, excess)
+    named = best_named(known)
+    found = min(_found(problem, safe, excess), key=lambda order: order.value, default=None)
+    if found is None and named is None:
+        raise InfeasibleError("no order was found whose ranks fit their memory; whether there is one is not proven")
+    kept = found is not None and (
+        named is None or (found.value < named.value and gain_survives(problem, found.schedule, named.schedule))
+    )
+    chosen = found if kept or named is None else named
+    assert chosen is not None
     ordering = Ordering(
-        searched_ns=found.value,
-        bound_ns=found.bound,
-        named_ns=_fitting(found.named),
+        searched_ns=min(order.value for order in (found, named) if order is not None),
+        bound_ns=bound_of(problem, "makespan"),
+        named_ns=_fitting(known),
         kept=kept,
     )
-    return compute, ordering
+    return chosen.schedule, ordering
 
 
-def compared(problem: Problem) -> tuple[dict[str, int], int]:
+def _found(problem: Problem, safe: Problem, excess: Excess) -> Iterator[Found]:
+    """Orders that fit. One that is found within the caps may still need too much: then they are lowered by as much."""
+    from pipecompile.schedule.search import search
+
+    within = problem
+    for _ in range(SEARCHES):
+        try:
+            found = search(within, seconds=SEARCH_SECONDS)
+        except InfeasibleError:
+            break
+        over = excess(found.schedule)
+        if not any(over):
+            yield found
+            break
+        rows = zip(within.caps or (), found.schedule.compute, over, strict=True)
+        caps = (max(0, max(within.held_bytes(row)) - more) if more else cap for cap, row, more in rows)
+        within = replace(within, caps=tuple(caps))
+    if within != problem:
+        with suppress(InfeasibleError):
+            yield search(safe, seconds=SEARCH_SECONDS)
+
+
+def _named_within(problem: Problem, excess: Excess) -> tuple[Named, ...]:
+    """The named orders of this placement; those fit whose ranks are within their memory."""
+    from pipecompile.schedule.search import named_orders
+
+    orders = named_orders(problem, "makespan")
+    return tuple(replace(order, fits=not any(excess(order.schedule))) for order in orders)
+
+
+def compared(problem: Problem, excess: Excess) -> tuple[dict[str, int], int]:
     """The steps in ns of the named orders that fit, and the bound on all orders: what a searched plan says of them."""
-    from pipecompile.schedule.search import bound_of, named_orders
+    from pipecompile.schedule.search import bound_of
 
-    return _fitting(named_orders(problem, "makespan")), bound_of(problem, "makespan")
+    return _fitting(_named_within(problem, excess)), bound_of(problem, "makespan")
 
 
 def _fitting(named: Iterable[Named]) -> dict[str, int]:

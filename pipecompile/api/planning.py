@@ -11,15 +11,14 @@ from pipecompile.api.cutting import cut
 from pipecompile.api.ordering import ordered, placements
 from pipecompile.api.staging import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
+from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.memory import moments, rank_memory
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Search, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serde import encode
 from pipecompile.schedule.simulate import simulate
-from pipecompile.schedule.stages import activation_caps, problem_of_stages
+from pipecompile.schedule.stages import activation_caps, held_by_ranks, problem_of_stages
 
 __all__ = ["costs_digest", "draft", "predicted"]
 
@@ -102,18 +101,13 @@ def predicted(
     caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes, allocator)
     problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, caps)
     timeline = simulate(problem, schedule)
-    held = [{i: s.footprint for i, s in enumerate(stages) if schedule.placement[i] == r} for r in range(schedule.ranks)]
-    memory = [
-        rank_memory(held[rank], moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[allocator])
-        for rank, row in enumerate(schedule.rows)
-    ]
     return Prediction(
         step_ns=timeline.makespan_ns,
         span_ns=timeline.span_ns,
         bubble=timeline.bubble,
         loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
         idle=timeline.idle,
-        memory=tuple(memory),
+        memory=held_by_ranks(stages, schedule, allocator),
     )
 
 

@@ -288,6 +288,9 @@ class _Stage:
         """In the first backward of a step the gradients of parameters begin to live."""
         for parameter, places in self._trained:
             yield _Change(places[-1], parameter.bytes, begins=True)
+        for place, node in zip(self.nodes, self.own, strict=True):
+            if not node.parameters:
+                yield _Change(place, node.parameter_bytes, begins=True)
 
     def _added_gradients(self) -> Iterator[_Change]:
         """Later they are made, added and let go."""

@@ -29,7 +29,7 @@ from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 from pipecompile.ir.serde import Value
 
-__all__ = ["Moment", "RankMemory", "activation_curve", "changes", "moments", "rank_memory", "room"]
+__all__ = ["Moment", "RankMemory", "activation_curve", "ceiling", "changes", "moments", "rank_memory", "room"]
 
 Size = TypeVar("Size", int, Amount)
 
@@ -139,7 +139,7 @@ def rank_memory(
     stages: Mapping[int, Footprint], at: Sequence[Moment], *, microbatches: int, allocator: Allocator
 ) -> RankMemory:
     """The peak of a rank that holds `stages` (by index) and goes through these moments."""
-    candidates = [_held(stages, moment, microbatches) for moment in at]
+    candidates = [_held(stages, moment, microbatches, allocator) for moment in at]
     expected = max(candidates, key=lambda memory: memory.total.expected)
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
@@ -151,7 +151,7 @@ def rank_memory(
     return RankMemory(**{**kinds, "workspace": kinds["workspace"] + Amount(expected=0, bound=margin)})
 
 
-def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int) -> RankMemory:
+def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int, allocator: Allocator) -> RankMemory:
     """By kind what is held at a moment, with the most that lives in its action."""
     pairs = [(stage, moment.held[index]) for index, stage in sorted(stages.items())]
     return RankMemory(
@@ -161,7 +161,7 @@ def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int) ->
         activations=_sum(_activations(stage, held) for stage, held in pairs),
         buffers=_buffers(stages) * microbatches
         + _sum(_waiting(stages, index, held) for index, held in moment.held.items()),
-        workspace=_working(stages, moment),
+        workspace=_working(stages, moment, allocator),
     )
 
 
@@ -187,7 +187,7 @@ def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
     return sent + stages[index].returned * held.returned
 
 
-def _working(stages: Mapping[int, Footprint], moment: Moment) -> Amount:
+def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
     """The most that lives in the action, above what is held."""
     stage, summed = stages[moment.stage], moment.held[moment.stage].summed
     match moment.kind:
@@ -199,7 +199,7 @@ def _working(stages: Mapping[int, Footprint], moment: Moment) -> Amount:
             return stage.input_peak
         case Kind.BACKWARD_WEIGHT:
             return stage.weight_peak if summed else stage.first_weight_peak
-    return _scratch(stages)
+    return _scratch(stages, allocator)
 
 
 def _peers(stages: Mapping[int, Footprint]) -> int:
@@ -223,11 +223,17 @@ def room(
     """
     held = [stage for _, stage in sorted(stages.items())]
     always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches
-    step = always + _scratch(stages)
+    step = always + _scratch(stages, allocator)
     always += _sum((stage.outputs + stage.returned) * microbatches for stage in held)
     free = allocator.unpadded(memory_bytes, _peers(stages))
     left = free - always.bound - max(_most_above(stage, index in recomputed) for index, stage in stages.items())
     return left if step.bound <= free else min(left, free - step.bound)
+
+
+def ceiling(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator) -> int:
+    """What kept activations can take at the most in any order that fits `memory_bytes`; at least 0."""
+    always = _sum(stage.parameters + stage.optimizer for stage in stages.values()) + _buffers(stages) * microbatches
+    return max(0, allocator.unpadded(memory_bytes, _peers(stages)) - always.bound)
 
 
 def _most_above(stage: Footprint, recomputed: bool) -> int:
@@ -236,9 +242,10 @@ def _most_above(stage: Footprint, recomputed: bool) -> int:
     return max(forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound)
 
 
-def _scratch(stages: Mapping[int, Footprint]) -> Amount:
-    """Of the optimizer's step, one stage after another."""
-    return max((stage.optimizer_scratch for stage in stages.values()), key=lambda amount: amount.bound)
+def _scratch(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
+    """Of the optimizer's step: of all stages at once, or of one after another."""
+    scratch = [stage.optimizer_scratch for stage in stages.values()]
+    return _sum(scratch) if allocator.steps_over_lists else max(scratch, key=lambda amount: amount.bound)
 
 
 def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:

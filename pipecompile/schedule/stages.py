@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import room
+from pipecompile.ir.memory import RankMemory, ceiling, moments, rank_memory, room
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.problem import Problem, Work
 
-__all__ = ["activation_caps", "problem_of_plan", "problem_of_stages"]
+__all__ = ["activation_caps", "excess_of", "held_by_ranks", "highest_caps", "problem_of_plan", "problem_of_stages"]
 
 
 def problem_of_plan(plan: Plan) -> Problem:
@@ -97,13 +99,51 @@ def activation_caps(
     memory_bytes: int | None,
     allocator: AllocatorName,
 ) -> tuple[int, ...] | None:
-    """Per rank what `memory_bytes` leave for activations beside parameters, gradients, buffers and workspace."""
+    """Per rank what `memory_bytes` leave for activations, whatever the order: one that keeps no more fits."""
     if memory_bytes is None:
         return None
     caps = []
     for rank in range(max(placement) + 1):
-        held = {index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank}
+        held = stages_on(stages, placement, rank)
         again = {index for index in held if stages[index].recompute != "none"}
         left = room(held, memory_bytes, microbatches=microbatches, allocator=ALLOCATORS[allocator], recomputed=again)
         caps.append(max(0, left))
     return tuple(caps)
+
+
+def highest_caps(
+    stages: Sequence[Stage],
+    placement: Sequence[int],
+    microbatches: int,
+    memory_bytes: int | None,
+    allocator: AllocatorName,
+) -> tuple[int, ...] | None:
+    """Per rank what no order that fits `memory_bytes` is over: all but what it always holds."""
+    if memory_bytes is None:
+        return None
+    taken, ranks = ALLOCATORS[allocator], range(max(placement) + 1)
+    return tuple(
+        ceiling(stages_on(stages, placement, rank), memory_bytes, microbatches=microbatches, allocator=taken)
+        for rank in ranks
+    )
+
+
+def excess_of(
+    stages: Sequence[Stage], schedule: Schedule, memory_bytes: int | None, allocator: AllocatorName
+) -> tuple[int, ...]:
+    """Per rank the bytes that it may hold over `memory_bytes`."""
+    if memory_bytes is None:
+        return (0,) * schedule.ranks
+    return tuple(max(0, rank.total.bound - memory_bytes) for rank in held_by_ranks(stages, schedule, allocator))
+
+
+def held_by_ranks(stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName) -> tuple[RankMemory, ...]:
+    """What each rank holds at its peak, by the plan's memory model."""
+    pairs = ((stages_on(stages, schedule.placement, rank), row) for rank, row in enumerate(schedule.rows))
+    microbatches, taken = schedule.microbatches, ALLOCATORS[allocator]
+    return tuple(rank_memory(h, moments(row), microbatches=microbatches, allocator=taken) for h, row in pairs)
+
+
+def stages_on(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> dict[int, Footprint]:
+    """What the stages of a rank hold, by stage."""
+    return {index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank}

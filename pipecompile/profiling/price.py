@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +25,9 @@ def price(workload: Workload, observation: Observation, cost_model: CostModel) -
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         pricer = _Pricer(own, observation, cost_model, advance)
-        with torch.no_grad(), _training_attention():
+        with torch.no_grad():
             pricer.interpret()
     return pricer.costs
-
-
-@contextmanager
-def _training_attention() -> Iterator[None]:
-    """Without gradients, attention in eval mode would take a path that no training step takes."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Pricer(Caller):

@@ -36,9 +36,9 @@ def profile(
     inputs and the random generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
-    with _untouched(graph_module):
+    with _untouched(graph_module), _training_attention():
         kernels = as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
-        with FakeTensorMode(allow_non_fake_inputs=True), kernels:
+        with _anywhere(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, cost_model.memory)
             costs = {} if cost_model.real else price(fake, observation, cost_model)
@@ -56,6 +56,29 @@ def profile(
             ir.Gradient(producer=life.producer, last=life.last, bytes=life.bytes) for life in observation.gradients
         ),
     )
+
+
+@contextmanager
+def _training_attention() -> Iterator[None]:
+    """Attention without gradients, in eval mode, takes the path that a training step takes and no other."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _anywhere() -> Iterator[None]:
+    """Fake runs do not hang on what this process has run before (fakes are cached), nor on its kernels' switches."""
+    FakeTensorMode.cache_clear()
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _known(graph: fx.Graph, observation: Observation) -> dict[int, int]:

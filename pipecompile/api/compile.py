@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipecompile.api.ordering import placements
 from pipecompile.api.pipeline import Pipeline, Program, check_world
 from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
+from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
 from pipecompile.frontend.capture import batch_size, capture
@@ -73,8 +75,8 @@ def pipecompile(
     a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or bytes). `optimizer`
     (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` its float32 copies of
     parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
-    keeping activations.
-    `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with `parameters_everywhere` each
+    keeping activations. `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with
+    `parameters_everywhere` each
     stage has a node with parameters. `sample_target` lets the costs include the loss.
     `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
     `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers
@@ -237,10 +239,26 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     stopwatch = _stopwatch(target, options, captured)
     try:
         graph = cost_graph(target, options.costs, options.microbatches, captured)
-        return drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
+        made = drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
     finally:
         if stopwatch is not None:
             stopwatch.dismiss()
+    _say_if_too_large(made)
+    return made
+
+
+def _say_if_too_large(plan: Plan) -> None:
+    """Standard error says so if ranks may not fit the named device, and no cap was given."""
+    kind, _, device = plan.options.costs.partition(":")
+    if kind != "roofline" or plan.options.memory_bytes is not None:
+        return
+    there = load_device(device).memory_bytes
+    needed = max(rank.total.bound for rank in plan.prediction.memory)
+    if needed > there:
+        print(
+            f"a rank may need {needed} bytes, but {device} has {there}: give memory={there} to have it cut otherwise",
+            file=sys.stderr,
+        )
 
 
 def assist(target: Target, options: Options, captured: Captured) -> None:

@@ -76,12 +76,10 @@ def pipecompile(
     (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` its float32 copies of
     parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
     keeping activations. `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with
-    `parameters_everywhere` each
-    stage has a node with parameters. `sample_target` lets the costs include the loss.
+    `parameters_everywhere` each stage has a node with parameters. `sample_target` lets the costs include the loss.
     `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
     `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers
-    count as free. `plan` runs a committed plan
-    instead of making one; all other options are then the plan's.
+    count as free. `plan` runs a committed plan instead of making one; all other options are then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """

@@ -14,7 +14,8 @@ from pipecompile.api.ordering import flights, named_schedule, placements, stand_
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
-from pipecompile.ir.footprint import Footprint, Lives, buffers, floors
+from pipecompile.ir.floors import buffers, floors
+from pipecompile.ir.footprint import Footprint, Lives
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.memory import Moment, moments, rank_memory, room

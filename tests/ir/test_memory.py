@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
-from pipecompile.ir.footprint import Footprint, Lives, floors
+from pipecompile.ir.floors import floors
+from pipecompile.ir.footprint import Footprint, Lives
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.memory import activation_curve, moments, rank_memory, room
 from pipecompile.ir.schedule import Action, Kind, Schedule

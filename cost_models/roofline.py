@@ -11,28 +11,15 @@ from pipecompile.cost_models.kernels import Kernel, launches
 from pipecompile.cost_models.protocol import Call, Cost
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["Roofline", "kernel_ns", "units"]
+__all__ = ["OfDevice", "Roofline", "kernel_ns", "units"]
 
 
 @dataclass(frozen=True)
-class Roofline:
-    """Prices a call by its kernels on `device`, one after another; whole nanoseconds, the same on every machine.
-
-    A kernel takes max(FLOPs / (peak · share reached), bytes / (bandwidth · share reached), launch floor), rounded up
-    (Williams et al., "Roofline", CACM 2009); views take nothing. Float32 products are computed in float32 and float32
-    convolutions in TF32 where the device has it, PyTorch's defaults. Where the device does not fuse attention, its
-    scores are moved.
-    """
+class OfDevice:
+    """Base of cost models that price fake tensors as of `device`."""
 
     device: Device
-    name: str
     real: ClassVar[bool] = False
-    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
-
-    @classmethod
-    def of(cls, text: str) -> Roofline:
-        """The model for a device by name or file, called as the user wrote it."""
-        return cls(load_device(text), f"roofline:{text}")
 
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
@@ -43,6 +30,25 @@ class Roofline:
     def fused_attention(self) -> tuple[FusedType, ...]:
         """As the device has it."""
         return self.device.fused_attention
+
+
+@dataclass(frozen=True)
+class Roofline(OfDevice):
+    """Prices a call by its kernels on `device`, one after another; whole nanoseconds, the same on every machine.
+
+    A kernel takes max(FLOPs / (peak · share reached), bytes / (bandwidth · share reached), launch floor), rounded up
+    (Williams et al., "Roofline", CACM 2009); views take nothing. Float32 products are computed in float32 and float32
+    convolutions in TF32 where the device has it, PyTorch's defaults. Where the device does not fuse attention, its
+    scores are moved.
+    """
+
+    name: str
+    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, text: str) -> Roofline:
+        """The model for a device by name or file, called as the user wrote it."""
+        return cls(load_device(text), f"roofline:{text}")
 
     def cost(self, call: Call) -> Cost:
         """The cost of `call`, whose tensors are fake."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -23,7 +23,7 @@ CostFunction = Callable[[fx.Node, Call], int | Cost]
 
 @dataclass(frozen=True)
 class Table:
-    """The times and the scratch of `graph`, by names of nodes and parameters.
+    """The times and the scratch of `graph`, by names of nodes.
 
     Other sizes come from the model, held as the graph says. A backward that the graph does not split counts half for
     the inputs and half for the parameters.
@@ -69,20 +69,15 @@ class Table:
             raise InputError(f"{self.name} has no node {call.node.name!r}; it is of another model, profile again")
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
-        return Cost(node.forward_ns, node.backward_ns, inputs, weights, node.workspace_bytes or None)
+        # A graph from elsewhere may leave scratch out, which then reads as 0.
+        scratch = node.workspace_bytes if self.graph.fingerprint else node.workspace_bytes or None
+        return Cost(node.forward_ns, node.backward_ns, inputs, weights, scratch)
 
     def finished(self, graph: CostGraph) -> CostGraph:
-        """`graph` with what a step takes once as the table's parameters of the same names have it."""
-        known = self.graph.parameter_by_name
-        return msgspec.structs.replace(
-            graph,
-            parameters=tuple(
-                msgspec.structs.replace(parameter, finish_ns=known[parameter.name].finish_ns)
-                if parameter.name in known
-                else parameter
-                for parameter in graph.parameters
-            ),
-        )
+        """`graph` with what a step takes once as the table's nodes of the same names have it."""
+        known = self.graph.by_name
+        nodes = (msgspec.structs.replace(node, finish_ns=known[node.name].finish_ns) for node in graph.nodes)
+        return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 
 def _halves(node: Node) -> tuple[int, int]:
@@ -107,13 +102,22 @@ class Function:
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 
     def cost(self, call: Call) -> Cost:
-        """What the function says; InputError if it is neither whole nanoseconds nor a Cost."""
+        """What the function says; InputError if it is neither whole nanoseconds nor a Cost of such."""
         given = self.function(call.node, call)
-        if isinstance(given, Cost):
-            return given
-        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        if not all(map(_is_whole, _figures(given))):
             raise InputError(
                 f"the cost function gave {given!r} for node {call.node.name!r}; "
-                "it must give the forward in whole nanoseconds, or a Cost"
+                "it must give the forward in whole nanoseconds, or a Cost of whole nanoseconds and bytes"
             )
-        return Cost(given, 2 * given, given, given)
+        return given if isinstance(given, Cost) else Cost(given, 2 * given, given, given)
+
+
+def _figures(given: object) -> Sequence[object]:
+    if not isinstance(given, Cost):
+        return [given]
+    *times, scratch = astuple(given)
+    return times if scratch is None else [*times, scratch]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -14,7 +14,7 @@ import click
 
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError, StaleProfileError
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import encode, read, write
+from pipecompile.ir.serde import check_writable, encode, read, write
 from pipecompile.ir.size import parse_bytes
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     from pipecompile.api.linking import links_for
     from pipecompile.api.target import load_target, made_with
 
+    check_writable(output)
     subject = load_target(target)
     given = options.pop("links")
     chosen = options_for(subject, **_options(options))
@@ -180,12 +181,13 @@ def profile(
     from pipecompile.report.page import profile_page
     from pipecompile.report.profile import profile_figures, profile_text
 
+    check_writable(output, page)
     subject = load_target(target)
     graph, found = profiled(subject, costs=costs, microbatches=microbatches, optimizer=optimizer)
-    if output is not None:
-        write(output, encode(graph))
     if page is not None:
         write(page, profile_page(target, found).encode())
+    if output is not None:  # last: where it lies, all went well
+        write(output, encode(graph))
     if form == "json":
         click.echo(encode(profile_figures(found)), nl=False)
     else:
@@ -288,6 +290,7 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
     from pipecompile.schedule.simulate import simulate_plan
     from pipecompile.schedule.stages import problem_of_plan
 
+    check_writable(trace_path, svg_path)
     made = _read_plan(path)
     timeline = simulate_plan(made)
     if trace_path is not None:
@@ -364,6 +367,7 @@ def schedule(
     from pipecompile.report.svg import picture
     from pipecompile.schedule.torch_csv import write_csv
 
+    check_writable(csv_path, svg_path)
     found = answer(path, Request(seconds=time_limit, **options))
     order, files = found.order, dict[str, str]()
     if csv_path is not None and found.skips:
@@ -391,8 +395,10 @@ def measure_links(output: str | None, form: str) -> int:
     from pipecompile.api.probing import probe_links
     from pipecompile.report.links import links_table
 
+    output = output if _is_first_rank() else None
+    check_writable(output)
     found = probe_links()
-    if output is not None and _is_first_rank():
+    if output is not None:
         write(output, encode(found))
     text = encode(found).decode().rstrip() if form == "json" else links_table(found)
     _say(f"```\n{text}\n```" if form == "github" else text)
@@ -409,6 +415,7 @@ def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> 
     from pipecompile.api.calibrating import calibrate as measure
     from pipecompile.api.calibrating import calibration_text
 
+    check_writable(output)
     found = measure(device)
     if output is not None:
         write(output, encode(found.device))

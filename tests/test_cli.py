@@ -541,3 +541,33 @@ def test_figures_of_an_unsound_plan_come_with_a_warning(plan_file: str, tmp_path
     result = invoke(command, str(edited))
     assert "is not sound: rank 0: 0REDUCE_GRAD is missing" in result.stderr
     assert "see pipecompile check" in result.stderr
+
+
+OUTPUTS = {
+    "plan -o": ("plan", "missing.py:model"),
+    "profile -o": ("profile", "missing.py:model"),
+    "profile --page": ("profile", "missing.py:model"),
+    "calibrate -o": ("calibrate",),
+    "links -o": ("links",),
+    "simulate --svg": ("simulate", "missing.json"),
+    "simulate --trace": ("simulate", "missing.json"),
+    "schedule --csv": ("schedule", "missing.json"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_where_nothing_can_be_written_is_refused_before_any_work(output: str, tmp_path: Path) -> None:
+    option = output.split()[1]
+    for place, said in [(tmp_path / "none" / "file", "does not exist"), (tmp_path, "is a folder; name a file")]:
+        result = invoke(*OUTPUTS[output], option, str(place))
+        assert result.exit_code == 2
+        assert said in result.stderr, "and not that the target or the plan is missing"
+
+
+def test_a_profile_whose_page_cannot_be_written_writes_nothing(tmp_path: Path) -> None:
+    costs, page = tmp_path / "costs.json", tmp_path / "none" / "page.html"
+    assert (
+        invoke("profile", f"{MODELS}:sequential", "--costs", "flops", "-o", str(costs), "--page", str(page)).exit_code
+        == 2
+    )
+    assert not list(tmp_path.iterdir())

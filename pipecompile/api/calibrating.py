@@ -16,8 +16,9 @@ from pipecompile.cost_models.device import FIGURES, Device
 from pipecompile.cost_models.kernels import Launches, launches
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import FREE, Call, Cost
+from pipecompile.cost_models.roofline import OfDevice
 from pipecompile.errors import InputError
-from pipecompile.ir.graph import FusedType, Node
+from pipecompile.ir.graph import Node
 from pipecompile.profiling.profile import profile
 
 __all__ = ["Calibration", "calibrate", "calibration_text"]
@@ -71,21 +72,11 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class _Lister:
+class _Lister(OfDevice):
     """Asks no time of a call, but which kernels it launches."""
 
-    device: Device
     found: list[Launches]
     name: ClassVar[str] = "kernels"
-    real: ClassVar[bool] = False
-
-    @property
-    def memory(self) -> Literal["cpu", "cuda"]:
-        return self.device.memory
-
-    @property
-    def fused_attention(self) -> tuple[FusedType, ...]:
-        return self.device.fused_attention
 
     def cost(self, call: Call) -> Cost:
         self.found.append(launches(call))

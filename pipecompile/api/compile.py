@@ -155,9 +155,10 @@ def options_for(
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
     if placement is not None:
         _one_of("placement", placement, SHAPES)
+    owner = "optimizer" if optimizer else "the target's optimizer"
     optimizer = optimizer or target.optimizer
     if optimizer is not None:
-        _one_of("optimizer", optimizer, OPTIMIZERS)
+        _one_of(owner, optimizer, OPTIMIZERS)
     elif master_weights:
         raise InputError(f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}")
     options = Options(

@@ -21,25 +21,13 @@ def scaled(graph: CostGraph, stages: Sequence[Stage], times: Sequence[Times]) ->
     """The graph whose nodes add up, stage by stage, to `times`, each in proportion to what it cost before.
 
     A stage's forward is the mean of its forward and its recompute, if it has one: a plan's node has one time for both.
-    Halves of a backward that were not measured are scaled as the whole is. Parameters get their share of what ends the
-    step, by their bytes.
+    Halves of a backward that were not measured are scaled as the whole is. What ends the step is its last node's.
     """
     changed: dict[str, Node] = {}
-    finish_ns: dict[str, int] = {}
     for stage, measured in zip(stages, times, strict=True):
         nodes = [graph.by_name[name] for name in stage.nodes]
         changed.update((node.name, node) for node in _scaled_nodes(nodes, measured))
-        trained = [graph.parameter_by_name[name] for name in stage.parameters]
-        trained = [parameter for parameter in trained if parameter.trainable]
-        shares = apportioned(measured.get(Kind.REDUCE, 0), [parameter.bytes for parameter in trained])
-        finish_ns.update((parameter.name, share) for parameter, share in zip(trained, shares, strict=True))
-    return msgspec.structs.replace(
-        graph,
-        nodes=tuple(changed[node.name] for node in graph.nodes),
-        parameters=tuple(
-            msgspec.structs.replace(p, finish_ns=finish_ns.get(p.name, p.finish_ns)) for p in graph.parameters
-        ),
-    )
+    return msgspec.structs.replace(graph, nodes=tuple(changed[node.name] for node in graph.nodes))
 
 
 def _scaled_nodes(nodes: Sequence[Node], measured: Times) -> Iterable[Node]:
@@ -57,6 +45,7 @@ def _scaled_nodes(nodes: Sequence[Node], measured: Times) -> Iterable[Node]:
             backward_ns=backward[index],
             backward_input_ns=inputs[index],
             backward_weight_ns=weights[index],
+            finish_ns=measured.get(Kind.REDUCE, 0) if node is nodes[-1] else 0,
         )
 
 

@@ -44,7 +44,7 @@ def _stage(
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         recompute_ns=forward_ns if recompute == "stage" else 0,
-        finish_ns=sum(graph.parameter_by_name[name].finish_ns for name in parameters),
+        finish_ns=sum(node.finish_ns for node in nodes),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
         recompute=recompute,

@@ -85,20 +85,41 @@ class Target:
         if not isinstance(value["model"], nn.Module):
             raise InputError(f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module")
         call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
-        optimizer = _optimizer_name(value.get("optimizer"), origin)
+        optimizer = _optimizer_name(value.get("optimizer"), value["model"], origin)
         return Target(value["model"], call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
 
 
-def _optimizer_name(value: Any, origin: str) -> str | None:
+def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
     """The name of an optimizer given as a name, as a class or as one that is ready to step."""
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, torch.optim.Optimizer):
+        _check_state(value, model, origin)
     if isinstance(value, torch.optim.SGD) and any(group["momentum"] for group in value.param_groups):
         return "momentum"
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.Optimizer):
         return kind.__name__.lower()
     raise InputError(f"{origin}: optimizer is a {kind.__name__}, but must be a name or a torch.optim.Optimizer")
+
+
+def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str) -> None:
+    """InputError if it holds other state than its name says: by its options, or for the parameters that it steps."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    options = [] if isinstance(optimizer, torch.optim.SGD) else ["amsgrad", "centered", "momentum"]
+    given = [f"{name}={group[name]}" for name in options for group in groups if group.get(name)]
+    estimate = f"give optimizer={kind.lower()!r}, its name, to count it"
+    if given:
+        raise InputError(
+            f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; {estimate} without"
+        )
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if left:
+        raise InputError(
+            f"{origin}: optimizer, {kind}, does not step {left[0]!r} of the model (nor {len(left) - 1} more); "
+            f"freeze what is not trained (requires_grad_(False)), or {estimate} for all trained parameters"
+        )
 
 
 def _tensors(*values: Any) -> list[Tensor]:

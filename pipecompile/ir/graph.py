@@ -23,6 +23,7 @@ class Node(Value, frozen=True, kw_only=True):
     canonical names that the node reads. The split of the backward is None where it was not measured.
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
     began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
+    `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Node(Value, frozen=True, kw_only=True):
     group: str | None
     backward_input_ns: NonNegative | None = None
     backward_weight_ns: NonNegative | None = None
+    finish_ns: NonNegative = 0
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
@@ -63,17 +65,13 @@ class Gradient(Value, frozen=True, kw_only=True):
 
 
 class Parameter(Value, frozen=True, kw_only=True):
-    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`.
-
-    `finish_ns` is its share of what a step takes besides its actions: gradients are divided.
-    """
+    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`."""
 
     name: str
     bytes: NonNegative
     trainable: bool
     aliases: tuple[str, ...] = ()
     shape: tuple[NonNegative, ...] | None = None
-    finish_ns: NonNegative = 0
 
 
 class CostGraph(Value, frozen=True, kw_only=True, dict=True):

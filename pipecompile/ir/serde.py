@@ -11,7 +11,7 @@ import msgspec
 
 from pipecompile.errors import FormatError
 
-__all__ = ["NonNegative", "Positive", "Value", "decode", "encode", "read", "write"]
+__all__ = ["NonNegative", "Positive", "Value", "check_writable", "decode", "encode", "read", "write"]
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -43,6 +43,18 @@ def read(path: str | Path, type_: type[T]) -> T:
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
     return decode(data, type_, origin=str(path))
+
+
+def check_writable(*paths: str | Path | None) -> None:
+    """FormatError unless each path that is given can be written: to be asked before the work that fills it."""
+    for target in (Path(path) for path in paths if path is not None):
+        if target.is_dir():
+            raise FormatError(f"{target}: is a folder; name a file in it")
+        if not os.access(target.parent, os.W_OK | os.X_OK):
+            raise FormatError(
+                f"{target}: cannot be written, as the folder {target.parent} does not exist or is closed to you; "
+                "make it, or name another"
+            )
 
 
 def write(path: str | Path, data: bytes) -> None:

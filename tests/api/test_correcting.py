@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipecompile.api.correcting import ROUNDS, corrected
 from pipecompile.api.planning import draft
@@ -131,7 +132,40 @@ def test_nodes_add_up_exactly_to_what_stages_took(costs: list[int], measured: li
         assert sum(node.backward_ns for node in nodes) == wanted[Kind.BACKWARD]
         assert sum(node.backward_input_ns or 0 for node in nodes) == wanted[Kind.BACKWARD_INPUT]
         assert sum(node.backward_weight_ns or 0 for node in nodes) == wanted[Kind.BACKWARD_WEIGHT]
-        assert sum(after.parameter_by_name[n].finish_ns for n in stage.parameters) == wanted[Kind.REDUCE]
+        assert sum(node.finish_ns for node in nodes) == wanted[Kind.REDUCE]
+
+
+def with_parameters(names: Sequence[Sequence[str]]) -> CostGraph:
+    """A chain whose nodes have these parameters."""
+    graph = chain([10] * len(names))
+    nodes = tuple(replace(node, parameters=tuple(each)) for node, each in zip(graph.nodes, names, strict=True))
+    known = sorted({name for each in names for name in each})
+    return replace(graph, nodes=nodes, parameters=tuple(Parameter(name=n, bytes=4, trainable=True) for n in known))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[["embedding"], ["a"], ["b"], ["embedding"]], [["a"], ["b"], [], []], [[], [], ["a"], []]],
+    ids=["a parameter on both stages", "none on the last", "none on the first"],
+)
+def test_a_plan_has_what_ends_the_step_of_each_stage_exactly(names: list[list[str]]) -> None:
+    found: list[Times] = [
+        {Kind.FORWARD: 20, Kind.BACKWARD: 40, Kind.REDUCE: 7},
+        {Kind.FORWARD: 20, Kind.BACKWARD: 40, Kind.REDUCE: 1000},
+    ]
+    plan = corrected(with_parameters(names), planned, lambda plan: found)
+    assert [stage.finish_ns for stage in plan.stages] == [7, 1000]
+
+
+def test_what_ends_the_step_is_replaced_by_what_a_later_round_measures() -> None:
+    graph = chain([10] * 8)
+    for cut in (4, 2, 6):
+        assignment = {node.name: int(index >= cut) for index, node in enumerate(graph.nodes)}
+        stages = planned(graph, assignment=assignment).stages
+        before = sum(node.finish_ns for node in graph.nodes)
+        assert sum(stage.finish_ns for stage in stages) == before, "another cut loses none and counts none twice"
+        graph = scaled(graph, stages, [{Kind.FORWARD: 1, Kind.BACKWARD: 1, Kind.REDUCE: cut}] * 2)
+        assert [stage.finish_ns for stage in planned(graph, assignment=assignment).stages] == [cut, cut]
 
 
 def test_a_recompute_and_its_forward_share_one_time() -> None:

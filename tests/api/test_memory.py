@@ -37,6 +37,13 @@ def target(optimizer: Any = None, dtype: torch.dtype = torch.float32) -> Target:
     return Target.of({"model": model(dtype), "sample_input": sample, "optimizer": optimizer}, "a test")
 
 
+def stepped_by(kind: type[torch.optim.Optimizer], **options: Any) -> Target:
+    """A target that hands over an optimizer of its parameters."""
+    made = model()
+    optimizer = kind(made.parameters(), **options)  # type: ignore[call-arg]
+    return Target.of({"model": made, "sample_input": torch.zeros(BATCH, WIDTH), "optimizer": optimizer}, "a test")
+
+
 def planned(subject: Target, **options: Any) -> Plan:
     chosen = options_for(subject, **{"k": 2, "costs": "flops", **options})
     return make_plan(subject, chosen, capture_target(subject, chosen, verify=False))
@@ -57,15 +64,55 @@ def counters(plan: Plan) -> list[int]:
         ("adamw", "adamw"),
         (torch.optim.AdamW, "adamw"),
         (torch.optim.SGD, "sgd"),
-        (torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9), "momentum"),
-        (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "sgd"),
-        (torch.optim.RMSprop([nn.Parameter(torch.ones(1))]), "rmsprop"),
         (None, None),
     ],
 )
 def test_a_target_names_its_optimizer_in_any_way(given: Any, name: str | None) -> None:
     assert target(given).optimizer == name
     assert options_for(target(given), k=2, costs="flops").optimizer == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4}, "momentum"),
+        (torch.optim.SGD, {}, "sgd"),
+        (torch.optim.RMSprop, {}, "rmsprop"),
+        (torch.optim.AdamW, {"betas": (0.9, 0.95)}, "adamw"),
+        (torch.optim.Adafactor, {}, "adafactor"),
+    ],
+)
+def test_an_optimizer_that_is_ready_to_step_has_a_name(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], name: str
+) -> None:
+    assert stepped_by(kind, **options).optimizer == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW with amsgrad=True"),
+        (torch.optim.Adam, {"amsgrad": True}, "Adam with amsgrad=True"),
+        (torch.optim.RMSprop, {"momentum": 0.9}, r"RMSprop with momentum=0\.9"),
+        (torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True"),
+    ],
+)
+def test_state_that_a_name_does_not_count_is_refused(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=rf"{said}, .*give optimizer='{kind.__name__.lower()}', its name"):
+        stepped_by(kind, **options)
+
+
+def test_an_optimizer_of_some_parameters_is_refused_until_the_others_are_frozen() -> None:
+    made, sample = model(), torch.zeros(BATCH, WIDTH)
+    groups = [{"params": [made[0].weight]}, {"params": [made[0].bias], "lr": 0.1}]
+    given = {"model": made, "sample_input": sample, "optimizer": torch.optim.AdamW(groups)}
+    with pytest.raises(InputError, match=r"AdamW, does not step '2\.weight' .*give optimizer='adamw'"):
+        Target.of(given, "a test")
+    for layer in made[1:]:
+        layer.requires_grad_(False)
+    assert Target.of(given, "a test").optimizer == "adamw"
 
 
 def test_what_is_asked_for_goes_before_what_the_target_says() -> None:
@@ -76,6 +123,13 @@ def test_what_is_asked_for_goes_before_what_the_target_says() -> None:
 def test_an_optimizer_that_is_not_known_is_refused_with_those_that_are(given: Any) -> None:
     with pytest.raises(InputError, match=r"optimizer='(adagrad|lion)' is not known; choose one of sgd, .*adafactor"):
         options_for(target(given), k=2, costs="flops")
+
+
+def test_an_optimizer_that_is_not_known_is_said_to_be_the_targets_if_it_is() -> None:
+    with pytest.raises(InputError, match=r"^the target's optimizer='lion' is not known"):
+        options_for(target("lion"), k=2, costs="flops")
+    with pytest.raises(InputError, match=r"^optimizer='tiger' is not known"):
+        options_for(target("lion"), k=2, costs="flops", optimizer="tiger")
 
 
 def test_what_is_no_optimizer_is_refused() -> None:

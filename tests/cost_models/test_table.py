@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,22 @@ def test_a_table_of_a_device_that_does_not_fuse_attention_keeps_the_scores(tmp_p
 
 def test_what_a_step_takes_once_passes_through(tmp_path: Path) -> None:
     before = costed(target_of(network()), "flops")
-    corrected = replace(
-        before, parameters=tuple(replace(p, finish_ns=place + 1) for place, p in enumerate(before.parameters))
-    )
+    corrected = replace(before, nodes=tuple(replace(n, finish_ns=place + 1) for place, n in enumerate(before.nodes)))
     file = tmp_path / "costs.json"
     file.write_bytes(encode(corrected))
     assert costed(target_of(network()), f"table:{file}") == corrected
+
+
+def test_no_scratch_is_what_our_own_file_says_and_what_another_left_out(tmp_path: Path) -> None:
+    target = Target((model := convolutional()), arguments_of(model, torch.ones(4, 1, 8)), mean, torch.zeros(4, 4))
+    before = costed(target, "flops")
+    scratch = [node.workspace_bytes for node in before.nodes]
+    assert any(scratch)
+    file = tmp_path / "costs.json"
+    none = replace(before, nodes=tuple(replace(node, workspace_bytes=0) for node in before.nodes))
+    for fingerprint, expected in [(before.fingerprint, [0] * len(scratch)), ("", scratch)]:
+        file.write_bytes(encode(replace(none, fingerprint=fingerprint)))
+        assert [node.workspace_bytes for node in costed(target, f"table:{file}").nodes] == expected
 
 
 def times(graph: CostGraph) -> dict[str, tuple[int | None, ...]]:
@@ -120,6 +132,13 @@ def test_a_function_may_give_all_times() -> None:
 def test_what_is_no_time_is_refused(given: object) -> None:
     with pytest.raises(InputError, match="whole nanoseconds"):
         priced(lambda node, call: given)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Cost)])
+@pytest.mark.parametrize("given", [-1, 1.5, True])
+def test_every_figure_of_a_cost_is_held_to_the_same(field: str, given: Any) -> None:
+    with pytest.raises(InputError, match="a Cost of whole nanoseconds and bytes"):
+        priced(lambda node, call: replace_field(Cost(1, 5, 3, 4, 8), **{field: given}))
 
 
 def weighed(node: fx.Node, call: Call) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipecompile.cost_models.clock import Clock, Sample, settled
-from pipecompile.cost_models.lent import lent
+from pipecompile.cost_models.lent import lent, without_hooks
 from pipecompile.cost_models.protocol import Call, Cost, Trial
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
-__all__ = ["VERSION", "Measured"]
+__all__ = ["VERSION", "Measured", "Recalled"]
 
-VERSION = 3  # of how it is measured: costs of another version are not reused
+VERSION = 4  # of how it is measured: costs of another version are not reused
 T = TypeVar("T")
 
 
@@ -41,6 +41,7 @@ class Measured:
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
     known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
+    by_name: dict[str, Cost] = field(default_factory=dict, init=False, repr=False)
     samples: list[Sample] = field(default_factory=list, init=False, repr=False)
     entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
 
@@ -64,9 +65,10 @@ class Measured:
     def cost(self, call: Call) -> Cost:
         """The cost of `call`, whose tensors are real; no `.grad` is touched."""
         if call.signature not in self.known:
-            with _on(self.device, call) as moved:
+            with without_hooks(call.parameters), _on(self.device, call) as moved:
                 self.known[call.signature] = self._measure(moved)
-        return self.known[call.signature]
+        cost = self.by_name[call.node.name] = self.known[call.signature]
+        return cost
 
     def _measure(self, call: Call) -> Cost:
         if not self.entry_ns:
@@ -99,6 +101,21 @@ class Measured:
             return None
         forward = _taken_bytes(self.device, lambda: call.bind(call.fresh())())
         return max(forward, _taken_bytes(self.device, lambda: trial.backward(sources))) if sources else forward
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What nodes were measured to cost before, by their names, for a device of this memory."""
+
+    costs: Mapping[str, Cost]
+    memory: Literal["cpu", "cuda"]
+    fused_attention: tuple[FusedType, ...]
+    name: ClassVar[str] = "measured"
+    real: ClassVar[bool] = False
+
+    def cost(self, call: Call) -> Cost:
+        """As it was measured."""
+        return self.costs[call.node.name]
 
 
 def _timed(device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:

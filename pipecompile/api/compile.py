@@ -91,7 +91,8 @@ def pipecompile(
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
         options = committed.options
     else:
-        options = options_for(
+        chosen = partial(
+            options_for,
             target,
             k=k,
             microbatches=microbatches,
@@ -108,6 +109,8 @@ def pipecompile(
             groups=groups,
             parameters_everywhere=parameters_everywhere,
         )
+        # Only rank 0 need have the files that costs and links name.
+        options = decode(world.shared(lambda: encode(chosen())), Options, origin="rank 0")
         connected = world.on_first(lambda: links_for(options, links)) or FREE
     captured = world.on_first(lambda: capture_target(target, options, verify=True))
     if captured is None:

@@ -17,9 +17,13 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
 
-__all__ = ["Draft", "corrected"]
+__all__ = ["DoesNotFitError", "Draft", "corrected"]
 
 ROUNDS = 4
+
+
+class DoesNotFitError(Exception):
+    """A device has not the memory to run its stages; the message says which."""
 
 
 class Draft(Protocol):
@@ -32,12 +36,17 @@ class Draft(Protocol):
 def corrected(graph: CostGraph, draft: Draft, measure: Callable[[Plan], Sequence[Times]]) -> Plan:
     """The plan for `graph` whose stages take what they were measured to take, exactly.
 
-    `measure` gives the times of a plan's stages. What was found is said on standard error.
+    `measure` gives the times of a plan's stages. If they do not fit on their devices, it is the best plan of those that
+    were measured before, or else the one for `graph` as it is. What was found is said on standard error.
     """
     plan, run = draft(graph), list[Plan]()
     ratio = None
     while len(run) < ROUNDS and all(plan.assignment != other.assignment for other in run):
-        times = measure(plan)
+        try:
+            times = measure(plan)
+        except DoesNotFitError as error:
+            print(f"stage correction left out: {error}", file=sys.stderr)
+            return min(run or [plan], key=lambda plan: plan.prediction.step_ns)
         ratio = ratio or _ratio(plan, times)
         graph = scaled(graph, plan.stages, times)
         cut, plan = plan.assignment, draft(graph)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
 from pipecompile import __version__
-from pipecompile.api.caching import remembered
+from pipecompile.api.caching import NodeCost, keep, recalled
 from pipecompile.api.target import Target
 from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
-from pipecompile.cost_models.measured import VERSION, Measured
-from pipecompile.cost_models.protocol import CostModel
+from pipecompile.cost_models.measured import VERSION, Measured, Recalled
+from pipecompile.cost_models.protocol import Cost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.settings import described, qualified
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
 from pipecompile.passes.ambient import observed
@@ -82,7 +84,9 @@ def _device(name: str) -> torch.device:
 
 
 def measured_on(costs: str, target: Target) -> torch.device | None:
-    """The device on which these costs are measured; None if they are not."""
+    """The device on which these costs are measured; None if they are not. Reads no file."""
+    if costs.partition(":")[0] != "measured":
+        return None
     model = cost_model(costs, target.costs, target.device)
     return model.device if isinstance(model, Measured) else None
 
@@ -108,40 +112,74 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
     inputs = [target.on_device(tensor) for tensor in captured.capture.inputs.flatten(captured.sample)]
     loss, targets = loss_of(target, microbatches, captured)
 
-    def profiled() -> CostGraph:
+    def profiled(model: CostModel) -> CostGraph:
         graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
         graph = replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
         return model.finished(graph) if isinstance(model, Table) else graph
 
     if not isinstance(model, Measured):
-        return profiled()
-    return remembered(_surroundings(model, target, captured, targets), lambda: _told(model, profiled()), fresh=fresh)
-
-
-def _told(model: Measured, graph: CostGraph) -> CostGraph:
-    print(
-        f"measured {len(model.known):,} distinct calls of {len(graph.nodes):,} nodes on {describe(model.device)}, "
-        f"median spread {model.spread:.1%}",
-        file=sys.stderr,
-    )
+        return profiled(model)
+    depends_on = _surroundings(model, target, microbatches, captured)
+    known = recalled(depends_on) if depends_on and not fresh else None
+    if known is not None:
+        costs = {name: Cost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
+        return profiled(Recalled(costs, model.memory, model.fused_attention))
+    graph = profiled(model)
+    _tell(model, len(graph.nodes))
+    if depends_on:
+        keep(depends_on, {name: NodeCost(**asdict(cost)) for name, cost in model.by_name.items()})
     return graph
 
 
-def _surroundings(model: Measured, target: Target, captured: Captured, targets: Sequence[Tensor]) -> dict[str, str]:
-    """All that measured costs depend on."""
-    loss = target.loss_fn if targets else None
-    code = getattr(loss, "__code__", None)
+def _tell(model: Measured, nodes: int) -> None:
+    print(
+        f"measured {len(model.known):,} distinct calls of {nodes:,} nodes on {describe(model.device)}, "
+        f"median spread {model.spread:.1%}",
+        file=sys.stderr,
+    )
+
+
+def _surroundings(model: Measured, target: Target, microbatches: int, captured: Captured) -> dict[str, str] | None:
+    """All that measured costs depend on; None, which standard error explains, if the loss cannot be described."""
+    try:
+        loss = _described_loss(target, microbatches)
+    except LookupError as error:
+        print(f"measured costs are not kept: the loss uses {error.args[0]}, which may change", file=sys.stderr)
+        return None
     return {
         "graph": captured.digest,
-        "groups": str([node.meta.get("group") for node in captured.module.graph.nodes]),
-        "loss": "" if loss is None else f"{getattr(loss, '__qualname__', type(loss).__name__)} {code and code.co_code}",
-        "targets": str([(tuple(value.shape), str(value.dtype)) for value in targets]),
-        "device": describe(model.device),
+        "loss": loss,
+        "device": f"{model.device.type} {describe(model.device)}",
         "threads": str(torch.get_num_threads()),
         "autocast": str(observed().autocast),
+        "backends": str(_backends()),
         "torch": str(torch.__version__),
         "pipecompile": __version__,
         "measured": str(VERSION),
+    }
+
+
+def _described_loss(target: Target, microbatches: int) -> str:
+    """The loss and the targets of a microbatch, as far as they are part of the costs; LookupError if nobody can say."""
+
+    def refuse(value: object) -> str:
+        raise LookupError(f"an object of {qualified(type(value))}")
+
+    if target.loss_fn is None or target.targets is None:
+        return ""
+    return described((target.loss_fn, split(target.targets, microbatches)[0]), refuse, code=True)
+
+
+def _backends() -> dict[str, object]:
+    """The switches by which kernels are chosen."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    precise = {"cuda.matmul": cuda.matmul, "cudnn.conv": cudnn.conv, "cudnn.rnn": cudnn.rnn}
+    precise |= {"mkldnn.matmul": mkldnn.matmul, "mkldnn.conv": mkldnn.conv, "mkldnn.rnn": mkldnn.rnn}
+    return {
+        **{name: backend.fp32_precision for name, backend in precise.items()},
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "mkldnn": (mkldnn.enabled, mkldnn.deterministic),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 

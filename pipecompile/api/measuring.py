@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipecompile.api.correcting import DoesNotFitError
 from pipecompile.api.costing import Captured
 from pipecompile.api.program import Program
 from pipecompile.api.scaling import Times
@@ -67,23 +68,25 @@ class Stopwatch:
     def assist(self) -> None:
         """Measures what rank 0 asks for."""
         while message := world.broadcast(b""):
-            self._gathered(decode(message, Plan, origin="rank 0"))
+            with suppress(DoesNotFitError):  # rank 0 goes on without these times
+                self._gathered(decode(message, Plan, origin="rank 0"))
 
     def _gathered(self, plan: Plan) -> Sequence[Times]:
-        own: dict[int, Times] | str
+        own: dict[int, Times] | Exception
+        failure: Exception | None = None
         try:
             own = self._own(plan)
+        except torch.OutOfMemoryError:
+            own = DoesNotFitError(f"the stages of rank {world.rank()} do not fit on {self.device}")
         except Exception as error:  # the others wait for an answer, whatever it is
-            own = f"rank {world.rank()} could not measure its stages: {type(error).__name__}: {error}"
-            failure: Exception | None = error
-        else:
-            failure = None
-        found: dict[int, Times] = {}
-        for part in world.gathered(own):
-            if isinstance(part, str):
-                raise failure or PipecompileError(part)
-            found |= part
-        return [found[index] for index in range(plan.k)]
+            own = PipecompileError(f"rank {world.rank()} could not measure its stages: {type(error).__name__}: {error}")
+            failure = error
+        parts = world.gathered(own)
+        errors = [part for part in parts if isinstance(part, Exception)]
+        if errors:  # on every rank alike; that a stage does not fit is the least of them
+            raise failure or min(errors, key=lambda error: isinstance(error, DoesNotFitError))
+        times = {index: each for part in parts if isinstance(part, dict) for index, each in part.items()}
+        return [times[index] for index in range(plan.k)]
 
     def _own(self, plan: Plan) -> dict[int, Times]:
         """The stages of this rank: together, as they share its caches, or one by one if the model lies elsewhere."""
@@ -93,7 +96,7 @@ class Stopwatch:
             works = self._works(plan, program, mine)
             for group in [mine] if self.device.type == self.target.device.type else [[index] for index in mine]:
                 with self._at_hand(*(program.stages[index] for index in group)):
-                    times |= _timed(plan, {index: works[index] for index in group}, self.device)
+                    times |= _timed(plan, {index: works.pop(index) for index in group}, self.device)
         if mine:
             last = dict(times[mine[-1]])
             times[mine[-1]] = {**last, Kind.REDUCE: last[Kind.REDUCE] + self._frame_ns(plan, program)}

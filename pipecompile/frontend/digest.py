@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from pipecompile.passes.propagate import named_state
+from pipecompile.frontend.settings import described, layout, qualified
 
 __all__ = ["digest"]
 
 
 def digest(module: fx.GraphModule) -> str:
-    """SHA-256 over every node of an instantiated capture: what it calls, on what, and what comes out."""
+    """SHA-256 over every node of an instantiated capture: what it calls, on what, and what comes out.
+
+    Strides are those of what goes in: inputs, parameters and buffers. The others follow from them, on each device its
+    own way.
+    """
     return hashlib.sha256("\n".join(_lines(module)).encode()).hexdigest()
 
 
@@ -27,15 +31,9 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
 
 def _called(module: fx.GraphModule, node: fx.Node) -> str:
     if node.op != "call_module":
-        return node.target if isinstance(node.target, str) else _qualified(node.target)
+        return node.target if isinstance(node.target, str) else qualified(node.target)
     leaf = module.get_submodule(str(node.target))
-    state = [f"{name}:{tuple(value.shape)}:{value.dtype}:{value.requires_grad}" for name, value in named_state(leaf)]
-    return f"{node.target}={_qualified(type(leaf))}({leaf.extra_repr()}) training={leaf.training} {state}"
-
-
-def _qualified(function: Any) -> str:
-    module = getattr(function, "__module__", None) or ""
-    return f"{module}.{getattr(function, '__qualname__', getattr(function, '__name__', type(function).__name__))}"
+    return f"{node.target}={described(leaf, lambda value: qualified(type(value)), code=False)}"
 
 
 def _text(arguments: Any) -> str:
@@ -43,11 +41,13 @@ def _text(arguments: Any) -> str:
 
     def plain(item: Any) -> Any:
         text = repr(item)
-        return _qualified(type(item)) if " at 0x" in text or isinstance(item, torch.device) else item
+        return qualified(type(item)) if " at 0x" in text or isinstance(item, torch.device) else item
 
     return str(map_aggregate(arguments, plain))
 
 
 def _value(node: fx.Node) -> str:
-    leaves = torch.utils._pytree.tree_leaves(node.meta["val"])
-    return str([(tuple(v.shape), str(v.dtype), v.requires_grad) for v in leaves if isinstance(v, Tensor)])
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)]
+    if node.op in ("placeholder", "get_attr"):
+        return str([layout(leaf) for leaf in leaves])
+    return str([(tuple(v.shape), str(v.dtype), v.requires_grad) for v in leaves])

@@ -58,6 +58,7 @@ def _halves(action: Action) -> tuple[Action, ...]:
     return action._replace(kind=Kind.BACKWARD_INPUT), action._replace(kind=Kind.BACKWARD_WEIGHT)
 
 
+@torch.enable_grad()
 def timed(works: Mapping[int, Work], order: Sequence[Action], device: torch.device) -> dict[int, dict[Kind, int]]:
     """Nanoseconds of each kind of action of each stage, as a mean over the microbatches; REDUCE is the end of a step.
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.correcting import ROUNDS, corrected
+from pipecompile.api.correcting import ROUNDS, DoesNotFitError, corrected
 from pipecompile.api.planning import draft
 from pipecompile.api.scaling import Times, apportioned, scaled
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
@@ -71,6 +71,24 @@ def test_a_cut_that_stays_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = corrected(graph, planned, lambda plan: truth({node.name: 13 for node in graph.nodes}, plan))
     assert [stage.backward_ns for stage in plan.stages] == [104, 104]
     assert "1 round, stages took 1.30×" in capsys.readouterr().err
+
+
+def test_stages_that_do_not_fit_leave_the_best_of_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    graph, asked = chain([10] * 8), list[Plan]()
+    true_ns = {node.name: 30 if index < 4 else 10 for index, node in enumerate(graph.nodes)}
+
+    def measure(plan: Plan, fitting: int) -> list[Times]:
+        asked.append(plan)
+        if len(asked) > fitting:
+            raise DoesNotFitError("rank 1 is full")
+        return truth(true_ns, plan)
+
+    assert corrected(graph, planned, lambda plan: measure(plan, 0)) == planned(graph)
+    assert "stage correction left out: rank 1 is full" in capsys.readouterr().err
+    asked.clear()
+    plan = corrected(graph, planned, lambda plan: measure(plan, 1))
+    assert plan.assignment == asked[0].assignment
+    assert [stage.forward_ns for stage in plan.stages] == [120, 40]
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=ROUNDS * 2, max_size=ROUNDS * 2))

@@ -166,6 +166,20 @@ def test_what_is_lent_comes_back_even_after_a_failure() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_hooks_on_parameters_rest_while_nodes_are_measured() -> None:
+    model, calls = nn.Sequential(nn.Linear(4, 4)), list[str]()
+    weight = model[0].weight
+    weight.register_hook(lambda _: calls.append("first"))
+    weight.register_hook(lambda _: calls.append("second"))
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    before = weight._backward_hooks, weight._post_accumulate_grad_hooks
+    profile(fx.symbolic_trace(model), [torch.randn(2, 4)], Measured())
+    assert calls == []
+    assert weight._backward_hooks is before[0] and weight._post_accumulate_grad_hooks is before[1]
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["first", "second", "accumulated"]
+
+
 def runs_of(times: list[int]) -> tuple[list[int], Sample]:
     """How many runs were asked for at a time, from a machine that takes these times, the last one for ever."""
     asked: list[int] = []

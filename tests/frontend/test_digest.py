@@ -81,6 +81,47 @@ def test_a_layer_that_changes_changes_it(layers: tuple[nn.Module, ...]) -> None:
     assert of(*layers) != of(*BASE)
 
 
+class SelfAttention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_settings_that_no_representation_shows_change_it() -> None:
+    def attended(heads: int) -> str:
+        return digest(captured(SelfAttention(heads), torch.randn(3, 2, 64))[1])
+
+    assert attended(1) == attended(1) != attended(32)
+
+
+def test_settings_of_parts_of_a_layer_change_it() -> None:
+    def encoded(**settings: Any) -> str:
+        layer = nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, **settings))
+        return digest(captured(layer, torch.randn(3, 2, 6))[1])
+
+    assert len({encoded(), encoded(dropout=0.2), encoded(norm_first=True), encoded(activation="gelu")}) == 4
+
+
+@pytest.mark.parametrize("which", ["input", "parameters"])
+def test_layouts_change_it(which: str) -> None:
+    def convolved(layout: torch.memory_format) -> str:
+        model, sample = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+        model = model.to(memory_format=layout) if which == "parameters" else model
+        sample = sample.to(memory_format=layout) if which == "input" else sample
+        return digest(captured(nn.Sequential(model), sample)[1])
+
+    assert convolved(torch.contiguous_format) != convolved(torch.channels_last)
+
+
+def test_the_stride_of_a_dimension_of_one_does_not_matter() -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+    one, other = torch.randn(1, 6), torch.randn(6).as_strided((1, 6), (100, 1))
+    assert digest(captured(model, one)[1]) == digest(captured(model, other)[1])
+
+
 def test_another_batch_size_changes_it() -> None:
     assert of(*BASE) != of(*BASE, batch=5)
 

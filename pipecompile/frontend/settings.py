@@ -1,0 +1,151 @@
+"""How modules and functions are set, as text: the same in every process, without addresses or devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from functools import partial
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Unknown", "described", "layout", "qualified"]
+
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    EllipsisType,
+    torch.dtype,
+    torch.memory_format,
+)
+OWN = frozenset(vars(nn.Module()))  # what every module keeps about itself
+
+Unknown = Callable[[object], str]
+"""What to write for an object that none of our words describes; it may raise."""
+
+
+def qualified(thing: Any) -> str:
+    """The full name of a function or a type."""
+    module = getattr(thing, "__module__", None) or ""
+    return f"{module}.{getattr(thing, '__qualname__', getattr(thing, '__name__', type(thing).__name__))}"
+
+
+def layout(value: Tensor) -> str:
+    """Shape, strides and type; a dimension of one element has no stride that matters."""
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return f"{tuple(value.shape)}:{strides}:{value.dtype}:{value.requires_grad}"
+
+
+def described(value: object, unknown: Unknown, *, code: bool) -> str:
+    """What `value` is: a module with the settings of its parts, a function by its name.
+
+    With `code` a function that is not torch's also with its bytecode, which each Python has its own, and with what it
+    encloses; the same for the methods of a module. Tensors are described by their layout, and what is neither plain nor
+    a container of such by `unknown`.
+    """
+    return _Describer(unknown, code).text(value)
+
+
+class _Describer:
+    """Describes each function once, since functions may call each other."""
+
+    def __init__(self, unknown: Unknown, code: bool) -> None:
+        self.unknown = unknown
+        self.code = code
+        self.seen: set[int] = set()
+
+    def text(self, value: object) -> str:
+        match value:
+            case torch.device():
+                return "device"
+            case Enum():
+                return f"{qualified(type(value))}.{value.name}"
+            case _ if isinstance(value, PLAIN):
+                return repr(value)
+            case tuple() | list():
+                return f"{type(value).__name__}({', '.join(map(self.text, value))})"
+            case set() | frozenset():
+                return f"set({', '.join(sorted(map(self.text, value)))})"
+            case Mapping():
+                return f"{{{', '.join(f'{self.text(key)}: {self.text(item)}' for key, item in value.items())}}}"
+            case Tensor():
+                return layout(value)
+            case nn.Module():
+                return self._module(value)
+            case ModuleType():
+                return value.__name__
+        return self._callable(value)
+
+    def _callable(self, value: object) -> str:
+        match value:
+            case FunctionType():
+                return self._function(value)
+            case MethodType():
+                return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
+            case partial():
+                return f"partial({self.text(value.func)}, {self.text(value.args)}, {self.text(value.keywords)})"
+            case type() | BuiltinFunctionType() | MethodDescriptorType():
+                return qualified(value)
+            case CodeType():
+                return f"code({value.co_code.hex()}, {value.co_names}, {self.text(value.co_consts)})"
+        return self.unknown(value)
+
+    def _module(self, module: nn.Module) -> str:
+        return "; ".join(f"{name}={self._layer(part)}" for name, part in module.named_modules())
+
+    def _layer(self, module: nn.Module) -> str:
+        methods = list(map(self.text, _methods(type(module)))) if self.code else []
+        state = [
+            f"{name}:{layout(value)}"
+            for table in (module._parameters, module._buffers)
+            for name, value in table.items()
+            if value is not None
+        ]
+        settings = {name: value for name, value in vars(module).items() if name not in OWN}
+        extra = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
+        name = qualified(type(module))
+        return f"{name}({extra}) {methods} training={module.training} {state} {self.text(settings)}"
+
+    def _function(self, function: FunctionType) -> str:
+        if not self.code or _is_of_torch(function) or id(function) in self.seen:
+            return qualified(function)
+        self.seen.add(id(function))
+        enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts = (function.__code__, function.__defaults__, function.__kwdefaults__, enclosed, dict(_globals(function)))
+        return f"{qualified(function)}{self.text(parts)}"
+
+
+def _is_of_torch(thing: Any) -> bool:
+    return qualified(thing).partition(".")[0] == "torch"
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    for base in kind.__mro__:
+        if not _is_of_torch(base):
+            yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The plain values, and the functions of its own module, among the globals that a function may read."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, PLAIN) or getattr(value, "__globals__", None) is function.__globals__:
+            yield name, value

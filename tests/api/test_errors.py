@@ -279,7 +279,7 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
     result = planned(tmp_path / "no" / "plan.json", "-k", "2")
-    assert "cannot be written (No such file or directory)" in refused(result, 2)
+    assert f"cannot be written, as the folder {tmp_path / 'no'} does not exist" in refused(result, 2)
 
 
 def test_a_stale_plan(plan_file: Path) -> None:

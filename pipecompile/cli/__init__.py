@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipecompile.errors import InfeasibleError, InputError, PipecompileError, StalePlanError, StaleProfileError
+from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, say
+from pipecompile.cli.options import COSTS_HELP, OPTIMIZER_HELP, format_option, given_options, planning_options
+from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serde import check_writable, encode, read, write
 from pipecompile.ir.size import parse_bytes
@@ -20,9 +18,7 @@ from pipecompile.ir.size import parse_bytes
 if TYPE_CHECKING:
     from pipecompile.api.verify import Comparison
 
-__all__ = ["main"]
-
-FINE, NO, ERROR = 0, 1, 2
+__all__ = ["commands", "main"]
 
 
 def main() -> None:
@@ -36,105 +32,6 @@ def main() -> None:
 @click.version_option(package_name="pipecompile")
 def commands() -> None:
     """Cuts a PyTorch model into pipeline stages, predicts the step, and proves that it trains the same model."""
-
-
-def answers(command: Callable[..., int]) -> Callable[..., None]:
-    """Exits with what `command` returns; an error of ours becomes one line on standard error."""
-
-    @wraps(command)
-    def run(**options: Any) -> None:
-        try:
-            code = command(**options)
-        except (InfeasibleError, StalePlanError, StaleProfileError) as error:
-            code = _complain(error, NO)
-        except PipecompileError as error:
-            code = _complain(error, ERROR)
-        except click.exceptions.ClickException:
-            raise
-        except Exception as error:  # the user's model or loss, or a defect of ours: never exit 1, which is an answer
-            if "PIPECOMPILE_DEBUG" in os.environ:
-                raise
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            reason = str(error).strip().split("\n")[0][:300]
-            text = f"{type(error).__name__}: {reason} ({where}); set PIPECOMPILE_DEBUG=1 for the whole trace"
-            code = _complain(PipecompileError(text), ERROR)
-        sys.stdout.flush()
-        raise SystemExit(code)
-
-    return run
-
-
-def _complain(error: PipecompileError, code: int) -> int:
-    if _is_first_rank():
-        click.echo(f"pipecompile: {' '.join(str(error).split())}", err=True)
-    return code
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _say(text: str) -> None:
-    """Prints once, however many ranks run."""
-    if _is_first_rank():
-        click.echo(text)
-
-
-SCHEDULE_HELP = (
-    "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
-)
-
-OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
-
-COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
-
-format_option = click.option(
-    "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
-)
-
-
-def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that decide a plan."""
-    for option in reversed(
-        [
-            click.option("-k", "k", type=int, default=4, show_default=True, help="Number of stages."),
-            click.option("--microbatches", type=int, help="Microbatches per step; default k."),
-            click.option("--schedule", default="1f1b", show_default=True, help=SCHEDULE_HELP),
-            click.option("--stages-per-rank", type=int, help="Stages on each rank; default what the schedule needs."),
-            click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
-            click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
-            click.option("--memory", help="Cap of each rank, such as 16GiB."),
-            click.option("--optimizer", help=OPTIMIZER_HELP),
-            click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
-            click.option("--recompute", default="none", show_default=True, help="none or stage."),
-            click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
-            click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
-            click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
-            click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
-            click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
-        ]
-    ):
-        function = option(function)
-    return function
-
-
-def _options(options: dict[str, Any]) -> dict[str, Any]:
-    """Command line options as `options_for` takes them."""
-    pins: dict[str, int] = {}
-    for node, stage in map(_pin, options.pop("pin")):
-        if pins.setdefault(node, stage) != stage:
-            raise InputError(f"--pin {node}={pins[node]} and {node}={stage}: a node has one stage")
-    groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
-    return {**options, "pin": pins, "groups": groups}
-
-
-def _pin(text: str) -> tuple[str, int]:
-    node, _, stage = text.rpartition("=")
-    try:
-        return node, int(stage)
-    except ValueError:
-        raise InputError(f"--pin {text}: write NODE=STAGE, for example lm_head=-1") from None
 
 
 @commands.command()
@@ -152,7 +49,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     check_writable(output)
     subject = load_target(target)
     given = options.pop("links")
-    chosen = options_for(subject, **_options(options))
+    chosen = options_for(subject, **given_options(options))
     links = links_for(chosen, given)
     made = make_plan(subject, chosen, capture_target(subject, chosen, verify=True), links)
     if output is not None:
@@ -191,8 +88,7 @@ def profile(
     if form == "json":
         click.echo(encode(profile_figures(found)), nl=False)
     else:
-        text = profile_text(found)
-        click.echo(f"```\n{text}```" if form == "github" else text, nl=form == "github")
+        click.echo(framed(profile_text(found).rstrip(), form))
     click.echo(made_with(subject), err=True)
     return FINE
 
@@ -226,7 +122,7 @@ def _print_plan(made: Plan, form: str) -> None:
         click.echo(encode(made), nl=False)
         return
     text = f"{summary(made)}\n{timeline_text(simulate_plan(made))}"
-    click.echo(f"```\n{text}\n```" if form == "github" else text)
+    click.echo(framed(text, form))
 
 
 @commands.command()
@@ -302,7 +198,7 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
         click.echo(encode(step_figures(timeline, critical)), nl=False)
         return FINE
     text = step_text(timeline, critical)
-    click.echo(f"```\n{text}\n```" if form == "github" else text)
+    click.echo(framed(text, form))
     return FINE
 
 
@@ -334,14 +230,14 @@ def partition(path: str, form: str, **options: Any) -> int:
     from pipecompile.api.partitioning import partition as cut
     from pipecompile.report.cut import cut_text
 
-    seconds, given = options.pop("time_limit"), _options(options)
+    seconds, given = options.pop("time_limit"), given_options(options)
     links = given_links(given.pop("links"), given.pop("bandwidth"), given.pop("latency"))
     found = cut(path, Request(links=links, communication=given.pop("comm"), **given), seconds=seconds)
     if form == "json":
         click.echo(encode(found), nl=False)
     else:
         text = cut_text(found)
-        click.echo(f"```\n{text}\n```" if form == "github" else text)
+        click.echo(framed(text, form))
     return FINE
 
 
@@ -382,7 +278,7 @@ def schedule(
         click.echo(encode(order), nl=False)
     else:
         text = order_text(order, found.timeline)
-        click.echo(f"```\n{text}\n```" if form == "github" else text)
+        click.echo(framed(text, form))
     return FINE if order.fits else NO
 
 
@@ -395,13 +291,13 @@ def measure_links(output: str | None, form: str) -> int:
     from pipecompile.api.probing import probe_links
     from pipecompile.report.links import links_table
 
-    output = output if _is_first_rank() else None
+    output = output if is_first_rank() else None
     check_writable(output)
     found = probe_links()
     if output is not None:
         write(output, encode(found))
     text = encode(found).decode().rstrip() if form == "json" else links_table(found)
-    _say(f"```\n{text}\n```" if form == "github" else text)
+    say(framed(text, form))
     return FINE
 
 
@@ -423,7 +319,7 @@ def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> 
         click.echo(encode(found.device), nl=False)
     else:
         text = calibration_text(found)
-        click.echo(f"```\n{text}\n```" if form == "github" else text)
+        click.echo(framed(text, form))
     return FINE
 
 
@@ -440,10 +336,10 @@ def verify(target: str, form: str, **options: Any) -> int:
     from pipecompile.api.target import load_target
     from pipecompile.api.verify import verify as compare
 
-    made, comparisons = compare(load_target(target), **_options(options))
+    made, comparisons = compare(load_target(target), **given_options(options))
     passed = all(comparison.passed for comparison in comparisons)
     if form == "json":
-        _say(encode({"passed": passed, "comparisons": list(map(_comparison, comparisons))}).decode().rstrip())
+        say(encode({"passed": passed, "comparisons": list(map(_comparison, comparisons))}).decode().rstrip())
     else:
         lines = [
             f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
@@ -451,7 +347,7 @@ def verify(target: str, form: str, **options: Any) -> int:
             *(line for comparison in comparisons for line in _lines(comparison)),
             "equal" if passed else "DIFFERENT",
         ]
-        _say("\n".join(["```", *lines, "```"] if form == "github" else lines))
+        say(framed("\n".join(lines), form))
     return FINE if passed else NO
 
 

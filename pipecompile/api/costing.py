@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from pipecompile.runtime.microbatch import split
 __all__ = ["Captured", "comparable", "cost_graph", "cost_model", "measured_on"]
 
 CPU = torch.device("cpu")
+FLOAT32 = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 NAMES = "flops, measured, measured:DEVICE, roofline:DEVICE, table:FILE"
 
 
@@ -122,8 +124,8 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
     depends_on = _surroundings(model, target, microbatches, captured)
     known = recalled(depends_on) if depends_on and not fresh else None
     if known is not None:
-        costs = {name: Cost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
-        return profiled(Recalled(costs, model.memory, model.fused_attention))
+        before = {name: Cost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
+        return profiled(Recalled(before, model.memory, model.fused_attention))
     graph = profiled(model)
     _tell(model, len(graph.nodes))
     if depends_on:
@@ -172,11 +174,9 @@ def _described_loss(target: Target, microbatches: int) -> str:
 
 def _backends() -> dict[str, object]:
     """The switches by which kernels are chosen."""
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    precise = {"cuda.matmul": cuda.matmul, "cudnn.conv": cudnn.conv, "cudnn.rnn": cudnn.rnn}
-    precise |= {"mkldnn.matmul": mkldnn.matmul, "mkldnn.conv": mkldnn.conv, "mkldnn.rnn": mkldnn.rnn}
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     return {
-        **{name: backend.fp32_precision for name, backend in precise.items()},
+        **{name: attrgetter(f"{name}.fp32_precision")(torch.backends) for name in FLOAT32},
         "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         "mkldnn": (mkldnn.enabled, mkldnn.deterministic),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -145,7 +145,13 @@ def refusal(name: str, options: dict[str, Any]) -> str:
     """The message with which each rank refuses."""
     target = load(name)
     try:
-        pipecompile(target.model, target.call, costs="flops", loss_fn=target.loss_fn, **options)
+        pipecompile(target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options})
     except PipecompileError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def refusal_on(rank: int, name: str, costs: str) -> str:
+    """The same, where the costs are a file that one rank does not find."""
+    costs = f"{costs}.absent" if dist.get_rank() == rank else costs
+    return refusal(name, {"k": 2, "microbatches": 4, "costs": costs})

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipecompile.cost_models.device import load_device
+from pipecompile.ir.serde import encode, write
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
 from tests.orders import BACKWARDS, Order
@@ -138,6 +140,15 @@ def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) ->
 def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
     assert found[0] == found[1], "measured costs differ from rank to rank, so the plan must be rank 0's"
+
+
+def test_only_the_first_rank_reads_files_of_costs(workers: Workers, tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    write(path, encode(load_device("h100")))
+    found = workers.run(2, jobs.refusal_on, 1, "sequential", f"roofline:{path}", folder=str(tmp_path))
+    assert found == ["accepted", "accepted"]
+    found = workers.run(2, jobs.refusal_on, 0, "sequential", f"roofline:{path}", folder=str(tmp_path))
+    assert all("device.json.absent" in text for text in found)
 
 
 def test_every_rank_refuses_alike(workers: Workers, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ which an operator returns it, and dies in the one in which its last holder lets 
 return and not the scratch that kernels take inside.
 
 Where gradients of several readers meet, autograd adds to the first in place if nobody else holds it, but not with fake
-tensors (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp). What is let go as soon as it is added to
-something is therefore taken to live on in the sum.
+tensors (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp). What nobody else holds is therefore taken to
+live on in the sum. So is the gradient of a parameter that several nodes read, as these may come to lie in stages apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Ledger(TorchDispatchMode):
 
     `rises` is, per tick, the most that lived in it above what lived when it began. In a backward the tick is that of
     the autograd node that runs, which `tick_of` tells from its sequence number (None: as before). `scratch` is, per
-    tick, the most that `scratch_of` says of an operator in it.
+    tick, the most that `scratch_of` says of an operator in it. `shared` are the shapes of parameters with several
+    readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
@@ -55,8 +56,9 @@ class Ledger(TorchDispatchMode):
         self._known: dict[int, tuple[Any, int]] = {}
         self._makers: list[int | None] = []  # of each storage the sequence number of the autograd node that made it
         self._maker: int | None = None
-        self._sum: tuple[int, Any] | None = None
-        self._last_dead: tuple[int, int] | None = None
+        self._handed_on: set[int] = set()
+        self._alone = _holders(torch.empty(1))
+        self.shared: set[torch.Size] = set()
         self.tick = self._began = self._now = 0
 
     def exclude(self, values: Iterable[Tensor]) -> None:
@@ -80,39 +82,32 @@ class Ledger(TorchDispatchMode):
                 yield known[1] if known is not None else self._bear(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._settle()
         node = torch._C._current_autograd_node()
         self._maker = None if node is None else node._sequence_nr()
         if node is not None:
             tick = self.tick_of(node._sequence_nr())
             if tick is not None and tick != self.tick:
                 self.enter(tick)
+        in_place = node is not None and func is torch.ops.aten.add.Tensor and self._lives_on(args[0])
         result = func(*args, **(kwargs or {}))
-        if node is not None and func is torch.ops.aten.add.Tensor and self._is_earlier(args[0]):
-            self._sum = args[0].untyped_storage()._cdata, result.untyped_storage()
-        else:
-            self.indices(tensors(result))
+        if in_place:
+            self._hand_on(args[0].untyped_storage()._cdata, result.untyped_storage())
+        self.indices(tensors(result))
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
         return result
 
-    def _is_earlier(self, value: Tensor) -> bool:
-        """Whether another autograd node has made `value`."""
+    def _lives_on(self, value: Tensor) -> bool:
+        """Whether another autograd node has made `value`, and it lives on in the sum that is made of it."""
         known = self._known.get(value.untyped_storage()._cdata)
-        return known is not None and self._makers[known[1]] != self._maker
+        if known is None or self._makers[known[1]] == self._maker:
+            return False
+        return _holders(value) == self._alone or value.shape in self.shared
 
-    def _settle(self) -> None:
-        """A sum of gradients lives in its first summand if that one was let go, else by itself."""
-        if self._sum is None:
-            return
-        (summand, storage), self._sum = self._sum, None
-        if self._last_dead is None or self._last_dead[0] != summand:
-            self._bear(storage)
-            return
-        index = self._last_dead[1]
-        self.lives[index].died = None
-        self._now += self.lives[index].bytes
-        self._know(storage, index)
+    def _hand_on(self, key: int, storage: Any) -> None:
+        """The life of the storage under `key` goes on in another."""
+        self._handed_on.add(key)
+        self._know(storage, self._known[key][1])
 
     def _bear(self, storage: Any) -> int:
         index = len(self.lives)
@@ -129,9 +124,16 @@ class Ledger(TorchDispatchMode):
 
     def _burial(self, key: int, index: int) -> Callable[[object], None]:
         def bury(_: object) -> None:
+            del self._known[key]
+            if key in self._handed_on:
+                self._handed_on.remove(key)
+                return
             self.lives[index].died = self.tick
             self._now -= self.lives[index].bytes
-            self._last_dead = key, index
-            del self._known[key]
 
         return bury
+
+
+def _holders(value: Tensor) -> int:
+    """How many hold the storage of `value`, itself among them."""
+    return int(torch._C._storage_Use_Count(value.untyped_storage()._cdata))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,7 +139,7 @@ class _Observer(Caller):
             return
         seeds = [torch.ones_like(root) for root in roots]
         self.ledger.exclude(seeds)
-        self.ledger.tick_of = self._tick_of
+        self.ledger.tick_of, self.ledger.shared = self._tick_of, self._shared_shapes()
         self.ledger.enter(len(self.facts))
         try:
             with self.ledger:
@@ -148,6 +149,10 @@ class _Observer(Caller):
                 f"the backward of {self._running()} does not run on fake tensors: {type(error).__name__}: {error}; "
                 "a custom autograd.Function must not read values in its backward"
             ) from error
+
+    def _shared_shapes(self) -> set[torch.Size]:
+        readers = Counter(name for _, facts in self.facts for name in facts.parameters)
+        return {value.shape for value in self.state if readers[self.workload.names[id(value)]] > 1}
 
     def _tick_of(self, number: int) -> int | None:
         """The backward in which the autograd node with this sequence number runs."""

@@ -242,7 +242,9 @@ def step_ns(
 ) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
     placement = placement or placements(options)[0]
-    problem = problem_of_stages(stages_of(graph, assignment, options), links, placement, options.microbatches)
+    # Only where recomputes are placed does the time hang on what stages hold.
+    stages = stages_of(graph, assignment, options, weighed=options.recompute != "none")
+    problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 
 

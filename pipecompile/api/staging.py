@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 
-from pipecompile.ir.footprint import Lives
+from pipecompile.ir.footprint import NOTHING, Lives
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Boundary, Options, OwnedParameter, Route, Stage
@@ -14,12 +14,14 @@ from pipecompile.ir.plan import Boundary, Options, OwnedParameter, Route, Stage
 __all__ = ["owners_of", "routes_of", "stages_of"]
 
 
-def stages_of(graph: CostGraph, assignment: Mapping[str, int], options: Options) -> tuple[Stage, ...]:
-    """The stages that `assignment` (node to stage) makes of the graph."""
+def stages_of(
+    graph: CostGraph, assignment: Mapping[str, int], options: Options, *, weighed: bool = True
+) -> tuple[Stage, ...]:
+    """The stages that `assignment` (node to stage) makes of the graph; what they hold is left out unless `weighed`."""
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(options.k)]
     lives = Lives(graph, options.optimizer, options.master_weights)
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, options.k)]
-    return tuple(_stage(lives, names, index, boundaries, options) for index in range(options.k))
+    return tuple(_stage(lives, names, index, boundaries, options, weighed) for index in range(options.k))
 
 
 def _stage(
@@ -28,6 +30,7 @@ def _stage(
     index: int,
     boundaries: Sequence[tuple[Boundary, ...]],
     options: Options,
+    weighed: bool,
 ) -> Stage:
     graph = lives.graph
     nodes = [graph.by_name[name] for name in names[index]]
@@ -48,7 +51,7 @@ def _stage(
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
         recompute=recompute,
-        footprint=lives.footprint(chain.from_iterable(names[:index]), names[index]),
+        footprint=lives.footprint(chain.from_iterable(names[:index]), names[index]) if weighed else NOTHING,
     )
 
 

@@ -23,7 +23,7 @@ from pipecompile.ir.graph import CostGraph, Gradient, Parameter, Tensor
 from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.ir.serde import Value
 
-__all__ = ["Footprint", "Lives"]
+__all__ = ["NOTHING", "Footprint", "Lives"]
 
 SCRATCH_MARGIN = Fraction(1, 10)  # by which a bound takes the scratch of kernels to be larger than expected
 
@@ -57,6 +57,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     input_peak: Amount
     first_weight_peak: Amount
     weight_peak: Amount
+
+
+NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_what_the_frontend_noted_is_kept() -> None:
 
 def test_a_tied_parameter_is_one_with_two_names() -> None:
     assert (
-        Parameter(name="embedding.weight", bytes=50 * 8 * 4, trainable=True, aliases=("head.weight",))
+        Parameter(name="embedding.weight", bytes=50 * 8 * 4, trainable=True, aliases=("head.weight",), shape=(50, 8))
         == graph().parameters[0]
     )
     assert graph().by_name["embedding"].parameters == graph().by_name["head"].parameters == ("embedding.weight",)
@@ -63,7 +63,7 @@ def test_a_tied_parameter_is_one_with_two_names() -> None:
 
 
 def test_a_buffer_is_a_parameter_that_does_not_train() -> None:
-    assert graph().parameter_by_name["scale"] == Parameter(name="scale", bytes=32, trainable=False)
+    assert graph().parameter_by_name["scale"] == Parameter(name="scale", bytes=32, trainable=False, shape=(8,))
     assert graph().by_name["mul"].parameters == ("scale",)
 
 
@@ -97,9 +97,11 @@ def test_a_storage_that_two_nodes_save_is_counted_once() -> None:
     assert (sine.saved_bytes, cosine.saved_bytes) == (64, 0)
 
 
-def test_workspace_is_the_outputs_and_the_gradients_of_the_inputs() -> None:
-    assert graph().by_name["head"].workspace_bytes == 2 * 5 * 50 * 4 + 2 * 5 * 8 * 4
-    assert graph().by_name["embedding"].workspace_bytes == 2 * 5 * 8 * 4
+def test_a_linear_layer_makes_its_output_and_then_the_gradients_of_input_and_weight() -> None:
+    head = graph().by_name["head"]
+    assert head.forward_peak_bytes == 2 * 5 * 50 * 4
+    assert head.backward_peak_bytes == 2 * 5 * 8 * 4 + 50 * 8 * 4
+    assert head.workspace_bytes == 0
 
 
 def test_random_numbers_are_drawn_as_if_nothing_had_been_profiled() -> None:

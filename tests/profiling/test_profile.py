@@ -99,7 +99,8 @@ def test_a_storage_that_two_nodes_save_is_counted_once() -> None:
 
 def test_a_linear_layer_makes_its_output_and_then_the_gradients_of_input_and_weight() -> None:
     head = graph().by_name["head"]
-    assert head.forward_peak_bytes == 2 * 5 * 50 * 4
+    copied = 2 * 5 * 8 * 4  # what comes out of the LSTM is not contiguous
+    assert head.forward_peak_bytes == 2 * 5 * 50 * 4 + copied
     assert head.backward_peak_bytes == 2 * 5 * 8 * 4 + 50 * 8 * 4
     assert head.workspace_bytes == 0
 

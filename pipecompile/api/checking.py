@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from pipecompile.ir.plan import Ordering, Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.stages import excess_of, highest_caps, problem_of_plan
+from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
 
 __all__ = ["over_limits", "violations"]
 
@@ -23,20 +22,16 @@ def violations(plan: Plan) -> list[str]:
     try:
         problem = problem_of_plan(plan)
         found = check_schedule(plan.schedule, replace(problem, caps=None))
-        found = found or check_schedule(plan.schedule, _within_bounds(plan, problem))
-        return found or list(_edited(plan, problem))
+        return found or list(_over_cap(plan)) or list(_edited(plan, problem))
     except PipecompileError as error:
         return [str(error)]
 
 
-def _within_bounds(plan: Plan, problem: Problem) -> Problem:
-    """With caps on those ranks alone whose bound is over the plan's: others have room whatever any order may need."""
-    cap = plan.options.memory_bytes
-    if problem.caps is None or cap is None:
-        return problem
-    memory = predicted(plan.stages, plan.schedule, plan.links, cap, plan.allocator).memory
-    pairs = zip(memory, problem.caps, strict=True)
-    return replace(problem, caps=tuple(room if rank.total.bound > cap else sys.maxsize for rank, room in pairs))
+def _over_cap(plan: Plan) -> Iterator[str]:
+    """Which ranks may hold more than the plan's options allow."""
+    for rank, excess in enumerate(_excess(plan)(plan.schedule)):
+        if excess:
+            yield f"rank {rank} may need {excess} bytes over its cap of {plan.options.memory_bytes}; plan again"
 
 
 def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
@@ -69,7 +64,9 @@ def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
 def _searched_problem(plan: Plan, problem: Problem) -> Problem:
     """What a search for the order of `plan` begins with."""
     placement, cap = plan.schedule.placement, plan.options.memory_bytes
-    return replace(problem, caps=highest_caps(plan.stages, placement, plan.microbatches, cap, plan.allocator))
+    return replace(
+        problem, caps=activation_caps(plan.stages, placement, plan.microbatches, cap, plan.allocator, highest=True)
+    )
 
 
 def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:

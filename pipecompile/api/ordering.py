@@ -19,7 +19,7 @@ from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.recompute import with_recompute
 from pipecompile.schedule.robust import gain_survives
-from pipecompile.schedule.stages import activation_caps, excess_of, highest_caps, problem_of_stages
+from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_stages
 
 if TYPE_CHECKING:
     from pipecompile.schedule.search import Found, Named
@@ -91,7 +91,7 @@ def ordered(
     room = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
     safe, ordering = replace(problem, caps=room), None
     if options.schedule == "search":
-        caps = highest_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
+        caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator, highest=True)
         compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
     else:
         compute = named_within(options.schedule, safe, excess)
@@ -158,7 +158,9 @@ def _found(problem: Problem, safe: Problem, excess: Excess) -> Iterator[Found]:
         within = replace(within, caps=tuple(caps))
     if within != problem:
         with suppress(InfeasibleError):
-            yield search(safe, seconds=SEARCH_SECONDS)
+            found = search(safe, seconds=SEARCH_SECONDS)
+            if not any(excess(found.schedule)):  # recomputes may have been moved to where less is free
+                yield found
 
 
 def _named_within(problem: Problem, excess: Excess) -> tuple[Named, ...]:

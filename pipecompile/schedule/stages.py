@@ -13,7 +13,7 @@ from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.problem import Problem, Work
 
-__all__ = ["activation_caps", "excess_of", "held_by_ranks", "highest_caps", "problem_of_plan", "problem_of_stages"]
+__all__ = ["activation_caps", "excess_of", "held_by_ranks", "problem_of_plan", "problem_of_stages"]
 
 
 def problem_of_plan(plan: Plan) -> Problem:
@@ -98,34 +98,25 @@ def activation_caps(
     microbatches: int,
     memory_bytes: int | None,
     allocator: AllocatorName,
+    *,
+    highest: bool = False,
 ) -> tuple[int, ...] | None:
-    """Per rank what `memory_bytes` leave for activations, whatever the order: one that keeps no more fits."""
+    """Per rank what `memory_bytes` leave for activations, whatever the order: one that keeps no more fits.
+
+    `highest` caps are those that no order that fits is over: they leave out all but what a rank always holds.
+    """
     if memory_bytes is None:
         return None
-    caps = []
+    taken, caps = ALLOCATORS[allocator], []
     for rank in range(max(placement) + 1):
         held = stages_on(stages, placement, rank)
         again = {index for index in held if stages[index].recompute != "none"}
-        left = room(held, memory_bytes, microbatches=microbatches, allocator=ALLOCATORS[allocator], recomputed=again)
-        caps.append(max(0, left))
+        if highest:
+            caps.append(ceiling(held, memory_bytes, microbatches=microbatches, allocator=taken))
+        else:
+            left = room(held, memory_bytes, microbatches=microbatches, allocator=taken, recomputed=again)
+            caps.append(max(0, left))
     return tuple(caps)
-
-
-def highest_caps(
-    stages: Sequence[Stage],
-    placement: Sequence[int],
-    microbatches: int,
-    memory_bytes: int | None,
-    allocator: AllocatorName,
-) -> tuple[int, ...] | None:
-    """Per rank what no order that fits `memory_bytes` is over: all but what it always holds."""
-    if memory_bytes is None:
-        return None
-    taken, ranks = ALLOCATORS[allocator], range(max(placement) + 1)
-    return tuple(
-        ceiling(stages_on(stages, placement, rank), memory_bytes, microbatches=microbatches, allocator=taken)
-        for rank in ranks
-    )
 
 
 def excess_of(

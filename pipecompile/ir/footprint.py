@@ -3,8 +3,9 @@
 forward     a storage lives from the node that makes it to its last reader; what a backward saves, and what
             later stages read, lives on: it is `kept`
 backward    nodes run from the last to the first. What was saved goes with the first node that saved it, outputs
-            at the end. A gradient lives from the last reader of its tensor to the tensor's producer, that of a
-            parameter from its last reader on
+            at the end. A gradient lives from the node that makes it to the one that lets it go, or to the end if an
+            earlier stage does; that of a parameter from its last reader on. Nothing is added in place to what came
+            from a later stage: the sum is new
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import filterfalse
 from math import ceil
 from typing import NamedTuple
 
@@ -72,11 +72,17 @@ class _Storage:
 
 
 class _Gradient(NamedTuple):
-    """A storage of the backward: made in that of `producer`, let go in that of `last`."""
+    """A storage of the backward: made in that of `producer`, let go in that of `last`.
+
+    If others were added in place to an earlier one, which made it, `origin` is where that was made. `summed` tells
+    whether others will be added to it in turn.
+    """
 
     producer: int
     last: int
     bytes: int
+    origin: int | None
+    summed: bool
 
 
 class _Change(NamedTuple):
@@ -137,9 +143,14 @@ class Lives:
     def gradients(self) -> dict[int, tuple[_Gradient, ...]]:
         """By the node in whose backward they are made, without summands of a parameter's gradient."""
         made = defaultdict[int, list[_Gradient]](list)
-        for gradient in filterfalse(self._is_summand, self.graph.gradients):
-            producer = self.place[gradient.producer]
-            made[producer].append(_Gradient(producer, self.place[gradient.last], gradient.bytes))
+        every = self.graph.gradients
+        summed = {gradient.continues for gradient in every}
+        for index, gradient in enumerate(every):
+            if not self._is_summand(gradient):
+                before = gradient.continues
+                origin = None if before is None else self.place[every[before].producer]
+                producer, last = self.place[gradient.producer], self.place[gradient.last]
+                made[producer].append(_Gradient(producer, last, gradient.bytes, origin, index in summed))
         return {place: tuple(rows) for place, rows in made.items()}
 
     def _is_summand(self, gradient: Gradient) -> bool:
@@ -200,12 +211,11 @@ class _Stage:
     def _captured(self) -> list[_Gradient]:
         """What flows into nodes with parameters: there the second half of a split backward begins."""
         read = {place for _, places in self._trained for place in places}
-        return [gradient for gradient in self._own_gradients if gradient.last in read]
+        return [gradient for gradient in self._own_gradients if gradient.last in read and not gradient.summed]
 
     @cached_property
     def _own_gradients(self) -> list[_Gradient]:
-        made = (gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ()))
-        return [gradient for gradient in made if gradient.last in self.inside]
+        return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
 
     def footprint(self) -> Footprint:
         """Everything about the stage."""
@@ -220,7 +230,7 @@ class _Stage:
         )
         making, adding = list(self._made_gradients()), list(self._added_gradients())
         backward = [*self._freed(), *self._flowing()]
-        whole = [node.backward_peak_bytes for node in self.own]
+        whole = list(self._rises())
         second = [*self._freed(half=True), *self._released()] if self._splits else backward
         rises = list(self._weight_rises()) if self._splits else whole
         return Footprint(
@@ -271,21 +281,20 @@ class _Stage:
     def _flowing(self, *, hold: bool = False) -> Iterator[_Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
         held = {id(gradient) for gradient in self._captured} if hold else set()
+        leaving = 0
         for gradient in self._own_gradients:
             yield _Change(gradient.producer, gradient.bytes, begins=True)
-            if id(gradient) not in held:
+            if gradient.last not in self.inside:
+                leaving += gradient.bytes
+            elif id(gradient) not in held:
                 yield _Change(gradient.last, gradient.bytes, begins=False)
         for tensor, readers in self.arriving:
-            yield _Change(self._last_reader(readers), tensor.gradient_bytes, begins=True)
-        # What arrives from later stages is not added to in place.
-        for tensor, producer, readers in self.lives.tensors:
-            if producer in self.inside and self._leaves(producer, readers) and not self.inside.isdisjoint(readers):
-                yield _Change(self._last_reader(readers), tensor.gradient_bytes, begins=True)
-                yield _Change(producer, tensor.gradient_bytes, begins=False)
-
-    def _last_reader(self, readers: Sequence[int]) -> int:
-        """Where the backward first adds to a gradient; at its begin if it only passes through."""
-        return max((place for place in readers if place in self.inside), default=self.nodes[-1])
+            if self.inside.isdisjoint(readers):  # it only passes through
+                yield _Change(self.nodes[-1], tensor.gradient_bytes, begins=True)
+                leaving += tensor.gradient_bytes
+        # What is returned may be more: what was expanded is sent in full.
+        returned = sum(tensor.gradient_bytes for tensor, _ in self.arriving)
+        yield _Change(self.nodes[0], max(0, returned - leaving), begins=True)
 
     def _made_gradients(self) -> Iterator[_Change]:
         """In the first backward of a step the gradients of parameters begin to live."""
@@ -307,17 +316,26 @@ class _Stage:
         for gradient in self._captured:
             yield _Change(gradient.last, gradient.bytes, begins=False)
 
+    def _rises(self) -> Iterator[int]:
+        """What nodes take in a backward, with sums that are made in place only where a model is not cut."""
+        more: dict[int, int] = defaultdict(int)
+        for gradient in self._own_gradients:
+            if gradient.origin is not None and self._is_later(gradient.origin):
+                more[gradient.producer] += gradient.bytes
+        for place, node in zip(self.nodes, self.own, strict=True):
+            yield node.backward_peak_bytes + more[place]
+
     def _input_rises(self) -> Iterator[int]:
         """The first half of a backward makes no gradients of parameters."""
-        for node in self.own:
+        for rise, node in zip(self._rises(), self.own, strict=True):
             parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
-            yield max(0, node.backward_peak_bytes - sum(p.bytes for p in parameters if p.trainable))
+            yield max(0, rise - sum(p.bytes for p in parameters if p.trainable))
 
     def _weight_rises(self) -> Iterator[int]:
         """The second half runs nodes with parameters alone, and makes no other gradients."""
         others: dict[int, int] = defaultdict(int)
         for gradient in self._own_gradients:
-            others[gradient.producer] += gradient.bytes
+            others[gradient.producer] += gradient.bytes if gradient.origin is None else 0
         read = {place for _, places in self._trained for place in places}
         for place, node in zip(self.nodes, self.own, strict=True):
             yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0

@@ -57,11 +57,16 @@ class Tensor(Value, frozen=True, kw_only=True):
 
 
 class Gradient(Value, frozen=True, kw_only=True):
-    """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`."""
+    """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
+
+    Where others are added to it in place, its life ends and that of the sum begins, which `continues` it (the index of
+    an earlier gradient) in the same memory.
+    """
 
     producer: str
     last: str
     bytes: NonNegative
+    continues: NonNegative | None = None
 
 
 class Parameter(Value, frozen=True, kw_only=True):
@@ -103,10 +108,13 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                 if name not in names:
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
-        for gradient in self.gradients:
+        for index, gradient in enumerate(self.gradients):
             for name in (gradient.producer, gradient.last):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
+            before = gradient.continues
+            if before is not None and (before >= index or self.gradients[before].last != gradient.producer):
+                raise ValueError(f"gradient {index} continues {before}, which does not end where it begins")
         for node in self.nodes:
             self._check_storages(f"node {node.name!r}", node.saved)
             for parameter in set(node.parameters) - known:

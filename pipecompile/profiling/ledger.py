@@ -6,7 +6,8 @@ return and not the scratch that kernels take inside.
 
 Where gradients of several readers meet, autograd adds to the first in place if nobody else holds it, but not with fake
 tensors (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp). What nobody else holds is therefore taken to
-live on in the sum. So is the gradient of a parameter that several nodes read, as these may come to lie in stages apart.
+go over into the sum. So is the gradient of a parameter that several nodes read, as these may come to lie in stages
+apart.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ __all__ = ["Ledger", "Life"]
 
 @dataclass
 class Life:
-    """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all)."""
+    """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all).
+
+    `continues` is the life, as an index, that went over into this one when something was added to it in place.
+    """
 
     bytes: int
     born: int
     died: int | None = None
+    continues: int | None = None
 
 
 class Ledger(TorchDispatchMode):
@@ -105,9 +110,13 @@ class Ledger(TorchDispatchMode):
         return _holders(value) == self._alone or value.shape in self.shared
 
     def _hand_on(self, key: int, storage: Any) -> None:
-        """The life of the storage under `key` goes on in another."""
+        """The life of the storage under `key` goes over into that of another; nothing more is held."""
+        before = self._known[key][1]
         self._handed_on.add(key)
-        self._know(storage, self._known[key][1])
+        self.lives[before].died = self.tick
+        self.lives.append(Life(self.lives[before].bytes, self.tick, continues=before))
+        self._makers.append(self._maker)
+        self._know(storage, len(self.lives) - 1)
 
     def _bear(self, storage: Any) -> int:
         index = len(self.lives)

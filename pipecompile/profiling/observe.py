@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,11 +49,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class GradientLife:
-    """A storage of the backward: made in that of node `producer`, freed in that of `last`."""
+    """A storage of the backward: made in that of node `producer`, freed in that of `last`.
+
+    `continues` is the index of the one to which others were added in place: this one is their sum.
+    """
 
     bytes: int
     producer: str
     last: str
+    continues: int | None
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class _Observer(Caller):
 
     def observation(self) -> Observation:
         """What was seen."""
-        gradients = tuple(self._gradients())  # before those of parameters, which are not among them, are let go
+        gradients = self._gradients()  # before those of parameters, which are not among them, are let go
         for value in self.state:
             value.grad = None
         rises, scratch = self.ledger.rises, self.ledger.scratch
@@ -185,9 +188,16 @@ class _Observer(Caller):
         }
         return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), gradients)
 
-    def _gradients(self) -> Iterator[GradientLife]:
+    def _gradients(self) -> tuple[GradientLife, ...]:
         """Storages of the backward that live longer than the node that makes them."""
         count, last = len(self.facts), 2 * len(self.facts) - 1
-        for life in self.ledger.lives:
+        found: list[GradientLife] = []
+        places: dict[int | None, int | None] = {None: None}  # of each life, or of what it goes on for
+        for index, life in enumerate(self.ledger.lives):
+            before = places.get(life.continues)
+            places[index] = before
             if life.born >= count and life.died is not None and life.died > life.born:
-                yield GradientLife(life.bytes, self.facts[last - life.born][0], self.facts[last - life.died][0])
+                names = (self.facts[last - tick][0] for tick in (life.born, life.died))
+                places[index] = len(found)
+                found.append(GradientLife(life.bytes, *names, continues=before))
+        return tuple(found)

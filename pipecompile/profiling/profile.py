@@ -53,7 +53,8 @@ def profile(
         storages=tuple(observation.storages[storage] for storage in known),
         parameters=tuple(_parameters(graph_module)),
         gradients=tuple(
-            ir.Gradient(producer=life.producer, last=life.last, bytes=life.bytes) for life in observation.gradients
+            ir.Gradient(producer=life.producer, last=life.last, bytes=life.bytes, continues=life.continues)
+            for life in observation.gradients
         ),
     )
 

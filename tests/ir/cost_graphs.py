@@ -41,7 +41,7 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGr
         tensors=tuple(tensors),
         storages=tuple(storages),
         parameters=tuple(parameters),
-        gradients=tuple(_gradient(draw, names) for _ in range(draw(st.integers(0, 4)))),
+        gradients=_gradients(draw, names, most=4),
     )
 
 
@@ -91,9 +91,17 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
     )
 
 
-def _gradient(draw: st.DrawFn, names: Sequence[str]) -> Gradient:
-    last, producer = sorted(draw(st.tuples(*[st.integers(0, len(names) - 1)] * 2)))
-    return Gradient(producer=names[producer], last=names[last], bytes=draw(SIZES))
+def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradient, ...]:
+    """Some of them sums, in the memory of one before."""
+    made: list[Gradient] = []
+    for _ in range(draw(st.integers(0, most))):
+        last, producer = sorted(draw(st.tuples(*[st.integers(0, len(names) - 1)] * 2)))
+        continues = draw(st.sampled_from([None, *range(len(made))]))
+        if continues is not None:
+            producer = names.index(made[continues].last)
+            last = draw(st.integers(0, producer))
+        made.append(Gradient(producer=names[producer], last=names[last], bytes=draw(SIZES), continues=continues))
+    return tuple(made)
 
 
 @st.composite

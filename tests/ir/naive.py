@@ -89,15 +89,18 @@ class _Stage:
     def flows(self) -> Iterator[tuple[Key, int, str, str | None]]:
         """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go."""
         for number, gradient in enumerate(self.graph.gradients):
-            if self.of[gradient.producer] == self.of[gradient.last] == self.index:
-                yield ("own", number), gradient.bytes, gradient.producer, gradient.last
+            if self.of[gradient.producer] == self.index:
+                last = gradient.last if self.of[gradient.last] == self.index else None
+                yield ("own" if last else "leaving", number), gradient.bytes, gradient.producer, last
         for tensor in self.graph.tensors:
-            readers = self.inside(tensor.consumers)
-            first = readers[-1] if readers else self.nodes[-1].name
-            if self.arrives(tensor.producer, tensor.consumers):
-                yield ("returned", tensor.producer), tensor.gradient_bytes, first, None
-            if readers and self.of[tensor.producer] == self.index and self.later(tensor.consumers):
-                yield ("met", tensor.producer), tensor.gradient_bytes, first, tensor.producer
+            if self.arrives(tensor.producer, tensor.consumers) and not self.inside(tensor.consumers):
+                yield ("leaving", tensor.producer), tensor.gradient_bytes, self.nodes[-1].name, None
+
+    def met(self, node: str) -> int:
+        """Sums that are new in this node, since the first of what is added came from a later stage."""
+        gradients = self.graph.gradients
+        made = [g for g in gradients if g.producer == node and g.continues is not None]
+        return sum(g.bytes for g in made if self.of[gradients[g.continues].producer] > self.index)
 
     def arrives(self, producer: str, consumers: Iterable[str]) -> bool:
         return self.of[producer] < self.index and any(self.of[name] >= self.index for name in consumers)
@@ -112,7 +115,9 @@ class _Stage:
 
     def waits(self, key: Key, last: str | None) -> bool:
         """Whether a gradient waits for the second half of a backward: it flows into a node with parameters."""
-        return self.splits and key[0] == "own" and any(last in nodes for nodes in self.trained().values())
+        summed = any(gradient.continues == key[1] for gradient in self.graph.gradients)
+        trained = any(last in nodes for nodes in self.trained().values())
+        return self.splits and key[0] == "own" and trained and not summed
 
 
 @dataclass
@@ -165,6 +170,8 @@ class _Rank:
                     if not stage.sent(storage) and stage.savers(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
             self.live.need(0)
+        if first or whole:
+            self._return(stage, microbatch)
         if kind is Kind.BACKWARD_INPUT and stage.splits:
             self._drop(stage, microbatch)
         self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
@@ -172,11 +179,13 @@ class _Rank:
             self._finish(stage, microbatch)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
+        rise = node.backward_peak_bytes + stage.met(node.name)
         if whole:
-            return node.backward_peak_bytes
+            return rise
         if kind is Kind.BACKWARD_INPUT:
-            return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in node.parameters))
-        made = sum(size for key, size, maker, _ in stage.flows() if key[0] == "own" and maker == node.name)
+            return max(0, rise - sum(stage.size(name, trained=True) for name in node.parameters))
+        fresh = (g for g in stage.graph.gradients if g.producer == node.name and g.continues is None)
+        made = sum(gradient.bytes for gradient in fresh)
         trains = any(stage.graph.parameter_by_name[name].trainable for name in node.parameters)
         return max(0, node.backward_peak_bytes - made) if trains else 0
 
@@ -211,6 +220,14 @@ class _Rank:
             savers = [order.index(name) for name in stage.savers(storage)]
             if savers and min(savers) > last and not stage.sent(storage):
                 self.live.drop(stage.index, microbatch, "kept", storage)
+
+    def _return(self, stage: _Stage, microbatch: int) -> None:
+        """What leaves the stage is, in full, the gradients of what arrived."""
+        self.live.drop(stage.index, microbatch, "leaving")
+        for tensor in stage.graph.tensors:
+            if stage.arrives(tensor.producer, tensor.consumers):
+                self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
+        self.live.need(0)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
         """Its gradients are there, so those that a stage of its own rank gave it are let go."""

@@ -32,9 +32,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
     `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
-    are sent, as are the gradients of the inputs (`returned`). Of a backward in two halves, `dropped` is what the first
-    lets go of what was kept, and `between` what it leaves to the second. `inputs`, `received` and `received_gradients`
-    are buffers of one microbatch.
+    are sent, as are the gradients of the inputs (`returned`); those that only pass through (`relayed`) lie in what was
+    received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what it
+    leaves to the second. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -49,6 +49,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     kept: Amount
     outputs: Amount
     returned: Amount
+    relayed: Amount
     dropped: Amount
     between: Amount
     forward_peak: Amount
@@ -186,6 +187,9 @@ class _Stage:
     def _leaves(self, producer: int, readers: Sequence[int]) -> bool:
         return not self._is_later(producer) and any(map(self._is_later, readers))
 
+    def _is_read(self, readers: Sequence[int]) -> bool:
+        return not self.inside.isdisjoint(readers)
+
     def _is_sent(self, storage: _Storage) -> bool:
         return any(map(self._is_later, storage.readers))
 
@@ -243,7 +247,8 @@ class _Stage:
             received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self._leaves(p, r)),
             kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
-            returned=amount(tensor.gradient_bytes for tensor, _ in self.arriving),
+            returned=amount(tensor.gradient_bytes for tensor, readers in self.arriving if self._is_read(readers)),
+            relayed=amount(tensor.gradient_bytes for tensor, readers in self.arriving if not self._is_read(readers)),
             dropped=amount(s.bytes for _, s in self.made if self._is_dropped(s)),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
@@ -288,12 +293,8 @@ class _Stage:
                 leaving += gradient.bytes
             elif id(gradient) not in held:
                 yield _Change(gradient.last, gradient.bytes, begins=False)
-        for tensor, readers in self.arriving:
-            if self.inside.isdisjoint(readers):  # it only passes through
-                yield _Change(self.nodes[-1], tensor.gradient_bytes, begins=True)
-                leaving += tensor.gradient_bytes
         # What is returned may be more: what was expanded is sent in full.
-        returned = sum(tensor.gradient_bytes for tensor, _ in self.arriving)
+        returned = sum(tensor.gradient_bytes for tensor, readers in self.arriving if self._is_read(readers))
         yield _Change(self.nodes[0], max(0, returned - leaving), begins=True)
 
     def _made_gradients(self) -> Iterator[_Change]:

@@ -183,8 +183,10 @@ def _buffers(stages: Mapping[int, Footprint]) -> Amount:
 
 def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
     """What was sent; between stages of one rank it is handed over, and lives no longer than what it is part of."""
-    sent = ZERO if index + 1 in stages else stages[index].outputs * held.sent
-    return sent + stages[index].returned * held.returned
+    stage = stages[index]
+    if index + 1 in stages:
+        return (stage.returned + stage.relayed) * held.returned
+    return stage.outputs * held.sent + stage.returned * held.returned
 
 
 def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
@@ -224,7 +226,8 @@ def room(
     held = [stage for _, stage in sorted(stages.items())]
     always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches
     step = always + _scratch(stages, allocator)
-    always += _sum((stage.outputs + stage.returned) * microbatches for stage in held)
+    done = Held(sent=microbatches, returned=microbatches)
+    always += _sum(_waiting(stages, index, done) for index in stages)
     free = allocator.unpadded(memory_bytes, _peers(stages))
     left = free - always.bound - max(_most_above(stage, index in recomputed) for index, stage in stages.items())
     return left if step.bound <= free else min(left, free - step.bound)

@@ -128,7 +128,11 @@ class EagerStage:
 
     def _run(self, saved: Saved) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.moment)
-        return outputs if self.loss is None else (_scalar(self.loss(outputs, saved.target)),)
+        if self.loss is not None:
+            return (_scalar(self.loss(outputs, saved.target)),)
+        leaves = set(map(id, saved.inputs))
+        # Through a view autograd takes the gradient of what only passes through as it is; otherwise it copies it.
+        return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 
     def _outputs(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
         with ExitStack() as stack:

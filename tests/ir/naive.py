@@ -92,9 +92,6 @@ class _Stage:
             if self.of[gradient.producer] == self.index:
                 last = gradient.last if self.of[gradient.last] == self.index else None
                 yield ("own" if last else "leaving", number), gradient.bytes, gradient.producer, last
-        for tensor in self.graph.tensors:
-            if self.arrives(tensor.producer, tensor.consumers) and not self.inside(tensor.consumers):
-                yield ("leaving", tensor.producer), tensor.gradient_bytes, self.nodes[-1].name, None
 
     def met(self, node: str) -> int:
         """Sums that are new in this node, since the first of what is added came from a later stage."""
@@ -222,10 +219,11 @@ class _Rank:
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _return(self, stage: _Stage, microbatch: int) -> None:
-        """What leaves the stage is, in full, the gradients of what arrived."""
+        """What leaves the stage is, in full, the gradients of what arrived; what passes through lies in a buffer."""
         self.live.drop(stage.index, microbatch, "leaving")
         for tensor in stage.graph.tensors:
-            if stage.arrives(tensor.producer, tensor.consumers):
+            is_new = stage.inside(tensor.consumers) or stage.index + 1 in self.stages
+            if is_new and stage.arrives(tensor.producer, tensor.consumers):
                 self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
         self.live.need(0)
 

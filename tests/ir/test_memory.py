@@ -183,6 +183,7 @@ FOOTPRINT = msgspec.structs.replace(
     kept=_amount(10),
     outputs=_amount(3),
     returned=_amount(2),
+    relayed=_amount(0),
     between=_amount(1),
     forward_peak=_amount(11),
     first_backward_peak=_amount(97),

@@ -11,7 +11,7 @@ backward    nodes run from the last to the first. What was saved goes with the f
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -32,9 +32,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
     `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
-    are sent, as are the gradients of the inputs (`returned`); those that only pass through (`relayed`) lie in what was
-    received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what it
-    leaves to the second. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    are sent, as are the gradients of the inputs (`returned`); some of these lie in what was received, or in one another
+    (`relayed`). Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what
+    it leaves to the second. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -60,6 +60,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     weight_peak: Amount
 
 
+NO_SUMS: Mapping[int, int] = {}
 NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))
 
 
@@ -187,9 +188,6 @@ class _Stage:
     def _leaves(self, producer: int, readers: Sequence[int]) -> bool:
         return not self._is_later(producer) and any(map(self._is_later, readers))
 
-    def _is_read(self, readers: Sequence[int]) -> bool:
-        return not self.inside.isdisjoint(readers)
-
     def _is_sent(self, storage: _Storage) -> bool:
         return any(map(self._is_later, storage.readers))
 
@@ -221,6 +219,20 @@ class _Stage:
     def _own_gradients(self) -> list[_Gradient]:
         return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
 
+    @cached_property
+    def _returned(self) -> list[int]:
+        """The storages of gradients of inputs: what earlier stages will let go, and copies of what was expanded."""
+        if not self._splits:
+            return []
+        leaving = [gradient.bytes for gradient in self._own_gradients if gradient.last in self.before]
+        return leaving + [tensor.gradient_bytes for tensor, _ in self._expanded()]
+
+    def _expanded(self) -> Iterator[tuple[Tensor, int]]:
+        """With the node in whose backward it is copied."""
+        for tensor, readers in self.arriving:
+            if tensor.expanded and (inside := self.inside.intersection(readers)):
+                yield tensor, max(inside)
+
     def footprint(self) -> Footprint:
         """Everything about the stage."""
         amount = self.allocator.amount
@@ -234,9 +246,10 @@ class _Stage:
         )
         making, adding = list(self._made_gradients()), list(self._added_gradients())
         backward = [*self._freed(), *self._flowing()]
-        whole = list(self._rises())
+        whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(half=True), *self._released()] if self._splits else backward
         rises = list(self._weight_rises()) if self._splits else whole
+        sums = {} if self._splits else self._sums
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self._readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -247,16 +260,16 @@ class _Stage:
             received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self._leaves(p, r)),
             kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
-            returned=amount(tensor.gradient_bytes for tensor, readers in self.arriving if self._is_read(readers)),
-            relayed=amount(tensor.gradient_bytes for tensor, readers in self.arriving if not self._is_read(readers)),
+            returned=amount(self._returned),
+            relayed=amount([max(0, sum(tensor.gradient_bytes for tensor, _ in self.arriving) - sum(self._returned))]),
             dropped=amount(s.bytes for _, s in self.made if self._is_dropped(s)),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
-            first_backward_peak=self._peak([*backward, *making], whole),
-            backward_peak=self._peak([*backward, *adding], whole),
-            input_peak=self._peak(self._flowing(hold=True), list(self._input_rises())) if self._splits else ZERO,
-            first_weight_peak=self._peak([*second, *making], rises),
-            weight_peak=self._peak([*second, *adding], rises),
+            first_backward_peak=self._peak([*backward, *making], whole, self._sums),
+            backward_peak=self._peak([*backward, *adding], whole, self._sums),
+            input_peak=self._input_peak() if self._splits else ZERO,
+            first_weight_peak=self._peak([*second, *making], rises, sums),
+            weight_peak=self._peak([*second, *adding], rises, sums),
         )
 
     @property
@@ -286,16 +299,12 @@ class _Stage:
     def _flowing(self, *, hold: bool = False) -> Iterator[_Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
         held = {id(gradient) for gradient in self._captured} if hold else set()
-        leaving = 0
         for gradient in self._own_gradients:
             yield _Change(gradient.producer, gradient.bytes, begins=True)
-            if gradient.last not in self.inside:
-                leaving += gradient.bytes
-            elif id(gradient) not in held:
+            if gradient.last in self.inside and id(gradient) not in held:
                 yield _Change(gradient.last, gradient.bytes, begins=False)
-        # What is returned may be more: what was expanded is sent in full.
-        returned = sum(tensor.gradient_bytes for tensor, readers in self.arriving if self._is_read(readers))
-        yield _Change(self.nodes[0], max(0, returned - leaving), begins=True)
+        for tensor, place in self._expanded():
+            yield _Change(place, tensor.gradient_bytes, begins=True)
 
     def _made_gradients(self) -> Iterator[_Change]:
         """In the first backward of a step the gradients of parameters begin to live."""
@@ -317,20 +326,23 @@ class _Stage:
         for gradient in self._captured:
             yield _Change(gradient.last, gradient.bytes, begins=False)
 
-    def _rises(self) -> Iterator[int]:
-        """What nodes take in a backward, with sums that are made in place only where a model is not cut."""
-        more: dict[int, int] = defaultdict(int)
+    @cached_property
+    def _sums(self) -> dict[int, int]:
+        """By node the gradients to which others were added in place if the model were not cut: new memory where it is.
+
+        A sum is made when the node's backward is done, and what is added is let go thereafter.
+        """
+        sums: dict[int, int] = defaultdict(int)
         for gradient in self._own_gradients:
             if gradient.origin is not None and self._is_later(gradient.origin):
-                more[gradient.producer] += gradient.bytes
-        for place, node in zip(self.nodes, self.own, strict=True):
-            yield node.backward_peak_bytes + more[place]
+                sums[gradient.producer] += gradient.bytes
+        return sums
 
     def _input_rises(self) -> Iterator[int]:
         """The first half of a backward makes no gradients of parameters."""
-        for rise, node in zip(self._rises(), self.own, strict=True):
+        for node in self.own:
             parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
-            yield max(0, rise - sum(p.bytes for p in parameters if p.trainable))
+            yield max(0, node.backward_peak_bytes - sum(p.bytes for p in parameters if p.trainable))
 
     def _weight_rises(self) -> Iterator[int]:
         """The second half runs nodes with parameters alone, and makes no other gradients."""
@@ -341,23 +353,34 @@ class _Stage:
         for place, node in zip(self.nodes, self.own, strict=True):
             yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0
 
-    def _peak(self, changes: Iterable[_Change], rises: Sequence[int], *, forward: bool = False) -> Amount:
-        """The most that lives above what lived before; `rises` is in the order of the nodes."""
+    def _input_peak(self) -> Amount:
+        return self._peak(self._flowing(hold=True), list(self._input_rises()), self._sums)
+
+    def _peak(
+        self,
+        changes: Iterable[_Change],
+        rises: Sequence[int],
+        sums: Mapping[int, int] = NO_SUMS,
+        *,
+        forward: bool = False,
+    ) -> Amount:
+        """The most that lives above what lived before; `rises` is in the order of the nodes, `sums` by node."""
         changes = list(changes)
         return Amount(
-            expected=self._highest(changes, rises, 1, lambda size: size, forward),
-            bound=self._highest(changes, rises, 1 + SCRATCH_MARGIN, self.allocator.rounded, forward),
+            expected=self._highest(changes, rises, sums, 1, lambda size: size, forward),
+            bound=self._highest(changes, rises, sums, 1 + SCRATCH_MARGIN, self.allocator.rounded, forward),
         )
 
     def _highest(
         self,
         changes: Sequence[_Change],
         rises: Sequence[int],
+        sums: Mapping[int, int],
         scratch: Fraction | int,
         size_of: Callable[[int], int],
         forward: bool,
     ) -> int:
-        """What begins in a node is part of that node's rise, to which the scratch of its kernels comes."""
+        """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums are made last."""
         after: dict[int, int] = defaultdict(int)
         padding: dict[int, int] = defaultdict(int)
         for place, size, begins in changes:
@@ -369,4 +392,5 @@ class _Stage:
             needed = rise + ceil(scratch * node.workspace_bytes) if rise else 0
             highest = max(highest, now + needed + padding[place])
             now += after[place]
-        return max(highest, now)
+            highest = max(highest, now + size_of(sums.get(place, 0)))
+        return highest

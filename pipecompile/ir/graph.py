@@ -47,13 +47,17 @@ class Node(Value, frozen=True, kw_only=True):
 
 
 class Tensor(Value, frozen=True, kw_only=True):
-    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes."""
+    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes.
+
+    A gradient is `expanded` if it repeats what lies in less memory, as a mean's does: it is sent in full.
+    """
 
     producer: str
     consumers: tuple[str, ...]
     bytes: NonNegative
     gradient_bytes: NonNegative
     storage: NonNegative | None = None
+    expanded: bool = False
 
 
 class Gradient(Value, frozen=True, kw_only=True):

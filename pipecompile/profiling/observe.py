@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ __all__ = ["Facts", "GradientLife", "Observation", "observe"]
 class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
-    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
+    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `expanded` tells
+    whether its gradient lies in less; `storages` are the
     ones it lies in. `saved` is in order of first use. Storages of parameters and buffers appear nowhere.
     `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
     `scratch` is what its kernels take beside that.
@@ -37,6 +39,7 @@ class Facts:
     operator: str
     bytes: int
     gradient_bytes: int
+    expanded: bool
     storages: tuple[int, ...]
     saved: tuple[int, ...]
     forward_peak: int
@@ -96,6 +99,7 @@ class _Observer(Caller):
         self.state = [value for _, value in named_state(workload.module)]
         self.ledger = Ledger(self.state, scratch)
         self.roots: tuple[Tensor, ...] = ()
+        self.expanded: set[str] = set()
 
     def perform(self, call: Call) -> Any:
         tick = len(self.facts)
@@ -109,6 +113,7 @@ class _Observer(Caller):
             operator=call.operator,
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
+            expanded=False,
             storages=self.ledger.indices(outputs),
             saved=saved,
             forward_peak=0,
@@ -119,6 +124,8 @@ class _Observer(Caller):
             mutates=versions != [argument._version for argument in call.arguments],
         )
         self.facts.append((call.node.name, facts))
+        for output in differentiable:
+            output.register_hook(partial(self._see_gradient, call.node.name))
         if call.node.op == "output":
             self.roots = differentiable
         return value
@@ -153,6 +160,10 @@ class _Observer(Caller):
                 "a custom autograd.Function must not read values in its backward"
             ) from error
 
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        if gradient.untyped_storage().nbytes() < size_bytes([gradient]):
+            self.expanded.add(name)
+
     def _shared_shapes(self) -> set[torch.Size]:
         readers = Counter(name for _, facts in self.facts for name in facts.parameters)
         return {value.shape for value in self.state if readers[self.workload.names[id(value)]] > 1}
@@ -178,6 +189,7 @@ class _Observer(Caller):
         nodes = {
             name: replace(
                 facts,
+                expanded=name in self.expanded,
                 # What arrives is of the minibatch, which is there before.
                 forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),

@@ -153,6 +153,7 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 consumers=tuple(user.name for user in sorted(node.users, key=position.__getitem__)),
                 bytes=facts.bytes,
                 gradient_bytes=facts.gradient_bytes,
+                expanded=facts.expanded,
                 storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
             )
 

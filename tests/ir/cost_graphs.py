@@ -88,6 +88,7 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         bytes=draw(SIZES),
         gradient_bytes=draw(SIZES),
         storage=storage,
+        expanded=draw(st.booleans()),
     )
 
 

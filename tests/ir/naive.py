@@ -91,7 +91,12 @@ class _Stage:
         for number, gradient in enumerate(self.graph.gradients):
             if self.of[gradient.producer] == self.index:
                 last = gradient.last if self.of[gradient.last] == self.index else None
-                yield ("own" if last else "leaving", number), gradient.bytes, gradient.producer, last
+                where = "own" if last else "leaving" if self.of[gradient.last] < self.index else "waiting"
+                yield (where, number), gradient.bytes, gradient.producer, last
+        for tensor in self.graph.tensors:
+            readers = self.inside(tensor.consumers)
+            if tensor.expanded and readers and self.arrives(tensor.producer, tensor.consumers):
+                yield ("leaving", tensor.producer), tensor.gradient_bytes, readers[-1], None
 
     def met(self, node: str) -> int:
         """Sums that are new in this node, since the first of what is added came from a later stage."""
@@ -166,8 +171,8 @@ class _Rank:
                 for storage in stage.own():
                     if not stage.sent(storage) and stage.savers(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
-            self.live.need(0)
-        if first or whole:
+            self.live.need(stage.met(node.name) if first or (second and whole) else 0)
+        if first or (second and whole):
             self._return(stage, microbatch)
         if kind is Kind.BACKWARD_INPUT and stage.splits:
             self._drop(stage, microbatch)
@@ -176,7 +181,7 @@ class _Rank:
             self._finish(stage, microbatch)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
-        rise = node.backward_peak_bytes + stage.met(node.name)
+        rise = node.backward_peak_bytes
         if whole:
             return rise
         if kind is Kind.BACKWARD_INPUT:
@@ -219,13 +224,16 @@ class _Rank:
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _return(self, stage: _Stage, microbatch: int) -> None:
-        """What leaves the stage is, in full, the gradients of what arrived; what passes through lies in a buffer."""
+        """What leaves the stage is returned; other gradients of inputs lie in it, or in what came from later stages."""
+        own = [(key, size) for key, size, _, _ in stage.flows() if key[0] == "leaving" and stage.splits]
         self.live.drop(stage.index, microbatch, "leaving")
-        for tensor in stage.graph.tensors:
-            is_new = stage.inside(tensor.consumers) or stage.index + 1 in self.stages
-            if is_new and stage.arrives(tensor.producer, tensor.consumers):
-                self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
-        self.live.need(0)
+        self.live.drop(stage.index, microbatch, "waiting")
+        for key, size in own:
+            self.live.hold((stage.index, microbatch, "returned", key), size)
+        arriving = [t.gradient_bytes for t in stage.graph.tensors if stage.arrives(t.producer, t.consumers)]
+        if stage.index + 1 in self.stages:  # they are about to let it go
+            more = max(0, sum(arriving) - sum(size for _, size in own))
+            self.live.hold((stage.index, microbatch, "returned", "relayed"), more)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
         """Its gradients are there, so those that a stage of its own rank gave it are let go."""

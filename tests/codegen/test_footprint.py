@@ -1,0 +1,137 @@
+"""What every stage of every cut of a row holds, against the allocator's own events."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, record_function
+
+from pipecompile.codegen.stages import emit
+from pipecompile.cost_models.flops import Flops
+from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.footprint import Footprint, Lives
+from pipecompile.passes.seed import Moment
+from pipecompile.profiling.profile import profile
+from pipecompile.runtime.stage import EagerStage, Saved
+
+SETTLING_SECONDS = 0.2  # events at the very begin and end of a profile are dropped
+SMALL = 1024  # bytes of sums that kernels make inside; a value has 49,152
+
+
+class Residual(nn.Module):
+    """Its gradient is summed in place, and goes on to what comes before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.narrow(nn.functional.gelu(self.wide(self.norm(value))))
+
+
+class Skip(nn.Module):
+    """What comes in first is read again at the end: between the two it only passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(32, 32), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        return self.last(self.second(value).tanh()) * value
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
+    "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
+}
+
+
+def loss_of(outputs: Sequence[Tensor], targets: Any) -> Tensor:
+    return outputs[0].square().mean()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
+    """Two microbatches through three stages, cut anywhere; the first backward makes the parameters' gradients."""
+    torch.manual_seed(0)
+    sample = Arguments((torch.randn(16, 24, 32),), {})
+    captured = capture(MODELS[name](), sample)
+    graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+    names = [node.name for node in graph.nodes]
+    cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(range(2, len(names) - 1), 2)]
+    with events() as found:
+        for number, cut in enumerate(cuts):
+            run(captured, sample, cut, label=str(number))
+    for number, cut in enumerate(cuts):
+        for index, nodes in enumerate(cut):
+            wanted = Lives(graph).footprint([name for names in cut[:index] for name in names], nodes)
+            assert wanted.outputs.expected or index == 2
+            for what, (highest, left) in expected(wanted).items():
+                got = found[f"{number} {index} {what}"]
+                if max(abs(highest - got[0]), abs(left - got[1])) > SMALL:
+                    print("MISS", what, nodes, (highest, left), got)
+
+
+def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
+    """The most that lives in each action, and what it leaves, above what there was when it began."""
+    kept = footprint.kept.expected
+    left = footprint.returned.expected + footprint.outputs.expected - kept  # outputs are sent, and wait
+    made = footprint.gradients.expected
+    return {
+        "forward 0": (footprint.forward_peak.expected, kept),
+        "forward 1": (footprint.forward_peak.expected, kept),
+        "backward 0": (footprint.first_backward_peak.expected, left + made),
+        "backward 1": (footprint.backward_peak.expected, left),
+    }
+
+
+def run(captured: Capture, sample: Arguments, cut: Sequence[Sequence[str]], *, label: str) -> None:
+    """Two microbatches, one after the other; nothing that travels between stages is let go."""
+    stages = emit(captured.instantiate(sample), {name: index for index, names in enumerate(cut) for name in names})
+    runs = [EagerStage(stage.module, gradient_inputs=stage.gradient_inputs) for stage in stages]
+    runs[-1].loss = loss_of
+    for stage in runs:
+        stage.module.zero_grad()
+    sent: list[Sequence[Tensor | None]] = []
+    for microbatch in range(2):
+        values: Sequence[Tensor] = sample.args
+        saved: list[Saved] = []
+        for index, stage in enumerate(runs):
+            with record_function(f"{label} {index} forward {microbatch}"):
+                values, own = stage.forward(values, Moment(0, 0, microbatch))
+            saved.append(own)
+            sent.append(values)
+            del own
+        given: Sequence[Tensor | None] = ()
+        for index, stage in reversed(list(enumerate(runs))):
+            with record_function(f"{label} {index} backward {microbatch}"):
+                sent.append(stage.backward(saved.pop(), given, {}))
+            given = sent[-1]
+
+
+@contextmanager
+def events() -> Iterator[dict[str, tuple[int, int]]]:
+    """By the name of each record: the most that the allocator gave within it, and what was left at its end."""
+    found: dict[str, tuple[int, int]] = {}
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        time.sleep(SETTLING_SECONDS)
+        yield found
+        time.sleep(SETTLING_SECONDS)
+    rows = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    moments = [(row.start_ns(), row.nbytes()) for row in rows if row.name() == "[memory]"]
+    times = [moment for moment, _ in moments]
+    for row in rows:
+        if row.name()[0].isdigit():
+            first, last = (bisect(times, row.start_ns() + length) for length in (0, row.duration_ns()))
+            sums = list(accumulate((size for _, size in moments[first:last]), initial=0))
+            found[row.name()] = max(sums), sums[-1]

@@ -32,8 +32,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
     `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
-    are sent, as are the gradients of the inputs (`returned`); some of these lie in what was received, or in one another
-    (`relayed`). Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what
+    are sent, as are the gradients of the inputs (`returned`); those that only pass through (`relayed`) lie in what was
+    received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what
     it leaves to the second. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
@@ -76,13 +76,15 @@ class _Storage:
 class _Gradient(NamedTuple):
     """A storage of the backward: made in that of `producer`, let go in that of `last`.
 
-    If others were added in place to an earlier one, which made it, `origin` is where that was made. `summed` tells
-    whether others will be added to it in turn.
+    A `sum` of others is new unless these were added in place to one that was made in `origin`. `summed` tells whether
+    others will be added to it in turn.
     """
 
     producer: int
     last: int
     bytes: int
+    readers: tuple[int, ...]
+    sum: bool
     origin: int | None
     summed: bool
 
@@ -152,7 +154,9 @@ class Lives:
                 before = gradient.continues
                 origin = None if before is None else self.place[every[before].producer]
                 producer, last = self.place[gradient.producer], self.place[gradient.last]
-                made[producer].append(_Gradient(producer, last, gradient.bytes, origin, index in summed))
+                readers = tuple(self.place[name] for name in gradient.readers)
+                row = _Gradient(producer, last, gradient.bytes, readers, gradient.sum, origin, index in summed)
+                made[producer].append(row)
         return {place: tuple(rows) for place, rows in made.items()}
 
     def _is_summand(self, gradient: Gradient) -> bool:
@@ -220,18 +224,10 @@ class _Stage:
         return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
 
     @cached_property
-    def _returned(self) -> list[int]:
-        """The storages of gradients of inputs: what earlier stages will let go, and copies of what was expanded."""
-        if not self._splits:
-            return []
-        leaving = [gradient.bytes for gradient in self._own_gradients if gradient.last in self.before]
-        return leaving + [tensor.gradient_bytes for tensor, _ in self._expanded()]
-
-    def _expanded(self) -> Iterator[tuple[Tensor, int]]:
-        """With the node in whose backward it is copied."""
-        for tensor, readers in self.arriving:
-            if tensor.expanded and (inside := self.inside.intersection(readers)):
-                yield tensor, max(inside)
+    def _read(self) -> list[tuple[Tensor, int]]:
+        """What arrives and is read here, with the place where its gradient is complete."""
+        places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
+        return [(tensor, min(inside)) for tensor, inside in places if inside]
 
     def footprint(self) -> Footprint:
         """Everything about the stage."""
@@ -260,8 +256,8 @@ class _Stage:
             received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self._leaves(p, r)),
             kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
-            returned=amount(self._returned),
-            relayed=amount([max(0, sum(tensor.gradient_bytes for tensor, _ in self.arriving) - sum(self._returned))]),
+            returned=amount(tensor.gradient_bytes for tensor, _ in self._read),
+            relayed=amount(t.gradient_bytes for t, readers in self.arriving if self.inside.isdisjoint(readers)),
             dropped=amount(s.bytes for _, s in self.made if self._is_dropped(s)),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
@@ -299,12 +295,20 @@ class _Stage:
     def _flowing(self, *, hold: bool = False) -> Iterator[_Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
         held = {id(gradient) for gradient in self._captured} if hold else set()
+        returned = [(place, tensor.gradient_bytes) for tensor, place in self._read]
         for gradient in self._own_gradients:
             yield _Change(gradient.producer, gradient.bytes, begins=True)
-            if gradient.last in self.inside and id(gradient) not in held:
-                yield _Change(gradient.last, gradient.bytes, begins=False)
-        for tensor, place in self._expanded():
-            yield _Change(place, tensor.gradient_bytes, begins=True)
+            made = gradient.producer, gradient.bytes
+            if gradient.last in self.inside:
+                if id(gradient) not in held:
+                    yield _Change(gradient.last, gradient.bytes, begins=False)
+            elif made in returned:  # it is the gradient of an input
+                returned.remove(made)
+            else:
+                last = min(self.inside.intersection(gradient.readers), default=gradient.producer)
+                yield _Change(last, gradient.bytes, begins=False)
+        for place, size in returned:  # it lies in what others hold, or not in order: autograd copies it
+            yield _Change(place, size, begins=True)
 
     def _made_gradients(self) -> Iterator[_Change]:
         """In the first backward of a step the gradients of parameters begin to live."""
@@ -328,13 +332,10 @@ class _Stage:
 
     @cached_property
     def _sums(self) -> dict[int, int]:
-        """By node the gradients to which others were added in place if the model were not cut: new memory where it is.
-
-        A sum is made when the node's backward is done, and what is added is let go thereafter.
-        """
+        """By node what lives beside the new sums that are made when its backward is done: the last that is added."""
         sums: dict[int, int] = defaultdict(int)
         for gradient in self._own_gradients:
-            if gradient.origin is not None and self._is_later(gradient.origin):
+            if gradient.sum and (gradient.origin is None or self._is_later(gradient.origin)):
                 sums[gradient.producer] += gradient.bytes
         return sums
 
@@ -348,7 +349,7 @@ class _Stage:
         """The second half runs nodes with parameters alone, and makes no other gradients."""
         others: dict[int, int] = defaultdict(int)
         for gradient in self._own_gradients:
-            others[gradient.producer] += gradient.bytes if gradient.origin is None else 0
+            others[gradient.producer] += 0 if gradient.sum else gradient.bytes
         read = {place for _, places in self._trained for place in places}
         for place, node in zip(self.nodes, self.own, strict=True):
             yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0

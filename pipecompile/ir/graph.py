@@ -47,29 +47,30 @@ class Node(Value, frozen=True, kw_only=True):
 
 
 class Tensor(Value, frozen=True, kw_only=True):
-    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes.
-
-    A gradient is `expanded` if it repeats what lies in less memory, as a mean's does: it is sent in full.
-    """
+    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes."""
 
     producer: str
     consumers: tuple[str, ...]
     bytes: NonNegative
     gradient_bytes: NonNegative
     storage: NonNegative | None = None
-    expanded: bool = False
 
 
 class Gradient(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
-    Where others are added to it in place, its life ends and that of the sum begins, which `continues` it (the index of
-    an earlier gradient) in the same memory.
+    `readers` are the nodes in between whose backwards compute with it.
+
+    A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
+    gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
+    in the same memory.
     """
 
     producer: str
     last: str
     bytes: NonNegative
+    readers: tuple[str, ...] = ()
+    sum: bool = False
     continues: NonNegative | None = None
 
 
@@ -113,7 +114,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
         for index, gradient in enumerate(self.gradients):
-            for name in (gradient.producer, gradient.last):
+            for name in (gradient.producer, gradient.last, *gradient.readers):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
             before = gradient.continues

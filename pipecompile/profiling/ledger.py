@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,20 +31,24 @@ __all__ = ["Ledger", "Life"]
 class Life:
     """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all).
 
-    `continues` is the life, as an index, that went over into this one when something was added to it in place.
+    `read` are the ticks after the first in which operators read it. A `sum` is one of gradients of several readers;
+    `continues` is the life, as an index, to which others were added in place to make it.
     """
 
     bytes: int
     born: int
     died: int | None = None
+    read: set[int] = field(default_factory=set)
+    sum: bool = False
     continues: int | None = None
 
 
 class Ledger(TorchDispatchMode):
     """Follows every storage that operators return while it is active; `excluded` ones are not counted.
 
-    `rises` is, per tick, the most that lived in it above what lived when it began. In a backward the tick is that of
-    the autograd node that runs, which `tick_of` tells from its sequence number (None: as before). `scratch` is, per
+    `rises` is, per tick, the most that lived in it above what lived when it began, without sums, which are made when a
+    node is done. In a backward the tick is that of the autograd node that runs, which `tick_of` tells from its sequence
+    number (None: as before). `scratch` is, per
     tick, the most that `scratch_of` says of an operator in it. `shared` are the shapes of parameters with several
     readers.
     """
@@ -93,20 +97,32 @@ class Ledger(TorchDispatchMode):
             tick = self.tick_of(node._sequence_nr())
             if tick is not None and tick != self.tick:
                 self.enter(tick)
-        in_place = node is not None and func is torch.ops.aten.add.Tensor and self._lives_on(args[0])
+            self._read(args)
+        is_sum = func is torch.ops.aten.add.Tensor and self._is_made_by_another(args[0])
+        in_place = is_sum and self._lives_on(args[0])
         result = func(*args, **(kwargs or {}))
         if in_place:
             self._hand_on(args[0].untyped_storage()._cdata, result.untyped_storage())
+        elif is_sum:
+            self._bear_sum(result.untyped_storage())
         self.indices(tensors(result))
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
         return result
 
-    def _lives_on(self, value: Tensor) -> bool:
-        """Whether another autograd node has made `value`, and it lives on in the sum that is made of it."""
+    def _read(self, arguments: Any) -> None:
+        for value in tensors(arguments):
+            known = self._known.get(value.untyped_storage()._cdata)
+            if known is not None and self.lives[known[1]].born < self.tick:
+                self.lives[known[1]].read.add(self.tick)
+
+    def _is_made_by_another(self, value: Tensor) -> bool:
+        """Whether an autograd node made `value` that is not the one that runs."""
         known = self._known.get(value.untyped_storage()._cdata)
-        if known is None or self._makers[known[1]] == self._maker:
-            return False
+        return known is not None and self._makers[known[1]] not in (None, self._maker)
+
+    def _lives_on(self, value: Tensor) -> bool:
+        """Whether `value` lives on in the sum that is made of it."""
         return _holders(value) == self._alone or value.shape in self.shared
 
     def _hand_on(self, key: int, storage: Any) -> None:
@@ -114,19 +130,23 @@ class Ledger(TorchDispatchMode):
         before = self._known[key][1]
         self._handed_on.add(key)
         self.lives[before].died = self.tick
-        self.lives.append(Life(self.lives[before].bytes, self.tick, continues=before))
-        self._makers.append(self._maker)
-        self._know(storage, len(self.lives) - 1)
+        self._add(storage, Life(self.lives[before].bytes, self.tick, sum=True, continues=before))
+
+    def _bear_sum(self, storage: Any) -> None:
+        self._now += storage.nbytes()
+        self._add(storage, Life(storage.nbytes(), self.tick, sum=True))
 
     def _bear(self, storage: Any) -> int:
-        index = len(self.lives)
-        life = Life(storage.nbytes(), self.tick)
-        self.lives.append(life)
-        self._now += life.bytes
+        self._now += storage.nbytes()
         self.rises[self.tick] = max(self.rises.get(self.tick, 0), self._now - self._began)
+        return self._add(storage, Life(storage.nbytes(), self.tick))
+
+    def _add(self, storage: Any, life: Life) -> int:
+        """The index of `life`, which is that of `storage`."""
+        self.lives.append(life)
         self._makers.append(self._maker)
-        self._know(storage, index)
-        return index
+        self._know(storage, len(self.lives) - 1)
+        return len(self.lives) - 1
 
     def _know(self, storage: Any, index: int) -> None:
         self._known[storage._cdata] = weakref.ref(storage, self._burial(storage._cdata, index)), index

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ __all__ = ["Facts", "GradientLife", "Observation", "observe"]
 class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
-    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `expanded` tells
-    whether its gradient lies in less; `storages` are the
+    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
     ones it lies in. `saved` is in order of first use. Storages of parameters and buffers appear nowhere.
     `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
     `scratch` is what its kernels take beside that.
@@ -39,7 +37,6 @@ class Facts:
     operator: str
     bytes: int
     gradient_bytes: int
-    expanded: bool
     storages: tuple[int, ...]
     saved: tuple[int, ...]
     forward_peak: int
@@ -54,12 +51,15 @@ class Facts:
 class GradientLife:
     """A storage of the backward: made in that of node `producer`, freed in that of `last`.
 
-    `continues` is the index of the one to which others were added in place: this one is their sum.
+    `readers` are the nodes in between whose backwards compute with it. A `sum` is one of gradients of several readers;
+    `continues` is the index of the one to which others were added in place to make it.
     """
 
     bytes: int
     producer: str
     last: str
+    readers: tuple[str, ...]
+    sum: bool
     continues: int | None
 
 
@@ -99,7 +99,6 @@ class _Observer(Caller):
         self.state = [value for _, value in named_state(workload.module)]
         self.ledger = Ledger(self.state, scratch)
         self.roots: tuple[Tensor, ...] = ()
-        self.expanded: set[str] = set()
 
     def perform(self, call: Call) -> Any:
         tick = len(self.facts)
@@ -113,7 +112,6 @@ class _Observer(Caller):
             operator=call.operator,
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
-            expanded=False,
             storages=self.ledger.indices(outputs),
             saved=saved,
             forward_peak=0,
@@ -124,8 +122,6 @@ class _Observer(Caller):
             mutates=versions != [argument._version for argument in call.arguments],
         )
         self.facts.append((call.node.name, facts))
-        for output in differentiable:
-            output.register_hook(partial(self._see_gradient, call.node.name))
         if call.node.op == "output":
             self.roots = differentiable
         return value
@@ -160,10 +156,6 @@ class _Observer(Caller):
                 "a custom autograd.Function must not read values in its backward"
             ) from error
 
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
-        if gradient.untyped_storage().nbytes() < size_bytes([gradient]):
-            self.expanded.add(name)
-
     def _shared_shapes(self) -> set[torch.Size]:
         readers = Counter(name for _, facts in self.facts for name in facts.parameters)
         return {value.shape for value in self.state if readers[self.workload.names[id(value)]] > 1}
@@ -189,7 +181,6 @@ class _Observer(Caller):
         nodes = {
             name: replace(
                 facts,
-                expanded=name in self.expanded,
                 # What arrives is of the minibatch, which is there before.
                 forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),
@@ -209,7 +200,8 @@ class _Observer(Caller):
             before = places.get(life.continues)
             places[index] = before
             if life.born >= count and life.died is not None and life.died > life.born:
-                names = (self.facts[last - tick][0] for tick in (life.born, life.died))
+                names = [self.facts[last - tick][0] for tick in (life.born, life.died)]
+                readers = tuple(self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died)
                 places[index] = len(found)
-                found.append(GradientLife(life.bytes, *names, continues=before))
+                found.append(GradientLife(life.bytes, *names, readers, sum=life.sum, continues=before))
         return tuple(found)

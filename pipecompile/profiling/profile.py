@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,10 +53,7 @@ def profile(
         tensors=tuple(_tensors(workload.graph, observation, known)),
         storages=tuple(observation.storages[storage] for storage in known),
         parameters=tuple(_parameters(graph_module)),
-        gradients=tuple(
-            ir.Gradient(producer=life.producer, last=life.last, bytes=life.bytes, continues=life.continues)
-            for life in observation.gradients
-        ),
+        gradients=tuple(ir.Gradient(**asdict(gradient)) for gradient in observation.gradients),
     )
 
 
@@ -153,7 +151,6 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 consumers=tuple(user.name for user in sorted(node.users, key=position.__getitem__)),
                 bytes=facts.bytes,
                 gradient_bytes=facts.gradient_bytes,
-                expanded=facts.expanded,
                 storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
             )
 

@@ -127,9 +127,12 @@ class EagerStage:
         return value.detach().requires_grad_(self._gradient_inputs[index] and torch.is_grad_enabled())
 
     def _run(self, saved: Saved) -> tuple[Tensor, ...]:
-        # Into a leaf autograd copies a gradient that others hold too, but not through a view.
-        outputs = self._outputs([value.view_as(value) for value in saved.inputs], saved.moment)
-        return outputs if self.loss is None else (_scalar(self.loss(outputs, saved.target)),)
+        outputs = self._outputs(saved.inputs, saved.moment)
+        if self.loss is not None:
+            return (_scalar(self.loss(outputs, saved.target)),)
+        leaves = set(map(id, saved.inputs))
+        # Through a view autograd takes the gradient of what only passes through as it is; otherwise it copies it.
+        return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 
     def _outputs(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
         with ExitStack() as stack:

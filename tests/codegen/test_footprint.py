@@ -50,8 +50,44 @@ class Skip(nn.Module):
         return self.last(self.second(value).tanh()) * value
 
 
+class Join(nn.Module):
+    """Gradients that are parts of one storage, in which they are not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(64, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.first(value)
+        return self.last(torch.cat([value, self.second(value).tanh()], -1))
+
+
+class Attention(nn.Module):
+    """Views, and layouts that are not in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.given, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        parts = (self.query(value), self.key(value), self.given(value))
+        query, key, given = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts)
+        scores = (query @ key.transpose(-1, -2)).softmax(-1)
+        return value + self.out((scores @ given).transpose(1, 2).flatten(2))
+
+
+class Mean(nn.Module):
+    """Its gradient is expanded."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.mean(1)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
+    "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
+    "join": lambda: nn.Sequential(nn.Linear(32, 32), Join(), nn.Tanh()),
+    "mean": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), Mean(), nn.Linear(32, 8)),
     "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
 }
 

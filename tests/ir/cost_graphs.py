@@ -88,7 +88,6 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         bytes=draw(SIZES),
         gradient_bytes=draw(SIZES),
         storage=storage,
-        expanded=draw(st.booleans()),
     )
 
 
@@ -101,7 +100,19 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
         if continues is not None:
             producer = names.index(made[continues].last)
             last = draw(st.integers(0, producer))
-        made.append(Gradient(producer=names[producer], last=names[last], bytes=draw(SIZES), continues=continues))
+        is_sum = continues is not None or draw(st.booleans())
+        places = names[producer], names[last]
+        between = draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True))
+        made.append(
+            Gradient(
+                producer=places[0],
+                last=places[1],
+                bytes=draw(SIZES),
+                readers=tuple(between),
+                sum=is_sum,
+                continues=continues,
+            )
+        )
     return tuple(made)
 
 

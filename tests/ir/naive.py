@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
 
 __all__ = ["highest"]
@@ -79,8 +79,9 @@ class _Stage:
 
     def trained(self) -> dict[str, list[str]]:
         """The nodes of the stage that read each parameter which gets a gradient."""
-        readers = {p.name: [n.name for n in self.nodes if p.name in n.parameters] for p in self.graph.parameters}
-        return {name: nodes for name, nodes in readers.items() if nodes and self.size(name, trained=True)}
+        trained = [parameter.name for parameter in self.graph.parameters if parameter.trainable]
+        readers = {name: [node.name for node in self.nodes if name in node.parameters] for name in trained}
+        return {name: nodes for name, nodes in readers.items() if nodes}
 
     def size(self, parameter: str, *, trained: bool = False) -> int:
         found = self.graph.parameter_by_name[parameter]
@@ -88,21 +89,34 @@ class _Stage:
 
     def flows(self) -> Iterator[tuple[Key, int, str, str | None]]:
         """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go."""
+        complete = [(self.inside(t.consumers)[0], t.gradient_bytes) for t in self.read()]
         for number, gradient in enumerate(self.graph.gradients):
-            if self.of[gradient.producer] == self.index:
-                last = gradient.last if self.of[gradient.last] == self.index else None
-                where = "own" if last else "leaving" if self.of[gradient.last] < self.index else "waiting"
-                yield (where, number), gradient.bytes, gradient.producer, last
-        for tensor in self.graph.tensors:
-            readers = self.inside(tensor.consumers)
-            if tensor.expanded and readers and self.arrives(tensor.producer, tensor.consumers):
-                yield ("leaving", tensor.producer), tensor.gradient_bytes, readers[-1], None
+            if self.of[gradient.producer] != self.index:
+                continue
+            last: str | None = gradient.last
+            what = "own"
+            if self.of[gradient.last] != self.index:
+                found = (gradient.producer, gradient.bytes)
+                last = None if found in complete else next(iter(self.inside(gradient.readers)), gradient.producer)
+                what = "shared" if last else "complete"
+                if last is None:
+                    complete.remove(found)
+            yield (what, number), gradient.bytes, gradient.producer, last
+        for number, (reader, size) in enumerate(complete):
+            yield ("complete", "copy", number), size, reader, None
+
+    def read(self) -> list[Tensor]:
+        """What arrives and is read."""
+        arriving = [tensor for tensor in self.graph.tensors if self.arrives(tensor.producer, tensor.consumers)]
+        return [tensor for tensor in arriving if self.inside(tensor.consumers)]
 
     def met(self, node: str) -> int:
-        """Sums that are new in this node, since the first of what is added came from a later stage."""
+        """What was added last to the sums that are new: those in place are so if the first part came from later."""
         gradients = self.graph.gradients
-        made = [g for g in gradients if g.producer == node and g.continues is not None]
-        return sum(g.bytes for g in made if self.of[gradients[g.continues].producer] > self.index)
+        made = [g for g in gradients if g.producer == node and g.sum]
+        return sum(
+            g.bytes for g in made if g.continues is None or self.of[gradients[g.continues].producer] > self.index
+        )
 
     def arrives(self, producer: str, consumers: Iterable[str]) -> bool:
         return self.of[producer] < self.index and any(self.of[name] >= self.index for name in consumers)
@@ -186,7 +200,7 @@ class _Rank:
             return rise
         if kind is Kind.BACKWARD_INPUT:
             return max(0, rise - sum(stage.size(name, trained=True) for name in node.parameters))
-        fresh = (g for g in stage.graph.gradients if g.producer == node.name and g.continues is None)
+        fresh = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
         made = sum(gradient.bytes for gradient in fresh)
         trains = any(stage.graph.parameter_by_name[name].trainable for name in node.parameters)
         return max(0, node.backward_peak_bytes - made) if trains else 0
@@ -224,16 +238,13 @@ class _Rank:
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _return(self, stage: _Stage, microbatch: int) -> None:
-        """What leaves the stage is returned; other gradients of inputs lie in it, or in what came from later stages."""
-        own = [(key, size) for key, size, _, _ in stage.flows() if key[0] == "leaving" and stage.splits]
-        self.live.drop(stage.index, microbatch, "leaving")
-        self.live.drop(stage.index, microbatch, "waiting")
-        for key, size in own:
-            self.live.hold((stage.index, microbatch, "returned", key), size)
-        arriving = [t.gradient_bytes for t in stage.graph.tensors if stage.arrives(t.producer, t.consumers)]
-        if stage.index + 1 in self.stages:  # they are about to let it go
-            more = max(0, sum(arriving) - sum(size for _, size in own))
-            self.live.hold((stage.index, microbatch, "returned", "relayed"), more)
+        """The gradients of what is read are memory of its own, others lie in what was received."""
+        self.live.drop(stage.index, microbatch, "complete")
+        for tensor in stage.graph.tensors:
+            is_new = stage.inside(tensor.consumers) or stage.index + 1 in self.stages  # which is about to let it go
+            if is_new and stage.arrives(tensor.producer, tensor.consumers):
+                self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
+        self.live.need(0)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
         """Its gradients are there, so those that a stage of its own rank gave it are let go."""

@@ -6,7 +6,7 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations
 from typing import Any
 
 import pytest
@@ -24,7 +24,8 @@ from pipecompile.profiling.profile import profile
 from pipecompile.runtime.stage import EagerStage, Saved
 
 SETTLING_SECONDS = 0.2  # events at the very begin and end of a profile are dropped
-SMALL = 1024  # bytes of sums that kernels make inside; a value has 49,152
+VALUE = 16 * 24 * 32 * 4  # bytes
+SMALL = 1024  # of sums that kernels make inside
 
 
 class Residual(nn.Module):
@@ -92,6 +93,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# A node at a stage's end frees what came in halfway, but not if it came from another stage: attention copies it first.
+TOLERANCE = {"attention": VALUE}
+TRIALS = 2  # on a busy machine the profiler loses events
+
+
 def loss_of(outputs: Sequence[Tensor], targets: Any) -> Tensor:
     return outputs[0].square().mean()
 
@@ -105,17 +111,28 @@ def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
     graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
     names = [node.name for node in graph.nodes]
     cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(range(2, len(names) - 1), 2)]
-    with events() as found:
-        for number, cut in enumerate(cuts):
-            run(captured, sample, cut, label=str(number))
-    for number, cut in enumerate(cuts):
-        for index, nodes in enumerate(cut):
-            wanted = Lives(graph).footprint([name for names in cut[:index] for name in names], nodes)
-            assert wanted.outputs.expected or index == 2
-            for what, (highest, left) in expected(wanted).items():
-                got = found[f"{number} {index} {what}"]
-                if max(abs(highest - got[0]), abs(left - got[1])) > SMALL:
-                    print("MISS", what, nodes, (highest, left), got)
+    predicted = {
+        f"{number} {index} {what}": figures
+        for number, cut in enumerate(cuts)
+        for index, nodes in enumerate(cut)
+        for what, figures in expected(Lives(graph).footprint(chain(*cut[:index]), nodes)).items()
+    }
+    for _ in range(TRIALS):
+        with events() as found:
+            for number, cut in enumerate(cuts):
+                run(captured, sample, cut, label=str(number))
+        wrong = {
+            label: (predicted[label], found[label])
+            for label in predicted
+            if not _near(name, *predicted[label], *found[label])
+        }
+        if not wrong:
+            break
+    assert not wrong, [(cuts[int(label.split()[0])], label, figures) for label, figures in wrong.items()][:3]
+
+
+def _near(name: str, highest: int, left: int, measured_highest: int, measured_left: int) -> bool:
+    return max(abs(highest - measured_highest), abs(left - measured_left)) <= TOLERANCE.get(name, SMALL)
 
 
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,8 @@
 """Scratch that kernels take inside, which fake tensors do not show: a table of operators for each kind of device.
 
-Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-first images brings its input and its weight
-into layouts of its own, then its output; its backward the input and the gradient of the output. With channels last
+Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-first images brings what it reads into
+layouts of its own, and its result out of one. There channels come in blocks of 16, of few input channels in blocks of 8
+or as they are. A backward makes the gradient of the input, if it is wanted, then that of the weight. With channels last
 images stay as they are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group
 has one channel. What is pointwise works in place. Other instruction sets have other blocks.
 """
@@ -29,29 +30,57 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
         value, weight, groups = arguments[0], arguments[1], arguments[8]
         return 0 if _is_pointwise(weight, arguments[3]) else _cpu_convolution(value, weight, groups, result)
     if operator is torch.ops.aten.convolution_backward.default:
-        gradient, value, weight, groups = *arguments[:3], arguments[9]
-        return 0 if _is_pointwise(weight, arguments[4]) else _cpu_convolution_backward(gradient, value, weight, groups)
+        gradient, value, weight, groups, wanted = *arguments[:3], arguments[9], arguments[10]
+        if _is_pointwise(weight, arguments[4]):
+            return 0
+        return _cpu_convolution_backward(gradient, value, weight, groups, of_value=wanted[0])
     return 0
 
 
 def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:
     if _is_channels_last(value):
         return size_bytes([weight]) * (1 if groups == value.shape[1] else 2)
-    return max(size_bytes([value, weight]), size_bytes([result]))
+    if groups > 1:
+        return max(size_bytes([value, weight]), size_bytes([result]))
+    out = _padded_bytes(result, 16)
+    block = _block(value)
+    read = _padded_bytes(value, 16) + _blocked_bytes(weight, 1) if block == 16 else size_bytes([weight])
+    return max(read + out - size_bytes([result]), out)
 
 
-def _cpu_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, groups: int) -> int:
+def _cpu_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, groups: int, *, of_value: bool) -> int:
+    """Above what it returns."""
     own, blocked = size_bytes([weight]), _blocked_bytes(weight, groups)
     if not _is_channels_last(value):
-        return max(size_bytes([gradient, value]), blocked if groups == 1 else own)
+        if groups > 1:
+            return max(size_bytes([gradient, value]), own)
+        block, given = _block(value), _padded_bytes(gradient, 16)
+        copied = _padded_bytes(value, block) if block > 1 else 0
+        summed = _blocked_bytes(weight, 1, block)
+        first = given + blocked + _padded_bytes(value, 16) - size_bytes([value]) if of_value else 0
+        return max(first - own, given + copied + summed - own, summed)
     if groups == value.shape[1]:
         return 2 * own if max(weight.shape[2:]) <= 3 else own + blocked
     return 2 * own + blocked
 
 
-def _blocked_bytes(weight: Tensor, groups: int) -> int:
-    """The weight with the channels of each group in blocks of 16, going in and coming out."""
-    outputs, inputs = -(-(weight.shape[0] // groups) // 16) * 16, -(-weight.shape[1] // 16) * 16
+def _block(value: Tensor) -> int:
+    """The channels in a block of an input."""
+    return 1 if value.shape[1] <= 3 else 8 if value.shape[1] <= 8 else 16
+
+
+def _padded_bytes(images: Tensor, block: int) -> int:
+    """With whole blocks of channels."""
+    return size_bytes([images]) // images.shape[1] * _whole(images.shape[1], block)
+
+
+def _whole(channels: int, block: int) -> int:
+    return -(-channels // block) * block
+
+
+def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
+    """The weight with the channels of each group in blocks, of 16 coming out."""
+    outputs, inputs = _whole(weight.shape[0] // groups, 16), _whole(weight.shape[1], block)
     return groups * outputs * inputs * prod(weight.shape[2:]) * weight.element_size()
 
 

@@ -1,0 +1,59 @@
+"""Scratch of convolutions against the allocator's own events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pipecompile.profiling.scratch import SCRATCH
+
+SETTLING_SECONDS = 0.1  # events at the very begin and end of a profile are dropped
+NEAR = 0.02
+SMALL = 1024  # bytes, of biases
+
+# Images, channels in and out, their size, the kernel's size, stride.
+SHAPES = [
+    (2, 3, 64, 32, 3, 1), (2, 4, 64, 32, 3, 1), (2, 12, 64, 32, 3, 1), (2, 16, 64, 32, 3, 1), (2, 20, 64, 32, 3, 1),
+    (2, 32, 8, 32, 3, 1), (2, 32, 20, 32, 5, 1), (2, 64, 64, 8, 3, 1), (2, 128, 256, 4, 3, 1),
+]  # fmt: skip
+# With strides the gradient of the input takes up to a sixth more or less.
+STRIDED = [(2, 3, 256, 64, 8, 8), (2, 3, 64, 64, 7, 2), (2, 8, 64, 32, 3, 2), (2, 32, 64, 16, 3, 2)]
+CASES = [(shape, wanted) for shape in SHAPES for wanted in (False, True)] + [(shape, False) for shape in STRIDED]
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="blocks were measured with AVX-512")
+@pytest.mark.parametrize(("shape", "of_value"), CASES, ids=str)
+def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of_value: bool) -> None:
+    images, inputs, outputs, size, kernel, stride = shape
+    torch.manual_seed(0)
+    value, weight = torch.randn(images, inputs, size, size), torch.randn(outputs, inputs, kernel, kernel)
+    bias, scratch = torch.randn(outputs), SCRATCH["cpu"]
+    arguments = (value, weight, bias, [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+    result = torch.convolution(*arguments)
+    said = scratch(torch.ops.aten.convolution.default, arguments, result)
+    assert said == pytest.approx(taken(lambda: torch.convolution(*arguments)), rel=NEAR, abs=SMALL)
+
+    given = (torch.randn_like(result), value, weight, [outputs], *arguments[3:], [of_value, True, True])
+    backward = torch.ops.aten.convolution_backward.default
+    said = scratch(backward, given, None)
+    assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
+
+
+def taken(function: Callable[[], Any]) -> int:
+    """The most that the allocator gives beyond what `function` returns."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        time.sleep(SETTLING_SECONDS)
+        found = function()
+        time.sleep(SETTLING_SECONDS)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    returned = [found] if isinstance(found, Tensor) else [value for value in found if value is not None]
+    return max(accumulate(sizes)) - sum(value.nbytes for value in returned)

@@ -4,7 +4,8 @@ Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-firs
 layouts of its own, and its result out of one. There channels come in blocks of 16, of few input channels in blocks of 8
 or as they are. A backward makes the gradient of the input, if it is wanted, then that of the weight. With channels last
 images stay as they are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group
-has one channel. What is pointwise works in place. Other instruction sets have other blocks.
+has one channel. What is pointwise works in place. Other instruction sets have other blocks. The backward of a batch
+norm takes as much as its input where both that and the gradient are in one layout.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
         if _is_pointwise(weight, arguments[4]):
             return 0
         return _cpu_convolution_backward(gradient, value, weight, groups, of_value=wanted[0])
+    if operator is torch.ops.aten.native_batch_norm_backward.default:
+        gradient, value = arguments[:2]
+        return size_bytes([value]) if _is_channels_last(gradient) == _is_channels_last(value) else 0
     return 0
 
 

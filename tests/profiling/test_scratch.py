@@ -1,4 +1,4 @@
-"""Scratch of convolutions against the allocator's own events."""
+"""Scratch of convolutions and norms against the allocator's own events."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of
     given = (torch.randn_like(result), value, weight, [outputs], *arguments[3:], [of_value, True, True])
     backward = torch.ops.aten.convolution_backward.default
     said = scratch(backward, given, None)
+    assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
+
+
+@pytest.mark.parametrize("layouts", [(False, False), (True, True), (False, True), (True, False)], ids=str)
+def test_the_backward_of_a_batch_norm_takes_the_scratch_that_is_said(layouts: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    value, gradient = (
+        torch.randn(4, 64, 16, 16).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+        for last in layouts
+    )
+    state = [torch.rand(64) + 0.5 for _ in range(5)]
+    given = (gradient, value, *state, True, 1e-5, [True, True, True])
+    backward = torch.ops.aten.native_batch_norm_backward.default
+    said = SCRATCH["cpu"](backward, given, None)
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
 
 

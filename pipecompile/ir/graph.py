@@ -59,7 +59,7 @@ class Tensor(Value, frozen=True, kw_only=True):
 class Gradient(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
-    `readers` are the nodes in between whose backwards compute with it.
+    `readers` are the nodes in between whose backwards take it.
 
     A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
     gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)

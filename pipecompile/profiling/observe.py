@@ -51,7 +51,7 @@ class Facts:
 class GradientLife:
     """A storage of the backward: made in that of node `producer`, freed in that of `last`.
 
-    `readers` are the nodes in between whose backwards compute with it. A `sum` is one of gradients of several readers;
+    `readers` are the nodes in between whose backwards take it. A `sum` is one of gradients of several readers;
     `continues` is the index of the one to which others were added in place to make it.
     """
 

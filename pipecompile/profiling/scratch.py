@@ -5,7 +5,8 @@ layouts of its own, and its result out of one. There channels come in blocks of 
 or as they are. A backward makes the gradient of the input, if it is wanted, then that of the weight. With channels last
 images stay as they are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group
 has one channel. What is pointwise works in place. Other instruction sets have other blocks. The backward of a batch
-norm takes as much as its input where both that and the gradient are in one layout.
+norm takes as much as its input where both that and the gradient are in one layout, that of an upsampling a copy of a
+gradient that is not in order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,16 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator is torch.ops.aten.native_batch_norm_backward.default:
         gradient, value = arguments[:2]
         return size_bytes([value]) if _is_channels_last(gradient) == _is_channels_last(value) else 0
+    if operator in _UPSAMPLING:
+        gradient = arguments[0]
+        return 0 if gradient.is_contiguous() or _is_channels_last(gradient) else size_bytes([gradient])
     return 0
+
+
+_UPSAMPLING = (
+    torch.ops.aten.upsample_nearest2d_backward.default,
+    torch.ops.aten.upsample_bilinear2d_backward.default,
+)
 
 
 def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:

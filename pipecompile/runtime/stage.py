@@ -81,6 +81,8 @@ class EagerStage:
         # With gradients even if it will be recomputed: without them, kernels may be chosen that round differently.
         outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
+        if self.loss is not None:  # a copy: the scalar may lie in memory for the loss of every element
+            return tuple(value.detach().clone() for value in outputs), saved
         return tuple(value.detach() for value in outputs), saved
 
     def recompute(self, saved: Saved) -> None:

@@ -57,6 +57,12 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
         (("tensors", 0, "consumers"), ["z"], "tensor of 'a' names 'z', which is not a node"),
         (("tensors", 0, "storage"), 1, "tensor of 'a' names storage 1, but there are 1"),
         (("nodes", 1, "saved"), [1], "node 'b' names storage 1, but there are 1"),
+        (
+            ("gradients",),
+            [{"producer": "b", "last": "a", "bytes": 1}, {"producer": "b", "last": "a", "bytes": 1, "continues": 0}],
+            "gradient 1 continues 0, which does not end where it begins",
+        ),
+        (("gradients",), [{"producer": "b", "last": "a", "bytes": 1, "readers": ["z"]}], "a gradient names 'z'"),
         (("nodes", 1, "parameters"), ["v"], "node 'b' reads 'v', which is not among the parameters"),
     ],
 )

@@ -60,6 +60,17 @@ def test_the_backward_of_a_batch_norm_takes_the_scratch_that_is_said(layouts: tu
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_backward_of_an_upsampling_copies_a_gradient_that_is_not_in_order(in_order: bool) -> None:
+    gradient = torch.randn(2, 32, 32, 32) if in_order else torch.randn(2, 48, 32, 32)[:, :32]
+    nearest = torch.ops.aten.upsample_nearest2d_backward.default
+    given = (gradient, [32, 32], [2, 32, 16, 16], None, None)
+    assert SCRATCH["cpu"](nearest, given, None) == taken(lambda: nearest(*given))
+    bilinear = torch.ops.aten.upsample_bilinear2d_backward.default
+    given = (gradient, [32, 32], [2, 32, 16, 16], False, None, None)
+    assert SCRATCH["cpu"](bilinear, given, None) == taken(lambda: bilinear(*given))
+
+
 def taken(function: Callable[[], Any]) -> int:
     """The most that the allocator gives beyond what `function` returns."""
     function()

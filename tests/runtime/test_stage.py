@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from zoo import same
 
 from pipecompile.codegen.stages import emit
@@ -102,6 +102,31 @@ def test_gradients_of_outputs_that_nobody_uses_may_be_missing(block: Block, inpu
     assert stage.backward(saved, [None, torch.ones(4, 6, dtype=torch.float64)], {})[1] is not None
     _, saved = stage.forward(inputs, NOW)
     assert stage.backward(saved, [None, None], {}) == [None, None]
+
+
+def test_the_gradient_of_what_only_passes_through_is_not_copied() -> None:
+    module = fx.symbolic_trace(Passing())
+    (x, y), gradients = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    stage = EagerStage(module, gradient_inputs=(True, True))
+    _, saved = stage.forward([x, y], NOW)
+    own, passed = stage.backward(saved, list(gradients), {})
+    assert own is not None and passed is not None
+    assert passed.data_ptr() == gradients[1].data_ptr()
+    assert torch.equal(passed, gradients[1]) and torch.equal(own, gradients[0] * x.cos())
+
+
+class Passing(nn.Module):
+    """Hands its second input on."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), y
+
+
+def test_a_loss_holds_no_more_memory_than_a_scalar() -> None:
+    """The mean of squares lies in memory for all of them."""
+    stage = EagerStage(fx.symbolic_trace(Passing()), gradient_inputs=(False, False), loss=loss_of)
+    (loss,), _ = stage.forward([torch.randn(4, 6), torch.randn(4, 6)], NOW, torch.randn(4, 6))
+    assert loss.untyped_storage().nbytes() == 4
 
 
 def test_gradients_of_microbatches_add_up(block: Block, inputs: tuple[Tensor, Tensor]) -> None:

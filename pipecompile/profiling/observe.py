@@ -200,8 +200,8 @@ class _Observer(Caller):
             before = places.get(life.continues)
             places[index] = before
             if life.born >= count and life.died is not None and life.died > life.born:
-                names = [self.facts[last - tick][0] for tick in (life.born, life.died)]
+                producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died)
                 places[index] = len(found)
-                found.append(GradientLife(life.bytes, *names, readers, sum=life.sum, continues=before))
+                found.append(GradientLife(life.bytes, producer, end, readers, life.sum, before))
         return tuple(found)

@@ -144,15 +144,6 @@ class Lives:
         )
 
     @cached_property
-    def views(self) -> dict[int, tuple[int, ...]]:
-        """The nodes that only make a view of what they read, each with the places of its readers."""
-        storage = {tensor.producer: tensor.storage for tensor in self.graph.tensors}
-        readers = {producer: places for _, producer, places in self.tensors}
-        read = ((t.storage, name) for t in self.graph.tensors if t.storage is not None for name in t.consumers)
-        viewing = {self.place[name] for made, name in read if storage.get(name) == made}
-        return {place: readers[place] for place in viewing if place in readers}
-
-    @cached_property
     def gradients(self) -> dict[int, tuple[_Gradient, ...]]:
         """By the node in whose backward they are made, without summands of a parameter's gradient."""
         made = defaultdict[int, list[_Gradient]](list)
@@ -229,28 +220,13 @@ class _Stage:
         return [gradient for gradient in self._own_gradients if gradient.last in read and not gradient.summed]
 
     @cached_property
-    def _relaying(self) -> set[int]:
-        """Nodes that make views for later stages alone: gradients pass through them as they came, in order."""
-        found: set[int] = set()
-        for place in reversed(self.nodes):
-            readers = self.lives.views.get(place, ())
-            if readers and all(self._is_later(reader) or reader in found for reader in readers):
-                found.add(place)
-        return found
-
-    def _readers_of(self, readers: Iterable[int]) -> set[int]:
-        """Those in the stage that do not only relay."""
-        return self.inside.intersection(readers) - self._relaying
-
-    @cached_property
     def _own_gradients(self) -> list[_Gradient]:
-        makers = (place for place in self.nodes if place not in self._relaying)
-        return [gradient for place in makers for gradient in self.lives.gradients.get(place, ())]
+        return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
 
     @cached_property
     def _read(self) -> list[tuple[Tensor, int]]:
         """What arrives and is read here, with the place where its gradient is complete."""
-        places = [(tensor, self._readers_of(readers)) for tensor, readers in self.arriving]
+        places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
 
     def footprint(self) -> Footprint:
@@ -266,10 +242,10 @@ class _Stage:
         )
         making, adding = list(self._made_gradients()), list(self._added_gradients())
         backward = [*self._freed(), *self._flowing()]
-        whole = list(self._rises())
+        whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(half=True), *self._released()] if self._splits else backward
         rises = list(self._weight_rises()) if self._splits else whole
-        sums = {} if self._splits else self._sums
+        sums = NO_SUMS if self._splits else self._sums
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self._readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -281,7 +257,7 @@ class _Stage:
             kept=amount(s.bytes for _, s in self.made if self._savers(s) or self._is_sent(s)),
             outputs=amount(s.bytes for _, s in self.made if self._is_sent(s)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self._read),
-            relayed=amount(t.gradient_bytes for t, readers in self.arriving if not self._readers_of(readers)),
+            relayed=amount(t.gradient_bytes for t, readers in self.arriving if self.inside.isdisjoint(readers)),
             dropped=amount(s.bytes for _, s in self.made if self._is_dropped(s)),
             between=amount(gradient.bytes for gradient in self._captured) if self._splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
@@ -356,22 +332,18 @@ class _Stage:
 
     @cached_property
     def _sums(self) -> dict[int, int]:
-        """By node what lives beside the new sums that are made when its backward is done: the last that is added."""
+        """By node what lives beside the new sums that are made when its backward is done: the last summand."""
         sums: dict[int, int] = defaultdict(int)
         for gradient in self._own_gradients:
             if gradient.sum and (gradient.origin is None or self._is_later(gradient.origin)):
                 sums[gradient.producer] += gradient.bytes
         return sums
 
-    def _rises(self) -> Iterator[int]:
-        for place, node in zip(self.nodes, self.own, strict=True):
-            yield 0 if place in self._relaying else node.backward_peak_bytes
-
     def _input_rises(self) -> Iterator[int]:
         """The first half of a backward makes no gradients of parameters."""
-        for rise, node in zip(self._rises(), self.own, strict=True):
+        for node in self.own:
             parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
-            yield max(0, rise - sum(p.bytes for p in parameters if p.trainable))
+            yield max(0, node.backward_peak_bytes - sum(p.bytes for p in parameters if p.trainable))
 
     def _weight_rises(self) -> Iterator[int]:
         """The second half runs nodes with parameters alone, and makes no other gradients."""

@@ -31,7 +31,7 @@ __all__ = ["Ledger", "Life"]
 class Life:
     """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all).
 
-    `read` are the ticks after the first in which operators read it. A `sum` is one of gradients of several readers;
+    `read` are the ticks after the first whose autograd nodes take it. A `sum` is one of gradients of several readers;
     `continues` is the life, as an index, to which others were added in place to make it.
     """
 
@@ -46,10 +46,10 @@ class Life:
 class Ledger(TorchDispatchMode):
     """Follows every storage that operators return while it is active; `excluded` ones are not counted.
 
-    `rises` is, per tick, the most that lived in it above what lived when it began, without sums, which are made when a
-    node is done. In a backward the tick is that of the autograd node that runs, which `tick_of` tells from its sequence
-    number (None: as before). `scratch` is, per
-    tick, the most that `scratch_of` says of an operator in it. `shared` are the shapes of parameters with several
+    `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
+    from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
+    which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
+    says of an operator in it. `shared` are the shapes of parameters with several
     readers.
     """
 
@@ -98,13 +98,11 @@ class Ledger(TorchDispatchMode):
             if tick is not None and tick != self.tick:
                 self.enter(tick)
             self._read(args)
-        is_sum = func is torch.ops.aten.add.Tensor and self._is_made_by_another(args[0])
-        in_place = is_sum and self._lives_on(args[0])
+        summand = self._summand(func, args)
+        in_place = summand is not None and self._lives_on(args[0])
         result = func(*args, **(kwargs or {}))
-        if in_place:
-            self._hand_on(args[0].untyped_storage()._cdata, result.untyped_storage())
-        elif is_sum:
-            self._bear_sum(result.untyped_storage())
+        if summand is not None:
+            self._sum_up(args[0].untyped_storage()._cdata, summand, result.untyped_storage(), in_place)
         self.indices(tensors(result))
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
@@ -116,25 +114,33 @@ class Ledger(TorchDispatchMode):
             if known is not None and self.lives[known[1]].born < self.tick:
                 self.lives[known[1]].read.add(self.tick)
 
-    def _is_made_by_another(self, value: Tensor) -> bool:
-        """Whether an autograd node made `value` that is not the one that runs."""
-        known = self._known.get(value.untyped_storage()._cdata)
-        return known is not None and self._makers[known[1]] not in (None, self._maker)
+    def _summand(self, func: Any, arguments: Any) -> int | None:
+        """The life of the first gradient, made by another autograd node, to which the one that runs adds its own."""
+        if func is not torch.ops.aten.add.Tensor or not isinstance(arguments[1], Tensor):
+            return None
+        first, second = (self._known.get(value.untyped_storage()._cdata) for value in arguments[:2])
+        if first is None or second is None:
+            return None
+        makers = self._makers[first[1]], self._makers[second[1]]
+        return None if None in makers or makers[0] == self._maker else first[1]
 
     def _lives_on(self, value: Tensor) -> bool:
         """Whether `value` lives on in the sum that is made of it."""
         return _holders(value) == self._alone or value.shape in self.shared
 
-    def _hand_on(self, key: int, storage: Any) -> None:
-        """The life of the storage under `key` goes over into that of another; nothing more is held."""
-        before = self._known[key][1]
-        self._handed_on.add(key)
-        self.lives[before].died = self.tick
-        self._add(storage, Life(self.lives[before].bytes, self.tick, sum=True, continues=before))
-
-    def _bear_sum(self, storage: Any) -> None:
-        self._now += storage.nbytes()
-        self._add(storage, Life(storage.nbytes(), self.tick, sum=True))
+    def _sum_up(self, key: int, summand: int, storage: Any, in_place: bool) -> None:
+        """The first summand, which lies under `key`, is part of a sum in `storage`; in one tick that is no event."""
+        born_here = self.lives[summand].born == self.tick
+        if in_place:
+            self._handed_on.add(key)
+        if in_place and born_here:
+            self._know(storage, summand)
+        elif in_place:
+            self.lives[summand].died = self.tick
+            self._add(storage, Life(self.lives[summand].bytes, self.tick, sum=True, continues=summand))
+        elif not born_here:
+            self._now += storage.nbytes()
+            self._add(storage, Life(storage.nbytes(), self.tick, sum=True))
 
     def _bear(self, storage: Any) -> int:
         self._now += storage.nbytes()

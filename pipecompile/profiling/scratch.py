@@ -2,11 +2,12 @@
 
 Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-first images brings what it reads into
 layouts of its own, and its result out of one. There channels come in blocks of 16, of few input channels in blocks of 8
-or as they are. A backward makes the gradient of the input, if it is wanted, then that of the weight. With channels last
-images stay as they are and weights are copied; their gradient is summed in blocks of 16 channels, also where a group
-has one channel. What is pointwise works in place. Other instruction sets have other blocks. The backward of a batch
-norm takes as much as its input where both that and the gradient are in one layout, that of an upsampling a copy of a
-gradient that is not in order.
+or as they are; those of groups are taken as they are. A backward makes the gradient of the input, if it is wanted, then
+that of the weight. With channels last images stay as they are and weights are copied; their gradient is summed in
+blocks of 16 channels, also where a group has one channel. What is pointwise works in place. Other instruction sets have
+other blocks. In float64, which oneDNN has not, the input is unfolded. A transposed convolution has a margin.
+The backward of a batch norm takes as much as its input where both that and the gradient are in one layout, that of an
+upsampling a copy of a gradient that is not in order.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ Scratch = Callable[[Any, Sequence[Any], Any], int]
 
 def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator is torch.ops.aten.convolution.default:
-        value, weight, groups = arguments[0], arguments[1], arguments[8]
-        return 0 if _is_pointwise(weight, arguments[3]) else _cpu_convolution(value, weight, groups, result)
+        value, weight, stride, transposed, groups = *arguments[:2], arguments[3], arguments[6], arguments[8]
+        if transposed:
+            return 2 * size_bytes([result]) + size_bytes([value, weight])
+        return 0 if _is_free(value, weight, stride) else _cpu_convolution(value, weight, groups, result)
     if operator is torch.ops.aten.convolution_backward.default:
-        gradient, value, weight, groups, wanted = *arguments[:3], arguments[9], arguments[10]
-        if _is_pointwise(weight, arguments[4]):
+        gradient, value, weight, stride, groups, wanted = *arguments[:3], arguments[4], arguments[9], arguments[10]
+        if _is_free(value, weight, stride):
             return 0
         return _cpu_convolution_backward(gradient, value, weight, groups, of_value=wanted[0])
     if operator is torch.ops.aten.native_batch_norm_backward.default:
-        gradient, value = arguments[:2]
-        return size_bytes([value]) if _is_channels_last(gradient) == _is_channels_last(value) else 0
+        (gradient, value), wanted = arguments[:2], arguments[-1]
+        return size_bytes([value]) if wanted[0] and _are_alike(gradient, value) else 0
     if operator in _UPSAMPLING:
         gradient = arguments[0]
         return 0 if gradient.is_contiguous() or _is_channels_last(gradient) else size_bytes([gradient])
@@ -52,8 +55,10 @@ _UPSAMPLING = (
 
 
 def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:
+    if value.dtype is torch.float64:
+        return _columns_bytes(value, weight, groups, result)
     if _is_channels_last(value):
-        return size_bytes([weight]) * (1 if groups == value.shape[1] else 2)
+        return size_bytes([weight]) * (1 if _is_depthwise(value, groups) else 2)
     if groups > 1:
         return max(size_bytes([value, weight]), size_bytes([result]))
     out = _padded_bytes(result, 16)
@@ -65,17 +70,25 @@ def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor)
 def _cpu_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, groups: int, *, of_value: bool) -> int:
     """Above what it returns."""
     own, blocked = size_bytes([weight]), _blocked_bytes(weight, groups)
-    if not _is_channels_last(value):
-        if groups > 1:
-            return max(size_bytes([gradient, value]), own)
-        block, given = _block(value), _padded_bytes(gradient, 16)
-        copied = _padded_bytes(value, block) if block > 1 else 0
-        summed = _blocked_bytes(weight, 1, block)
-        first = given + blocked + _padded_bytes(value, 16) - size_bytes([value]) if of_value else 0
-        return max(first - own, given + copied + summed - own, summed)
-    if groups == value.shape[1]:
+    if value.dtype is torch.float64:
+        return _columns_bytes(value, weight, groups, gradient)
+    if _is_channels_last(value) and _is_depthwise(value, groups):
         return 2 * own if max(weight.shape[2:]) <= 3 else own + blocked
-    return 2 * own + blocked
+    if _is_channels_last(value):
+        return 2 * own + blocked
+    if groups > 1:
+        return max(size_bytes([gradient, value]), own)
+    block, given = _block(value), _padded_bytes(gradient, 16)
+    copied = _padded_bytes(value, block) if block > 1 else 0
+    summed = _blocked_bytes(weight, 1, block)
+    first = given + blocked + _padded_bytes(value, 16) - size_bytes([value]) if of_value else 0
+    return max(first - own, given + copied + summed - own, summed)
+
+
+def _columns_bytes(value: Tensor, weight: Tensor, groups: int, outcome: Tensor) -> int:
+    """The input with every element as often as the kernel reads it; groups come one by one, and are then joined."""
+    columns = size_bytes([value]) // prod(value.shape[2:]) * prod(weight.shape[2:]) * prod(outcome.shape[2:]) // groups
+    return columns + (size_bytes([outcome]) if groups > 1 else 0)
 
 
 def _block(value: Tensor) -> int:
@@ -93,13 +106,23 @@ def _whole(channels: int, block: int) -> int:
 
 
 def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
-    """The weight with the channels of each group in blocks, of 16 coming out."""
+    """The weight with the output channels of each group in blocks of 16, the input channels in blocks of `block`."""
     outputs, inputs = _whole(weight.shape[0] // groups, 16), _whole(weight.shape[1], block)
     return groups * outputs * inputs * prod(weight.shape[2:]) * weight.element_size()
 
 
-def _is_pointwise(weight: Tensor, stride: Sequence[int]) -> bool:
-    return prod(weight.shape[2:]) == 1 and prod(stride) == 1
+def _is_free(value: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
+    """Whether it is pointwise, or there is nothing to do."""
+    return not value.numel() or (prod(weight.shape[2:]) == 1 and prod(stride) == 1)
+
+
+def _is_depthwise(value: Tensor, groups: int) -> bool:
+    return groups > 1 and groups == value.shape[1]
+
+
+def _are_alike(left: Tensor, right: Tensor) -> bool:
+    in_order = left.is_contiguous() and right.is_contiguous()
+    return in_order or (_is_channels_last(left) and _is_channels_last(right))
 
 
 def _is_channels_last(value: Tensor) -> bool:

@@ -81,7 +81,7 @@ class EagerStage:
         # With gradients even if it will be recomputed: without them, kernels may be chosen that round differently.
         outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
-        if self.loss is not None:  # a copy: the scalar may lie in memory for the loss of every element
+        if self.loss is not None:  # a copy: that of mse_loss lies in memory for every element
             return tuple(value.detach().clone() for value in outputs), saved
         return tuple(value.detach() for value in outputs), saved
 
@@ -132,7 +132,7 @@ class EagerStage:
         outputs = self._outputs(saved.inputs, saved.moment)
         if self.loss is not None:
             return (_scalar(self.loss(outputs, saved.target)),)
-        leaves = set(map(id, saved.inputs))
+        leaves = {id(value) for value in saved.inputs if value.requires_grad}
         # Through a view autograd takes the gradient of what only passes through as it is; otherwise it copies it.
         return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 

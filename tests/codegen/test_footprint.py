@@ -19,6 +19,7 @@ from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import Capture, capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.footprint import Footprint, Lives
+from pipecompile.ir.graph import CostGraph
 from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.stage import EagerStage, Saved
@@ -77,6 +78,37 @@ class Attention(nn.Module):
         return value + self.out((scores @ given).transpose(1, 2).flatten(2))
 
 
+class Views(nn.Module):
+    """A view that is read elsewhere than what it is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        turned = value.transpose(1, 2)
+        return self.left(value).tanh() * turned.transpose(1, 2)
+
+
+class _Doubled(torch.autograd.Function):
+    """Adds in its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return gradient + value
+
+
+class Doubled(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        return _Doubled.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Mean(nn.Module):
     """Its gradient is expanded."""
 
@@ -89,12 +121,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
     "join": lambda: nn.Sequential(nn.Linear(32, 32), Join(), nn.Tanh()),
     "mean": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), Mean(), nn.Linear(32, 8)),
+    "in place": lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(inplace=True), nn.Linear(32, 8)),
+    "views": lambda: nn.Sequential(nn.Linear(32, 32), Views(), nn.Tanh()),
+    "function": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Doubled(), nn.Tanh()),
     "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
 }
 
 
-# A node at a stage's end frees what came in halfway, but not if it came from another stage: attention copies it first.
-TOLERANCE = {"attention": VALUE}
+# In a backward a view of what arrives counts as memory of its own, and so does the copy of a gradient that is not in
+# order, which messages are. A node at a stage's end that copies first what came in frees it, but not a message.
+MORE = {"attention": 3 * VALUE, "views": 2 * VALUE}
+LESS = {"attention": VALUE}
 TRIALS = 2  # on a busy machine the profiler loses events
 
 
@@ -109,8 +146,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
     sample = Arguments((torch.randn(16, 24, 32),), {})
     captured = capture(MODELS[name](), sample)
     graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
-    names = [node.name for node in graph.nodes]
-    cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(range(2, len(names) - 1), 2)]
+    cuts = list(cuts_of(graph))
     predicted = {
         f"{number} {index} {what}": figures
         for number, cut in enumerate(cuts)
@@ -121,18 +157,23 @@ def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
         with events() as found:
             for number, cut in enumerate(cuts):
                 run(captured, sample, cut, label=str(number))
-        wrong = {
-            label: (predicted[label], found[label])
-            for label in predicted
-            if not _near(name, *predicted[label], *found[label])
-        }
+        wrong = [label for label in predicted if not is_near(name, label, predicted[label], found[label])]
         if not wrong:
             break
-    assert not wrong, [(cuts[int(label.split()[0])], label, figures) for label, figures in wrong.items()][:3]
+    assert not wrong, [(label, cuts[int(label.split()[0])], predicted[label], found[label]) for label in wrong[:3]]
 
 
-def _near(name: str, highest: int, left: int, measured_highest: int, measured_left: int) -> bool:
-    return max(abs(highest - measured_highest), abs(left - measured_left)) <= TOLERANCE.get(name, SMALL)
+def is_near(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
+    less, more = (kind.get(name, SMALL) if "backward" in label else SMALL for kind in (LESS, MORE))
+    return all(-less <= own - other <= more for own, other in zip(predicted, measured, strict=True))
+
+
+def cuts_of(graph: CostGraph) -> Iterator[tuple[list[str], ...]]:
+    """Into three stages; none begins with what works in place on another's output."""
+    names = [node.name for node in graph.nodes]
+    bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
+    places = [place for place in range(2, len(names) - 1) if place not in bound]
+    return ((names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2))
 
 
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:

@@ -89,9 +89,9 @@ class _Stage:
 
     def flows(self) -> Iterator[tuple[Key, int, str, str | None]]:
         """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go."""
-        complete = [(self.users(t)[0], t.gradient_bytes) for t in self.read()]
+        complete = [(self.inside(t.consumers)[0], t.gradient_bytes) for t in self.read()]
         for number, gradient in enumerate(self.graph.gradients):
-            if self.of[gradient.producer] != self.index or self.relays(gradient.producer):
+            if self.of[gradient.producer] != self.index:
                 continue
             last: str | None = gradient.last
             what = "own"
@@ -108,25 +108,12 @@ class _Stage:
     def read(self) -> list[Tensor]:
         """What arrives and is read."""
         arriving = [tensor for tensor in self.graph.tensors if self.arrives(tensor.producer, tensor.consumers)]
-        return [tensor for tensor in arriving if self.users(tensor)]
-
-    def users(self, tensor: Tensor) -> list[str]:
-        """Who reads it here, and not only to hand it on."""
-        return [name for name in self.inside(tensor.consumers) if not self.relays(name)]
-
-    def relays(self, name: str) -> bool:
-        """Whether a node makes a view of what it reads, for later stages alone."""
-        made = [tensor for tensor in self.graph.tensors if tensor.producer == name and tensor.storage is not None]
-        read = {tensor.storage for tensor in self.graph.tensors if name in tensor.consumers}
-        if self.of[name] != self.index or not made or made[0].storage not in read:
-            return False
-        readers = made[0].consumers
-        return bool(readers) and all(self.of[reader] > self.index or self.relays(reader) for reader in readers)
+        return [tensor for tensor in arriving if self.inside(tensor.consumers)]
 
     def met(self, node: str) -> int:
         """What was added last to the sums that are new: those in place are so if the first part came from later."""
         gradients = self.graph.gradients
-        made = [g for g in gradients if g.producer == node and g.sum and not self.relays(node)]
+        made = [g for g in gradients if g.producer == node and g.sum]
         return sum(
             g.bytes for g in made if g.continues is None or self.of[gradients[g.continues].producer] > self.index
         )
@@ -208,13 +195,12 @@ class _Rank:
             self._finish(stage, microbatch)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
-        rise = 0 if stage.relays(node.name) else node.backward_peak_bytes
         if whole:
-            return rise
+            return node.backward_peak_bytes
         if kind is Kind.BACKWARD_INPUT:
-            return max(0, rise - sum(stage.size(name, trained=True) for name in node.parameters))
+            return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in node.parameters))
         fresh = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
-        made = sum(gradient.bytes for gradient in fresh if not stage.relays(node.name))
+        made = sum(gradient.bytes for gradient in fresh)
         trains = any(stage.graph.parameter_by_name[name].trainable for name in node.parameters)
         return max(0, node.backward_peak_bytes - made) if trains else 0
 
@@ -254,7 +240,7 @@ class _Rank:
         """The gradients of what is read are memory of its own, others lie in what was received."""
         self.live.drop(stage.index, microbatch, "complete")
         for tensor in stage.graph.tensors:
-            is_new = stage.users(tensor) or stage.index + 1 in self.stages  # which is about to let it go
+            is_new = stage.inside(tensor.consumers) or stage.index + 1 in self.stages  # which is about to let it go
             if is_new and stage.arrives(tensor.producer, tensor.consumers):
                 self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
         self.live.need(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -46,6 +46,30 @@ def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
 
 
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.float64, 1), (torch.float64, 4)], ids=str)
+def test_a_convolution_that_onednn_has_not_unfolds_its_input(dtype: torch.dtype, groups: int) -> None:
+    value, weight = torch.randn(2, 32, 16, 16, dtype=dtype), torch.randn(64, 32 // groups, 3, 3, dtype=dtype)
+    arguments = (value, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    result = torch.convolution(*arguments)
+    assert scratch_of("convolution", arguments, result) >= taken(lambda: torch.convolution(*arguments))
+    given = (torch.randn_like(result), value, weight, [0], *arguments[3:], [True, True, False])
+    backward = torch.ops.aten.convolution_backward.default
+    assert scratch_of("convolution_backward", given) >= taken(lambda: backward(*given))
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_transposed_convolution_takes_no_more_than_its_margin(kernel: int) -> None:
+    value, weight = torch.randn(2, 64, 16, 16), torch.randn(64, 32, kernel, kernel)
+    arguments = (value, weight, None, [2, 2], [kernel // 2] * 2, [1, 1], True, [1, 1], 1)
+    result = torch.convolution(*arguments)
+    assert scratch_of("convolution", arguments, result) >= taken(lambda: torch.convolution(*arguments))
+
+
+def test_nothing_takes_nothing() -> None:
+    value, weight = torch.randn(2, 0, 8, 8), torch.randn(4, 0, 3, 3)
+    assert scratch_of("convolution", (value, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), None) == 0
+
+
 @pytest.mark.parametrize("layouts", [(False, False), (True, True), (False, True), (True, False)], ids=str)
 def test_the_backward_of_a_batch_norm_takes_the_scratch_that_is_said(layouts: tuple[bool, bool]) -> None:
     torch.manual_seed(0)
@@ -69,6 +93,10 @@ def test_the_backward_of_an_upsampling_copies_a_gradient_that_is_not_in_order(in
     bilinear = torch.ops.aten.upsample_bilinear2d_backward.default
     given = (gradient, [32, 32], [2, 32, 16, 16], False, None, None)
     assert SCRATCH["cpu"](bilinear, given, None) == taken(lambda: bilinear(*given))
+
+
+def scratch_of(name: str, arguments: Sequence[Any], result: Tensor | None = None) -> int:
+    return SCRATCH["cpu"](getattr(torch.ops.aten, name).default, arguments, result)
 
 
 def taken(function: Callable[[], Any]) -> int:

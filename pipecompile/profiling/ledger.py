@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.cost_models.protocol import tensors
-from pipecompile.profiling.scratch import Scratch
+from pipecompile.profiling.scratch import Scratch, hidden_bytes
 
 __all__ = ["Ledger", "Life"]
 
@@ -103,6 +103,8 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if summand is not None:
             self._sum_up(args[0].untyped_storage()._cdata, summand, result.untyped_storage(), in_place)
+        if hidden := hidden_bytes(func, args, result):
+            self._bear(hidden[0].untyped_storage(), hidden[1])
         self.indices(tensors(result))
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
@@ -142,10 +144,11 @@ class Ledger(TorchDispatchMode):
             self._now += storage.nbytes()
             self._add(storage, Life(storage.nbytes(), self.tick, sum=True))
 
-    def _bear(self, storage: Any) -> int:
-        self._now += storage.nbytes()
+    def _bear(self, storage: Any, size: int | None = None) -> int:
+        life = Life(storage.nbytes() if size is None else size, self.tick)
+        self._now += life.bytes
         self.rises[self.tick] = max(self.rises.get(self.tick, 0), self._now - self._began)
-        return self._add(storage, Life(storage.nbytes(), self.tick))
+        return self._add(storage, life)
 
     def _add(self, storage: Any, life: Life) -> int:
         """The index of `life`, which is that of `storage`."""

@@ -1,4 +1,4 @@
-"""Scratch that kernels take inside, which fake tensors do not show: a table of operators for each kind of device.
+"""Memory of kernels that fake tensors do not show: scratch inside, by device, and results that they say are empty.
 
 Measured on a CPU with oneDNN (AVX-512, float32): a convolution of channels-first images brings what it reads into
 layouts of its own, and its result out of one. There channels come in blocks of 16, of few input channels in blocks of 8
@@ -8,6 +8,9 @@ blocks of 16 channels, also where a group has one channel. What is pointwise wor
 other blocks. In float64, which oneDNN has not, the input is unfolded. A transposed convolution has a margin.
 The backward of a batch norm takes as much as its input where both that and the gradient are in one layout, that of an
 upsampling a copy of a gradient that is not in order.
+
+An LSTM's layer keeps a workspace for its backward. oneDNN's has seven buffers in whole pages (common/rnn.cpp, measured
+on 13 shapes); cuDNN's reserve is taken to be no larger.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 from pipecompile.cost_models.protocol import size_bytes, tensors
 from pipecompile.ir.allocator import AllocatorName
 
-__all__ = ["SCRATCH", "Scratch"]
+__all__ = ["SCRATCH", "Scratch", "hidden_bytes"]
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to bytes."""
@@ -45,6 +48,10 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator in _UPSAMPLING:
         gradient = arguments[0]
         return 0 if gradient.is_contiguous() or _is_channels_last(gradient) else size_bytes([gradient])
+    if operator is torch.ops.aten.mkldnn_rnn_layer.default:
+        return _layer_scratch(arguments[0], arguments[1], arguments[2])
+    if operator is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return _layer_scratch(arguments[0], arguments[1], arguments[2])
     return 0
 
 
@@ -101,8 +108,9 @@ def _padded_bytes(images: Tensor, block: int) -> int:
     return size_bytes([images]) // images.shape[1] * _whole(images.shape[1], block)
 
 
-def _whole(channels: int, block: int) -> int:
-    return -(-channels // block) * block
+def _whole(number: int, block: int) -> int:
+    """Rounded up to whole blocks."""
+    return -(-number // block) * block
 
 
 def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
@@ -140,5 +148,25 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
         return 0
     return size_bytes(tensors((arguments, result)))
 
+
+def hidden_bytes(operator: Any, arguments: Sequence[Any], result: Any) -> tuple[Tensor, int] | None:
+    """A result of which fakes say that it is empty, and what it takes; None if there is none."""
+    if operator is not torch.ops.aten.mkldnn_rnn_layer.default:
+        return None
+    value, hidden = arguments[0], result[0].shape[-1]
+    steps, images, wide = value.shape[0], value.shape[1], max(value.shape[-1], hidden)
+    states = 2 * (steps + 1) * images
+    rows = [steps * images * 4 * hidden, steps * images * hidden]
+    rows += [states * _whole(wide, 16)] * 3 + [states * _whole(hidden, 16)] * 2
+    return result[3], sum(_whole(value.element_size() * row, _PAGE) for row in rows)
+
+
+def _layer_scratch(value: Tensor, weight_of_input: Tensor, weight_of_state: Tensor) -> int:
+    """The gates of all steps, and copies of the weights."""
+    gates = value.shape[0] * value.shape[1] * weight_of_state.shape[0] * value.element_size()
+    return _whole(gates, _PAGE) + size_bytes([weight_of_input, weight_of_state]) + 4 * _PAGE
+
+
+_PAGE = 4096
 
 SCRATCH: Mapping[AllocatorName, Scratch] = {"cpu": _on_cpu, "cuda": _on_cuda}

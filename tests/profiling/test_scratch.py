@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecompile.profiling.scratch import SCRATCH
+from pipecompile.profiling.scratch import SCRATCH, hidden_bytes
 
 SETTLING_SECONDS = 0.1  # events at the very begin and end of a profile are dropped
 NEAR = 0.02
@@ -68,6 +69,32 @@ def test_a_transposed_convolution_takes_no_more_than_its_margin(kernel: int) -> 
 def test_nothing_takes_nothing() -> None:
     value, weight = torch.randn(2, 0, 8, 8), torch.randn(4, 0, 3, 3)
     assert scratch_of("convolution", (value, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), None) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "images", "inputs", "hidden"),
+    [(1, 1, 16, 16), (24, 16, 32, 32), (24, 16, 64, 32), (24, 16, 32, 64), (10, 8, 100, 100), (24, 16, 32, 40)],
+)
+def test_the_workspace_of_an_lstm_is_what_it_keeps(steps: int, images: int, inputs: int, hidden: int) -> None:
+    layer = nn.LSTM(inputs, hidden)
+    with Workspaces() as found:
+        layer(torch.randn(steps, images, inputs))
+    ((said, taken),) = found.sizes
+    assert said == pytest.approx(taken, rel=0.04)
+
+
+class Workspaces(TorchDispatchMode):
+    """What is said of the workspaces of an LSTM, and what they take."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if found := hidden_bytes(func, args, result):
+            self.sizes.append((found[1], found[0].untyped_storage().nbytes()))
+        return result
 
 
 @pytest.mark.parametrize("layouts", [(False, False), (True, True), (False, True), (True, False)], ids=str)

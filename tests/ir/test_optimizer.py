@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from allocations import allocations, highest
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import Parameter
@@ -26,7 +24,6 @@ REAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
 }
 SCALARS = 64  # bytes: numbers that torch wraps into tensors while it steps
-SETTLING_SECONDS = 0.2  # events at the very begin of a profile are dropped
 
 
 def parameters_of(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -43,16 +40,6 @@ def as_costed(parameters: Sequence[nn.Parameter]) -> list[Parameter]:
         )
         for index, value in enumerate(parameters)
     ]
-
-
-def highest(step: Callable[[], Any]) -> int:
-    """The most bytes that live during `step`, above those that lived when it began."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)
-        step()
-        time.sleep(SETTLING_SECONDS)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))
 
 
 def test_every_optimizer_is_tested() -> None:
@@ -81,7 +68,7 @@ def test_a_step_takes_the_scratch_that_is_said(name: str, dtype: torch.dtype) ->
     optimizer = REAL[name](parameters)
     optimizer.step()
     _, scratch = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=False)
-    assert scratch <= highest(optimizer.step) <= scratch + SCALARS
+    assert scratch <= highest(allocations(optimizer.step)) <= scratch + SCALARS
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -92,7 +79,7 @@ def test_a_step_over_lists_takes_no_more_than_is_said(name: str) -> None:
         group["foreach"] = True
     optimizer.step()
     _, scratch = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=True)
-    assert highest(optimizer.step) <= scratch + SCALARS
+    assert highest(allocations(optimizer.step)) <= scratch + SCALARS
 
 
 def test_rmsprop_makes_twelve_bytes_of_each_parameter() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from allocations import allocations, highest
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from pipecompile.profiling.ledger import Ledger, Life
-
-SETTLING_SECONDS = 0.2  # events at the very begin of a profile are dropped
 
 
 def no_scratch(*_: Any) -> int:
@@ -77,17 +73,7 @@ def test_gradients_that_meet_are_added_in_place() -> None:
     with Ledger([image, *scales], no_scratch) as ledger:
         step()
     image.grad = None
-    assert ledger.rises[0] == max(accumulate(allocations(step)))
-
-
-def allocations(step: Callable[[], Any]) -> list[int]:
-    """What the allocator took and gave back (negative) during `step`, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)
-        step()
-        time.sleep(SETTLING_SECONDS)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert ledger.rises[0] == highest(allocations(step))
 
 
 class Residual(nn.Module):
@@ -134,4 +120,4 @@ def test_the_highest_sum_of_a_step_is_that_of_the_allocator(name: str) -> None:
         step()
     for parameter in model.parameters():
         parameter.grad = None
-    assert ledger.rises[0] == max(accumulate(allocations(step)))
+    assert ledger.rises[0] == highest(allocations(step))

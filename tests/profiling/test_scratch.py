@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from allocations import allocations, highest
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.profiling.scratch import SCRATCH, hidden_bytes
 
-SETTLING_SECONDS = 0.1  # events at the very begin and end of a profile are dropped
 NEAR = 0.02
 SMALL = 1024  # bytes, of biases
 
@@ -128,12 +125,7 @@ def scratch_of(name: str, arguments: Sequence[Any], result: Tensor | None = None
 
 def taken(function: Callable[[], Any]) -> int:
     """The most that the allocator gives beyond what `function` returns."""
-    function()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)
-        found = function()
-        time.sleep(SETTLING_SECONDS)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    found = function()
+    most = highest(allocations(function))
     returned = [found] if isinstance(found, Tensor) else [value for value in found if value is not None]
-    return max(accumulate(sizes)) - sum(value.nbytes for value in returned)
+    return most - sum(value.nbytes for value in returned)

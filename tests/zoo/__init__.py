@@ -14,7 +14,7 @@ from pipecompile.frontend.capture import Capture, capture
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "examples" / "models.py"
 EXAMPLES = ("gpt2", "bert", "t5", "llama", "resnet50", "unet", "sequential")
 

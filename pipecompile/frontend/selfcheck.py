@@ -17,7 +17,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.contract import apply
 
-__all__ = ["check_capture"]
+__all__ = ["check_capture", "with_regions"]
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     """
     model = capture.model
     original = _step(model, lambda: model(*call.args, **call.kwargs))
-    runnable = _with_regions(module)
+    runnable = with_regions(module)
     captured = _step(model, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in ("outputs", "gradients", "buffers"):
         _compare(kind, getattr(original, kind), getattr(captured, kind))
 
 
-def _with_regions(module: fx.GraphModule) -> fx.GraphModule:
+def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """A copy that enters the regions of the model: only then is it what the stages will run."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

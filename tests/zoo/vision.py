@@ -12,7 +12,7 @@ from torch import Tensor, nn
 BATCH = 8
 SIZE = 32
 CLASSES = 10
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def class_loss(output: Any, target: Tensor) -> Tensor:
@@ -105,9 +105,9 @@ def mobilenet() -> dict[str, Any]:
 def efficientnet() -> dict[str, Any]:
     """Depthwise convolutions with squeeze and excitation, dropout before each sum."""
     config = transformers.EfficientNetConfig(
-        image_size=SIZE, width_coefficient=0.25, depth_coefficient=1.0, in_channels=[32, 16, 24], hidden_dim=320,
+        image_size=SIZE, width_coefficient=0.25, depth_coefficient=1.0, in_channels=[32, 16, 24],
         out_channels=[16, 24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 2, 2],
-        expand_ratios=[1, 6, 6], num_labels=CLASSES,
+        expand_ratios=[1, 6, 6], hidden_dim=320, initializer_range=0.2, num_labels=CLASSES,
     )  # fmt: skip
     return _with_loss(transformers.EfficientNetForImageClassification, config)
 

@@ -1,16 +1,13 @@
-"""Small modules of our own, each for one thing that models do and that captures or cuts may get wrong."""
+"""Small architectures of our own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from examples.models import sequential, unet
 
@@ -20,7 +17,8 @@ WIDTH = 32
 VOCABULARY = 64
 
 
-def _normal(*shape: int, seed: int = 1) -> Tensor:
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    """A minibatch of numbers, 8 × shape."""
     return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -33,13 +31,13 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def _regression(kind: Callable[[], nn.Module], sample: Any = None, *, outputs: tuple[int, ...] = (4,)) -> Any:
+def regression(kind: Callable[[], nn.Module], sample: Any = None, *, outputs: tuple[int, ...] = (4,)) -> Any:
     """A model of vectors, or of `sample`, that is to return `outputs` numbers for each."""
     torch.manual_seed(0)
     return {
         "model": kind(),
-        "sample_input": _normal(WIDTH) if sample is None else sample,
-        "targets": _normal(*outputs, seed=2),
+        "sample_input": normal(WIDTH) if sample is None else sample,
+        "targets": normal(*outputs, seed=2),
         "loss_fn": nn.functional.mse_loss,
     }
 
@@ -87,7 +85,7 @@ class Skips(nn.Module):
 
 def skips() -> dict[str, Any]:
     """Skips across six blocks: what passes over many stages."""
-    return _regression(Skips)
+    return regression(Skips)
 
 
 class Shared(nn.Module):
@@ -108,7 +106,7 @@ class Shared(nn.Module):
 
 def shared() -> dict[str, Any]:
     """One module called three times, under two names."""
-    return _regression(Shared)
+    return regression(Shared)
 
 
 class Ties(nn.Module):
@@ -152,448 +150,56 @@ def lstm() -> dict[str, Any]:
     return _language(Recurrent)
 
 
-class Step(torch.autograd.Function):
-    """Rounds; the gradient passes straight through where the input was small."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.limit = limit
-        return torch.round(x * 4) / 4
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() < ctx.limit), None
-
-
-class Quantized(nn.Module):
-    """Rounds between its blocks."""
+class SequenceToSequence(nn.Module):
+    """A GRU reads, a GRU cell writes token by token and looks back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.decoder = nn.GRUCell(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = Step.apply(block(x), 1.5)
-        return self.head(x)
-
-
-def custom_function() -> dict[str, Any]:
-    """An autograd.Function whose backward is not the derivative of its forward."""
-    return _regression(Quantized)
-
-
-class Checkpointed(nn.Module):
-    """Every other block is recomputed by the reentrant way, the others by the new one; all draw dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for index, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=index % 2 == 1)
-        return self.head(x)
+    def forward(self, target: Tensor, source: Tensor) -> Tensor:
+        memory, state = self.encoder(self.embedding(source))
+        state = state[-1]
+        states = []
+        for word in self.embedding(target).unbind(dim=1):
+            weights = (memory @ state[:, :, None]).softmax(dim=1)
+            state = self.decoder(torch.cat([word, (weights * memory).sum(dim=1)], dim=-1), state)
+            states.append(state)
+        return self.head(torch.stack(states, dim=1))
 
 
-def checkpointed() -> dict[str, Any]:
-    """torch.utils.checkpoint in both its ways."""
-    return _regression(Checkpointed)
+def gru_seq2seq() -> dict[str, Any]:
+    """A loop over tokens around one cell: a long chain of calls of one module."""
+    return _language(SequenceToSequence, _tokens(seed=2))
 
 
-class Autocast(nn.Module):
-    """Two blocks in bfloat16, within them a sum in float32."""
+class Siamese(nn.Module):
+    """One encoder for three images."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = Block()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 4)
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(),
+            nn.Linear(16 * 5 * 5, WIDTH),
+        )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            x = self.blocks[0](x)
-            with torch.autocast(x.device.type, enabled=False):
-                x = x / (1 + x.float().square().sum(dim=-1, keepdim=True).sqrt())
-            x = self.blocks[1](x)
-        return self.head(x.float())
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.encoder(anchor), self.encoder(positive), self.encoder(negative)
 
 
-def autocast() -> dict[str, Any]:
-    """A region under bfloat16 with a region under float32 in it, each long enough to be cut in."""
-    return _regression(Autocast)
+def triplet_loss(output: tuple[Tensor, Tensor, Tensor], target: None) -> Tensor:
+    """The positive image is to be nearer to the anchor than the negative one."""
+    return nn.functional.triplet_margin_loss(*output)
 
 
-class WithoutGradient(nn.Module):
-    """A frozen teacher in a no_grad region, a statistic in an inference_mode region."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = Block()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        with torch.no_grad():
-            lesson = self.teacher(x).tanh()
-        x = self.blocks[1](x + lesson)
-        with torch.inference_mode():
-            level = x.abs().mean(dim=-1, keepdim=True) + 1
-        return self.head(self.blocks[2](x / level.clone()))
-
-
-def no_grad() -> dict[str, Any]:
-    """Regions under no_grad, whose parameters get no gradient, and under inference_mode."""
-    return _regression(WithoutGradient)
-
-
-class InPlace(nn.Module):
-    """Writes into results, into views of them and into a tensor that it made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.relu = nn.ReLU(inplace=True)
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x).relu_()
-        features = self.layers[1](x)
-        left = features[:, : WIDTH // 2]
-        left.add_(1).unsqueeze(1).mul_(2)
-        x = self.layers[2](self.relu(features))
-        x[:, 0] = 0.5
-        x[:, 1] = x[:, 2].tanh()
-        x += features
-        joined = torch.zeros_like(x)
-        joined[:, ::2] = self.layers[3](x)[:, ::2]
-        joined[:, 1::2].copy_(x[:, 1::2])
-        return self.head(joined)
-
-
-def in_place() -> dict[str, Any]:
-    """In-place methods, views that are written through, index assignment, augmented assignment."""
-    return _regression(InPlace)
-
-
-class Gate(nn.Module):
-    """Which of its two layers works depends on the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positive = nn.Linear(WIDTH, WIDTH)
-        self.negative = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.mean() > 0:
-            return torch.relu(self.positive(x))
-        return torch.tanh(self.negative(x))
-
-
-def data_branch() -> dict[str, Any]:
-    """A module in the middle that branches on its input's values."""
-    return _regression(lambda: nn.Sequential(Block(), Gate(), Block(), Gate(), Block(), nn.Linear(WIDTH, 4)))
-
-
-class DispatchMixture(nn.Module):
-    """Each token goes to two of four experts; each expert is given its tokens only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).softmax(dim=-1).topk(2, dim=-1)
-        result = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            rows, places = torch.nonzero(chosen == index, as_tuple=True)
-            result.index_add_(0, rows, expert(tokens[rows]).relu() * weights[rows, places, None])
-        return x + result.view_as(x)
-
-
-def dispatch_moe() -> dict[str, Any]:
-    """A mixture of experts by nonzero and index_add: shapes that depend on values, inside single modules."""
-
-    def model() -> nn.Module:
-        layers = (Block(), DispatchMixture(), Block(), DispatchMixture(), Block())
-        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
-
-    return _language(model)
-
-
-class DenseMixture(nn.Module):
-    """All experts see all tokens; the gate weighs their answers."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, experts)
-        self.expand = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
-        self.contract = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.einsum("...i,eih->...eh", x, self.expand).relu()
-        return x + torch.einsum("...e,...eh,eho->...o", self.gate(x).softmax(dim=-1), hidden, self.contract)
-
-
-def moe_einsum() -> dict[str, Any]:
-    """A dense mixture of experts in einsums over parameters of no module of torch's."""
-    return _regression(lambda: nn.Sequential(DenseMixture(), Block(), DenseMixture(), Block(), nn.Linear(WIDTH, 4)))
-
-
-@dataclass
-class Answer:
-    """A result with tensors at many places."""
-
-    value: Tensor
-    parts: list[Tensor]
-    named: dict[str, Any]
-
-
-pytree.register_dataclass(Answer)
-
-
-def answer_loss(answer: Answer, target: Tensor) -> Tensor:
-    """The squared error of the value, with a part of each other tensor's square."""
-    others = [*answer.parts, answer.named["left"], *answer.named["pair"]]
-    return nn.functional.mse_loss(answer.value, target) + sum(0.1 * other.square().mean() for other in others)
-
-
-class Nested(nn.Module):
-    """Takes and returns trees of tensors, constants and None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = Block()
-        self.right = Block()
-        self.both = Block(2 * WIDTH)
-        self.head = nn.Linear(2 * WIDTH, 4)
-
-    def forward(
-        self, x: Tensor, more: Mapping[str, Any], /, scale: float, *, mask: Tensor | None = None, kind: str = "mean"
-    ) -> Answer:
-        left = self.left(x + more["left"])
-        right = self.right(x - scale * more["pair"][0] * more["pair"][1])
-        if mask is not None:
-            right = right.masked_fill(mask, 0)
-        both = self.both(torch.cat([left, right], dim=-1))
-        level = both.mean(dim=-1) if kind == "mean" else both.amax(dim=-1)
-        named = {"left": left, "pair": (right, level), "missing": more["missing"], "kind": kind}
-        return Answer(self.head(both), [level, both], named)
-
-
-def nested() -> dict[str, Any]:
-    """Nested arguments and results, with None, a number and a string among the tensors."""
-    more = {"left": _normal(WIDTH, seed=3), "pair": [_normal(WIDTH, seed=4), _normal(1, seed=5)], "missing": None}
-    made = _regression(Nested, (_normal(WIDTH), more, 0.5))
-    return {**made, "sample_kwargs": {"mask": _normal(WIDTH, seed=6) > 1, "kind": "mean"}, "loss_fn": answer_loss}
-
-
-class KeywordsOnly(nn.Module):
-    """A query looks into a context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, *, query: Tensor, context: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        scores = scale * self.key(context) @ self.query(query)[..., None]
-        if mask is not None:
-            scores = scores.masked_fill(mask[..., None], float("-inf"))
-        return self.head(self.block((scores.softmax(dim=1) * self.value(context)).sum(dim=1)))
-
-
-def kwargs_only() -> dict[str, Any]:
-    """Arguments by keyword only, given in another order than declared; two are left at their defaults."""
-    return _regression(KeywordsOnly, {"context": _normal(TOKENS, WIDTH, seed=3), "query": _normal(WIDTH)})
-
-
-class Averages(nn.Module):
-    """Keeps averages of what it sees: one written in place, one replaced; and counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("ema", torch.ones(WIDTH))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
-        if self.training:
-            self.mean.mul_(0.9).add_(x.detach().mean(dim=(0, 1)), alpha=0.1)
-            self.ema = 0.9 * self.ema + 0.1 * x.detach().square().mean(dim=(0, 1))
-            self.steps += 1
-        return torch.relu((x - self.mean) / self.ema.sqrt() + 1 / (1 + self.steps))
-
-
-def buffers() -> dict[str, Any]:
-    """Batch normalisation, averages updated in place and replaced, a counter; all are read after the update."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(Averages(), Averages(), Averages(), nn.Linear(WIDTH, 4))
-
-    return _regression(model, _normal(TOKENS, WIDTH), outputs=(TOKENS, 4))
-
-
-class PaddedConvolution(nn.Conv2d):
-    """Keeps the image's size; the forward is torch's."""
-
-    def __init__(self, inputs: int, outputs: int, size: int = 3) -> None:
-        super().__init__(inputs, outputs, size, padding=size // 2)
-
-
-class StandardizedConvolution(PaddedConvolution):
-    """Its filters are standardized at each call."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True)
-        return self._conv_forward(input, (self.weight - mean) / (variance + 1e-5).sqrt(), self.bias)
-
-
-class ActivatedNorm(nn.BatchNorm2d):
-    """Batch normalisation with its activation."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.silu(super().forward(input))
-
-
-class ScaledLinear(nn.Linear):
-    """A linear layer with a learned scale."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.scale = nn.Parameter(torch.ones(outputs))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.scale
-
-
-def subclasses() -> dict[str, Any]:
-    """Subclasses of torch's own modules, with and without a forward of their own."""
-
-    def model() -> nn.Module:
-        convolutions = (PaddedConvolution(3, 8), ActivatedNorm(8), StandardizedConvolution(8, 8), ActivatedNorm(8))
-        return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), ScaledLinear(32, 4))
-
-    return _regression(model, _normal(3, 16, 16))
-
-
-def parametrized() -> dict[str, Any]:
-    """Weights computed from parameters at each call; spectral_norm also updates its buffers."""
-
-    def model() -> nn.Module:
-        normed = [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        bounded = [parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        pairs = [layer for pair in zip(normed, bounded, strict=True) for layer in (*pair, nn.GELU())]
-        return nn.Sequential(*pairs, parametrizations.weight_norm(nn.Linear(WIDTH, 4)))
-
-    return _regression(model)
-
-
-class BatchBranch(nn.Module):
-    """Large batches are normed over their samples, small ones over their features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        dimension = 0 if x.shape[0] > 3 else 1
-        x = self.blocks[1](x - x.mean(dim=dimension, keepdim=True))
-        return self.head(self.blocks[2](x))
-
-
-def batch_branch() -> dict[str, Any]:
-    """Batches of four and more are computed in another way than smaller ones."""
-    return _regression(BatchBranch)
-
-
-class Writer(nn.Module):
-    """Leaves a tensor and a number in attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gate: Tensor | None = None
-        self.width = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        self.gate, self.width = torch.sigmoid(x), x.shape[-1]
-        return torch.relu(x)
-
-
-class Reader(nn.Module):
-    """Reads what `writer` left."""
-
-    def __init__(self, writer: Writer) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.writer = [writer]  # in a list, so that it is not a submodule
-
-    def forward(self, x: Tensor) -> Tensor:
-        writer = self.writer[0]
-        return self.linear(x) * writer.gate / writer.width**0.5
-
-
-def attributes() -> dict[str, Any]:
-    """A module leaves values in its attributes, two blocks later another module reads them."""
-
-    def model() -> nn.Module:
-        writer = Writer()
-        return nn.Sequential(writer, Block(), Block(), Reader(writer), Block(), nn.Linear(WIDTH, 4))
-
-    return _regression(model)
-
-
-def _doubled(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-    return (inputs[0] * 2,)
-
-
-def _shifted(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    return output + inputs[0].mean(dim=-1, keepdim=True)
-
-
-def _halved(gradient: Tensor) -> Tensor:
-    return gradient / 2
-
-
-class Hooked(nn.Module):
-    """Hooks on a module of torch's, on a block, and on a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-        self.blocks[0].register_forward_hook(_shifted)
-        self.blocks[1].expand.register_forward_pre_hook(_doubled)
-        self.head.register_forward_hook(_shifted)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](x))
-        if x.requires_grad:
-            x.register_hook(_halved)
-        return self.head(self.blocks[2](x))
-
-
-def hooks() -> dict[str, Any]:
-    """Hooks that change an input, an output and a gradient."""
-    return _regression(Hooked)
+def siamese() -> dict[str, Any]:
+    """One encoder with running statistics for three inputs, and a loss without targets."""
+    torch.manual_seed(0)
+    images = tuple(normal(3, 16, 16, seed=seed) for seed in (1, 2, 3))
+    return {"model": Siamese(), "sample_input": images, "loss_fn": triplet_loss}
 
 
 class Translator(nn.Module):
@@ -663,66 +269,115 @@ class Denoiser(nn.Module):
 
 def denoiser() -> dict[str, Any]:
     """A diffusion model's U-Net in one dimension, group normalisation; the time reaches every level."""
-    return _regression(Denoiser, (_normal(2, 32), _normal().abs()), outputs=(2, 32))
+    return regression(Denoiser, (normal(2, 32), normal().abs()), outputs=(2, 32))
 
 
-class SequenceToSequence(nn.Module):
-    """A GRU reads, a GRU cell writes token by token and looks back."""
+class DenseMixture(nn.Module):
+    """All experts see all tokens; the gate weighs their answers."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.expand = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
+        self.contract = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("...i,eih->...eh", x, self.expand).relu()
+        return x + torch.einsum("...e,...eh,eho->...o", self.gate(x).softmax(dim=-1), hidden, self.contract)
+
+
+def moe_einsum() -> dict[str, Any]:
+    """A dense mixture of experts in einsums over parameters of no module of torch's."""
+    return regression(lambda: nn.Sequential(DenseMixture(), Block(), DenseMixture(), Block(), nn.Linear(WIDTH, 4)))
+
+
+class DispatchMixture(nn.Module):
+    """Each token goes to two of four experts; each expert is given its tokens only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.decoder = nn.GRUCell(2 * WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, target: Tensor, source: Tensor) -> Tensor:
-        memory, state = self.encoder(self.embedding(source))
-        state = state[-1]
-        states = []
-        for word in self.embedding(target).unbind(dim=1):
-            weights = (memory @ state[:, :, None]).softmax(dim=1)
-            state = self.decoder(torch.cat([word, (weights * memory).sum(dim=1)], dim=-1), state)
-            states.append(state)
-        return self.head(torch.stack(states, dim=1))
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).softmax(dim=-1).topk(2, dim=-1)
+        result = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, places = torch.nonzero(chosen == index, as_tuple=True)
+            result.index_add_(0, rows, expert(tokens[rows]).relu() * weights[rows, places, None])
+        return x + result.view_as(x)
 
 
-def gru_seq2seq() -> dict[str, Any]:
-    """A loop over tokens around one cell: a long chain of calls of one module."""
-    return _language(SequenceToSequence, _tokens(seed=2))
+def dispatch_moe() -> dict[str, Any]:
+    """A mixture of experts by nonzero and index_add: shapes that depend on values, inside single modules."""
+
+    def model() -> nn.Module:
+        layers = (Block(), DispatchMixture(), Block(), DispatchMixture(), Block())
+        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
+
+    return _language(model)
 
 
-class Siamese(nn.Module):
-    """One encoder for three images."""
+class PaddedConvolution(nn.Conv2d):
+    """Keeps the image's size; the forward is torch's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(),
-            nn.Linear(16 * 5 * 5, WIDTH),
-        )  # fmt: skip
-
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.encoder(anchor), self.encoder(positive), self.encoder(negative)
+    def __init__(self, inputs: int, outputs: int, size: int = 3) -> None:
+        super().__init__(inputs, outputs, size, padding=size // 2)
 
 
-def triplet_loss(output: tuple[Tensor, Tensor, Tensor], target: None) -> Tensor:
-    """The positive image is to be nearer to the anchor than the negative one."""
-    return nn.functional.triplet_margin_loss(*output)
+class StandardizedConvolution(PaddedConvolution):
+    """Its filters are standardized at each call."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(input, (self.weight - mean) / (variance + 1e-5).sqrt(), self.bias)
 
 
-def siamese() -> dict[str, Any]:
-    """One encoder with running statistics for three inputs, and a loss without targets."""
-    torch.manual_seed(0)
-    images = tuple(_normal(3, 16, 16, seed=seed) for seed in (1, 2, 3))
-    return {"model": Siamese(), "sample_input": images, "loss_fn": triplet_loss}
+class ActivatedNorm(nn.BatchNorm2d):
+    """Batch normalisation with its activation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.silu(super().forward(input))
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer with a learned scale."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+def subclasses() -> dict[str, Any]:
+    """Subclasses of torch's own modules, with and without a forward of their own."""
+
+    def model() -> nn.Module:
+        convolutions = (PaddedConvolution(3, 8), ActivatedNorm(8), StandardizedConvolution(8, 8), ActivatedNorm(8))
+        return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), ScaledLinear(32, 4))
+
+    return regression(model, normal(3, 16, 16))
+
+
+def parametrized() -> dict[str, Any]:
+    """Weights computed from parameters at each call; spectral_norm also updates its buffers."""
+
+    def model() -> nn.Module:
+        normed = [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+        bounded = [parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+        pairs = [layer for pair in zip(normed, bounded, strict=True) for layer in (*pair, nn.GELU())]
+        return nn.Sequential(*pairs, parametrizations.weight_norm(nn.Linear(WIDTH, 4)))
+
+    return regression(model)
 
 
 MODULES: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
         sequential, unet, skips, shared, ties, lstm, gru_seq2seq, siamese, transformer, denoiser, moe_einsum,
-        dispatch_moe, data_branch, batch_branch, custom_function, checkpointed, autocast, no_grad, in_place, nested,
-        kwargs_only, buffers, subclasses, parametrized, attributes, hooks,
+        dispatch_moe, subclasses, parametrized,
     )
 }  # fmt: skip

@@ -74,7 +74,11 @@ def swin() -> dict[str, Any]:
 def convnext() -> dict[str, Any]:
     """Depthwise convolutions, channels last in each block, stochastic depth."""
     config = transformers.ConvNextConfig(
-        depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 32, 64], drop_path_rate=0.1, num_labels=CLASSES
+        depths=[1, 1, 2, 1],
+        hidden_sizes=[8, 16, 32, 64],
+        drop_path_rate=0.1,
+        layer_scale_init_value=0.1,
+        num_labels=CLASSES,
     )
     return _with_logits(transformers.ConvNextForImageClassification, config)
 

@@ -16,7 +16,7 @@ BATCH = 8
 TOKENS = 16
 VOCABULARY = 256
 SPECIAL = 4  # the first tokens pad, begin and end a text, or begin an answer
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,

@@ -51,6 +51,10 @@ def solve(problem: Problem, *, seconds: float = 10.0) -> Partition:
 
     InfeasibleError says which constraint cannot be met, where, and by how much.
     """
+    if problem.granularity == "auto":
+        from pipecompile.partition.opening import solve_opening
+
+        return solve_opening(problem, seconds)[0]
     if problem.objective == "step-time":
         return _fastest_step(problem, seconds)
     search = _Search(Instance.of(problem), seconds)

@@ -10,6 +10,7 @@ from functools import cached_property
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
+from pipecompile.partition.hierarchy import GRANULARITIES, kept_together
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
 __all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]
@@ -80,7 +81,8 @@ class Problem:
     stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
     from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
     first lies in no later stage than the second; with `parameters_everywhere` each
-    stage has a node with parameters.
+    stage has a node with parameters. `granularity` is the level at which the graph is cut: "modules" and "blocks" keep
+    their nodes together (see `hierarchy`); "auto" allows what "operators" does, and is searched from blocks on.
 
     With `replica_ranks` a stage may run on several data-parallel ranks, as many in all: its load is divided among
     them, plus a ring all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv
@@ -100,6 +102,7 @@ class Problem:
     pin: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     precedence: tuple[tuple[str, str], ...] = ()
+    granularity: str = "operators"
     parameters_everywhere: bool = False
     replica_ranks: int | None = None
     microbatches: int = 1
@@ -109,6 +112,7 @@ class Problem:
     def __post_init__(self) -> None:
         _refuse_unknown("objective", self.objective, OBJECTIVES)
         _refuse_unknown("communication", self.communication, COMMUNICATIONS)
+        _refuse_unknown("granularity", self.granularity, GRANULARITIES)
         if self.k < 1:
             raise InputError(f"k={self.k}, but a pipeline has at least one stage")
         if not self.graph.nodes:
@@ -220,11 +224,12 @@ class Problem:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """See `units`; InfeasibleError if there are fewer than `k`."""
-        found = units(self.graph, self.together, self.precedence)
+        found = units(self.graph, (*self.together, *kept_together(self.graph, self.granularity)), self.precedence)
         if self.k > len(found):
+            finer = ", or a finer granularity" if self.granularity in ("modules", "blocks") else ""
             raise InfeasibleError(
                 f"k={self.k}, but the graph can be cut into at most {len(found)} stages{self._largest(found)}; "
-                f"choose k ≤ {len(found)}"
+                f"choose k ≤ {len(found)}{finer}"
             )
         return found
 

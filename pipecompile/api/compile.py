@@ -30,7 +30,7 @@ from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.optimizer import OPTIMIZERS
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import GRANULARITIES, Granularity, Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.passes.contract import apply
@@ -62,6 +62,7 @@ def pipecompile(
     pin: Mapping[str, int] | None = None,
     groups: Iterable[Iterable[str]] = (),
     parameters_everywhere: bool = False,
+    granularity: str = "operators",
     sample_target: Any = None,
     plan: Plan | str | Path | None = None,
     seed: int = 0,
@@ -76,10 +77,12 @@ def pipecompile(
     (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` its float32 copies of
     parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
     keeping activations. `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with
-    `parameters_everywhere` each stage has a node with parameters. `sample_target` lets the costs include the loss.
-    `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds.
-    `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers
-    count as free. `plan` runs a committed plan instead of making one; all other options are then the plan's.
+    `parameters_everywhere` each stage has a node with parameters. `granularity` is what the model is cut between:
+    operators, modules, blocks, or auto (blocks, opened where balance or memory needs it). `sample_target` lets the
+    costs include the loss. `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call
+    that gives nanoseconds. `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content;
+    without them transfers count as free. `plan` runs a committed plan instead of making one; all other options are
+    then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
@@ -108,6 +111,7 @@ def pipecompile(
             pin=pin,
             groups=groups,
             parameters_everywhere=parameters_everywhere,
+            granularity=granularity,
         )
         # Only rank 0 need have the files that costs and links name.
         options = decode(world.shared(lambda: encode(chosen())), Options, origin="rank 0")
@@ -148,12 +152,14 @@ def options_for(
     pin: Mapping[str, int] | None = None,
     groups: Iterable[Iterable[str]] = (),
     parameters_everywhere: bool = False,
+    granularity: str = "operators",
 ) -> Options:
     """The options of a plan, checked: InputError names what was given and what there is."""
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
     cost_model(costs, target.costs)
     _one_of("recompute", recompute, ("none", "stage"))
+    _one_of("granularity", granularity, GRANULARITIES)
     if stages_per_rank is not None and stages_per_rank < 1:
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
     if placement is not None:
@@ -177,6 +183,7 @@ def options_for(
         pin=dict(pin or {}),
         groups=tuple(tuple(names) for names in groups),
         parameters_everywhere=parameters_everywhere,
+        granularity=cast(Granularity, granularity),
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )

@@ -179,6 +179,7 @@ def problem_of(
         memory=_memory(graph, options, placement, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
+        granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in (*SPLIT, "search"),

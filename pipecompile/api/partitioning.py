@@ -52,6 +52,7 @@ class Request:
     pin: Mapping[str, int] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
+    granularity: str = "operators"
 
     def __post_init__(self) -> None:
         if (self.schedule is None) != (self.microbatches is None):
@@ -97,6 +98,7 @@ class Request:
             memory=self._memory(graph),
             pin=self.pin,
             together=self.groups,
+            granularity=self.granularity,
             parameters_everywhere=self.parameters_everywhere,
             replica_ranks=self.ranks,
             microbatches=self.microbatches or 1,

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, say
-from pipecompile.cli.options import COSTS_HELP, OPTIMIZER_HELP, format_option, given_options, planning_options
+from pipecompile.cli.options import (
+    COSTS_HELP,
+    OPTIMIZER_HELP,
+    format_option,
+    given_options,
+    granularity_option,
+    planning_options,
+)
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serde import check_writable, encode, read, write
@@ -221,6 +228,7 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
 @click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last).")
 @click.option("--no-split", multiple=True, metavar="NODE[,…]", help="Keep nodes on one stage.")
 @click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters.")
+@granularity_option
 @click.option("--time-limit", type=float, default=10.0, show_default=True, help="Seconds of work, counted in steps.")
 @format_option
 @answers

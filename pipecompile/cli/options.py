@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from pipecompile.errors import InputError
+from pipecompile.ir.plan import GRANULARITIES
 
-__all__ = ["COSTS_HELP", "OPTIMIZER_HELP", "format_option", "given_options", "planning_options"]
+__all__ = ["COSTS_HELP", "OPTIMIZER_HELP", "format_option", "given_options", "granularity_option", "planning_options"]
 
 SCHEDULE_HELP = (
     "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
@@ -21,6 +22,14 @@ COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) o
 
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
+)
+
+granularity_option = click.option(
+    "--granularity",
+    type=click.Choice(GRANULARITIES),
+    default="operators",
+    show_default=True,
+    help="What is cut between.",
 )
 
 
@@ -43,6 +52,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
             click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
             click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
+            granularity_option,
         ]
     ):
         function = option(function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.footprint import Footprint
@@ -12,9 +12,11 @@ from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
 __all__ = [
+    "GRANULARITIES",
     "Boundary",
     "Faster",
     "Fingerprint",
+    "Granularity",
     "Options",
     "Ordering",
     "OwnedParameter",
@@ -25,12 +27,16 @@ __all__ = [
     "Stage",
 ]
 
+Granularity = Literal["operators", "modules", "blocks", "auto"]
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+
 
 class Options(Value, frozen=True, kw_only=True):
     """What was asked for. `memory_bytes` is the cap of each rank, None for no cap.
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
+    `granularity` says what the model was cut between.
     """
 
     k: Positive
@@ -43,6 +49,7 @@ class Options(Value, frozen=True, kw_only=True):
     pin: dict[str, int] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
+    granularity: Granularity = "operators"
     stages_per_rank: Positive | None = None
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None

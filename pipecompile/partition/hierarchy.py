@@ -15,9 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from pipecompile.ir.graph import CostGraph
 from pipecompile.partition.units import Unit
 
-__all__ = ["GRANULARITIES", "Modules", "inside", "kept_together"]
-
-GRANULARITIES = ("operators", "modules", "blocks", "auto")
+__all__ = ["Modules", "inside", "kept_together"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from functools import cached_property
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
-from pipecompile.partition.hierarchy import GRANULARITIES, kept_together
+from pipecompile.ir.plan import GRANULARITIES
+from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
 __all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]

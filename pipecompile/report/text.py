@@ -56,7 +56,8 @@ def _header(plan: Plan) -> Iterator[str]:
     mean = sum(loads) / len(loads)
     cap = plan.options.memory_bytes
     again = ", recomputing" if plan.options.recompute == "stage" else ""
-    yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}"
+    cut = _GRANULARITIES[plan.options.granularity]
+    yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}{cut}"
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
     yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
@@ -70,6 +71,12 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
 
 
+_GRANULARITIES = {
+    "operators": "",
+    "modules": ", cut between modules",
+    "blocks": ", cut between blocks",
+    "auto": ", blocks opened as needed",
+}
 _ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, bound not proven"}
 
 

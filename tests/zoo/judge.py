@@ -143,16 +143,17 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     """The block works on copies of all Python attributes; values and gradients of tensors are put back."""
     modules = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
-    graphs = [value for module in modules for value in vars(module).values() if isinstance(value, fx.Graph)]
+    values = [value for module in modules for value in vars(module).values()]
+    whole = [value for value in values if isinstance(value, (fx.Graph, Tensor))]  # cannot be copied, or need not be
     attributes = [dict(vars(module)) for module in modules]
-    values, gradients = [tensor.detach().clone() for tensor in tensors], [tensor.grad for tensor in tensors]
-    shared = {id(thing): thing for thing in (*modules, *tensors, *graphs)}
+    before = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
+    shared = {id(thing): thing for thing in (*modules, *tensors, *whole)}
     _set_attributes(modules, copy.deepcopy(attributes, shared))
     try:
         yield
     finally:
         _set_attributes(modules, attributes)
-        for tensor, value, gradient in zip(tensors, values, gradients, strict=True):
+        for tensor, value, gradient in before:
             tensor.grad = gradient
             tensor.data.copy_(value)
 

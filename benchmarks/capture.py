@@ -169,6 +169,8 @@ def ours(target: Target) -> Row:
     checked = time.perf_counter() - began
     parts = {"train": (BATCHES[:1], ("train",)), "batch": (BATCHES, ("train",)), "eval": (BATCHES, ("eval",))}
     return {
+        "method": found.method,
+        "notes": list(found.notes),
         "nodes": sum(node.op != "get_attr" for node in module.graph.nodes),
         "seconds": round(seconds, 2),
         "seconds_with_check": round(checked, 2),

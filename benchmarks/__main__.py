@@ -3,7 +3,16 @@
 import subprocess
 import sys
 
-NAMES = ("time_prediction", "memory_prediction", "profile_large", "partition", "schedules", "gpipe_models")
+NAMES = (
+    "time_prediction",
+    "memory_prediction",
+    "profile_large",
+    "partition",
+    "schedules",
+    "gpipe_models",
+    "capture",
+    "verify_zoo",
+)
 
 for name in NAMES:
     print(f"== {name}", flush=True)

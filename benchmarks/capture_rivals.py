@@ -56,16 +56,19 @@ def traced(model: nn.Module, call: Arguments) -> Rival:
 
 
 def pipelined(model: nn.Module, call: Arguments) -> Rival:
-    """torch.distributed.pipelining.pipeline into two stages, which run one after the other in this process."""
+    """torch.distributed.pipelining.pipeline, split at one module; the stages run one after the other in this process.
+
+    It splits at each call of the module, so that there may be more than two stages.
+    """
     error: Exception = RuntimeError("it has no module to split at")
     for place in _places(model):
         try:
             # It leaves marks in the model that it splits.
             spec = {place: SplitPoint.BEGINNING}
             pipe = pipeline(copy.deepcopy(model), call.args, call.kwargs, split_spec=spec)
-            if pipe.num_stages == 2:
+            if pipe.num_stages > 1:
                 return _one_after_the_other(pipe.split_gm)
-            error = RuntimeError(f"split at {place}, it has {pipe.num_stages} stages")
+            error = RuntimeError(f"split at {place}, it has one stage")
         except Exception as refusal:
             error = refusal
     raise error

@@ -1,7 +1,9 @@
-"""What does it cost to cut between blocks only? Measured costs, k = 4, free links: the plan's own setting.
+"""What does it cost to cut between modules or blocks only, and how much of that does opening a few blocks save?
 
-The graph is cut between operators, and again with the nodes of each block (h.0, layer1.2, …) kept together. Prints
-imbalance and the gap to the bound for both and writes benchmarks/results/granularity.json.
+k = 4, free links: a plan's own setting. Costs are counted (`flops`), the same on every machine: the question is how
+finely time is spread over a model's tree, for which they are as good as measured ones. Prints for each level the units
+that it leaves (for `auto`: in the last search), imbalance and the gap to the bound, and writes
+benchmarks/results/granularity.json.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from pipecompile.api.compile import capture_target, options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.cutting import problem_of
 from pipecompile.api.target import Target
-from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
-from pipecompile.ir.modules import block_of
+from pipecompile.ir.plan import GRANULARITIES
 from pipecompile.partition.front import solve
+from pipecompile.partition.opening import keeping, solve_opening
 from pipecompile.partition.problem import Problem
+from pipecompile.partition.result import Partition
 
-NAMES = ("gpt2", "gpt2_small", "resnet50", "t5", "unet")
+NAMES = ("gpt2", "gpt2_small", "bert", "llama", "resnet50", "t5", "unet")
 RESULT = Path(__file__).parent / "results" / "granularity.json"
 STAGES = 4
+SECONDS = 10.0  # of work, as a plan has
 
 
 def main() -> None:
@@ -39,49 +43,49 @@ def main() -> None:
 
 
 def measure(name: str) -> list[dict[str, Any]]:
-    """One model at both granularities."""
+    """One model at every granularity."""
     target = Target.of(getattr(models, name)(), name)
-    options = options_for(target, k=STAGES, costs="measured")
+    options = options_for(target, k=STAGES, costs="flops")
     graph = cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=True))
-    cuts = {"operators": (), "blocks": blocks(graph)}
     asked = problem_of(graph, options, FREE)
-    return [_row(name, kind, replace(asked, together=together)) for kind, together in cuts.items()]
+    return [_row(name, replace(asked, granularity=granularity)) for granularity in GRANULARITIES]
 
 
-def blocks(graph: CostGraph) -> tuple[tuple[str, ...], ...]:
-    """The nodes of each block; those outside any stay as they are."""
-    found: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        if block_of(node.module) != node.module or node.module[-1:].isdigit():
-            found.setdefault(block_of(node.module), []).append(node.name)
-    return tuple(tuple(names) for names in found.values())
-
-
-def _row(name: str, kind: str, problem: Problem) -> dict[str, Any]:
+def _row(name: str, problem: Problem) -> dict[str, Any]:
     began = time.perf_counter()
-    found = solve(problem)
+    found, units = _solved(problem)
+    seconds = time.perf_counter() - began
     loads, search = found.loads_ns, found.search
     row = {
         "model": name,
-        "cut_between": kind,
-        "units": len(problem.units),
+        "cut_between": problem.granularity,
+        "units": units,
         "imbalance": round(max(loads) * len(loads) / sum(loads), 4),
         "imbalance_of_bound": round(_imbalance(problem), 4),
         "gap": search.gap,
         "proven": search.proven,
         "method": search.method,
+        "seconds": round(seconds, 2),
     }
-    proof = f"{'proven' if search.proven else 'not proven'} ({search.method}, {time.perf_counter() - began:.1f} s)"
+    proof = f"{'proven' if search.proven else 'not proven'} ({search.method}, {seconds:.2f} s)"
     print(
-        f"{name:12} {kind:12} {row['units']:6} {row['imbalance']:9.3f} {row['imbalance_of_bound']:9.3f} "
+        f"{name:12} {problem.granularity:12} {units:6} {row['imbalance']:9.3f} {row['imbalance_of_bound']:9.3f} "
         f"{search.gap:8.3%}  {proof}",
         flush=True,
     )
     return row
 
 
+def _solved(problem: Problem) -> tuple[Partition, int]:
+    """The cut, and how many units the last search was among."""
+    if problem.granularity != "auto":
+        return solve(problem, seconds=SECONDS), len(problem.units)
+    found, closed = solve_opening(problem, SECONDS)
+    return found, len(keeping(problem, closed).units)
+
+
 def _imbalance(problem: Problem) -> float:
-    """No cut between these units has a smaller largest load / mean load than the best for the largest load."""
+    """No cut at this level has a smaller largest load / mean load than the best for the largest load."""
     bound = solve(replace(problem, objective="max-load")).search.bound
     return bound * problem.k / max(1, problem.compute_ns(problem.graph.by_name, last=True))
 

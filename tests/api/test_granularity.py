@@ -1,0 +1,82 @@
+"""Plans of a real model cut at every level of its tree."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from examples import models
+from pipecompile.api.checking import violations
+from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.costing import cost_graph
+from pipecompile.api.planning import draft
+from pipecompile.api.target import Target
+from pipecompile.errors import InputError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import GRANULARITIES, Plan
+from pipecompile.ir.serde import decode, encode
+from pipecompile.report.text import summary
+
+
+@lru_cache
+def _target() -> Target:
+    return Target.of(models.gpt2(), "gpt2")
+
+
+@lru_cache
+def _graph() -> CostGraph:
+    options = options_for(_target(), k=3, microbatches=4, costs="flops")
+    captured = capture_target(_target(), options, verify=False)
+    return cost_graph(_target(), options.costs, options.microbatches, captured)
+
+
+def _plan(granularity: str, **given: Any) -> Plan:
+    asked = {"k": 3, "microbatches": 4, "costs": "flops", "granularity": granularity, **given}
+    return draft(_graph(), options_for(_target(), **asked), graph_digest="", verified=False, microbatch_shapes=[])
+
+
+def _split_layers(plan: Plan) -> int:
+    """How many layers of the model lie in more than one stage."""
+    stages: dict[str, set[int]] = {}
+    for name, stage in plan.assignment.items():
+        if name.startswith("transformer_h_"):
+            stages.setdefault(name[: len("transformer_h_0")], set()).add(stage)
+    return sum(len(found) > 1 for found in stages.values())
+
+
+def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() -> None:
+    made = {granularity: _plan(granularity) for granularity in GRANULARITIES}
+    for granularity, plan in made.items():
+        assert plan.options.granularity == granularity
+        assert violations(plan) == []
+        assert decode(encode(plan), Plan, origin="plan") == plan
+    values = {granularity: plan.search.value for granularity, plan in made.items()}
+    assert values["operators"] <= values["modules"] <= values["blocks"]
+    assert values["operators"] <= values["auto"] <= values["blocks"]
+    assert made["auto"].search.bound <= values["operators"]
+    assert _split_layers(made["blocks"]) == 0 < _split_layers(made["operators"])
+    assert "cut between blocks" in summary(made["blocks"])
+    assert "cut between" not in summary(made["operators"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"objective": "step-time"},
+        {"schedule": "search"},
+        {"schedule": "interleaved-1f1b", "k": 4, "stages_per_rank": 2},
+    ],
+    ids=["step-time", "searched", "several stages a rank"],
+)
+def test_blocks_stay_whole_under_every_objective_schedule_and_placement(given: dict[str, Any]) -> None:
+    blocks, auto = _plan("blocks", **given), _plan("auto", **given)
+    assert violations(blocks) == violations(auto) == []
+    assert _split_layers(blocks) == 0
+    assert auto.search.value <= blocks.search.value
+
+
+def test_other_granularities_are_refused() -> None:
+    with pytest.raises(InputError, match="granularity='layers' is not known; choose one of operators, modules, blocks"):
+        options_for(_target(), k=2, granularity="layers")

@@ -20,7 +20,8 @@ class Group:
 
     Requires `meta["val"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name for: the inputs
     and the first operation, the output and the last one; a collection and the nodes that take it apart; all nodes
-    that touch a storage which one of them writes to; and each of `together`, sets of node or module names.
+    that touch a storage which one of them writes to; a tensor and its hooks; and each of `together`, sets of names of
+    nodes or modules.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
@@ -35,7 +36,7 @@ class Group:
         order = {node: index for index, node in enumerate(nodes)}
         links = nx.Graph()
         links.add_nodes_from(nodes)
-        for members in (*_ends(nodes), *_collections(nodes), *_mutations(nodes), *self._chosen(nodes)):
+        for members in (*_ends(nodes), *_collections(nodes), *_mutations(nodes), *_hooks(nodes), *self._chosen(nodes)):
             nx.add_path(links, members)
         for component in nx.connected_components(links):
             first = min(component, key=order.__getitem__)
@@ -89,6 +90,13 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         for key in {storage_key(tensor) for tensor in (*values, *node.meta["mutates"])} & written:
             touching.setdefault(key, []).append(node)
     yield from touching.values()
+
+
+def _hooks(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """A hook sees the whole gradient where its tensor is made, and only there."""
+    for node in nodes:
+        if node.meta.get("hook"):
+            yield [node.args[0], node]
 
 
 def storage_key(tensor: Tensor) -> int:

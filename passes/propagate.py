@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from pipecompile.passes.ambient import entered
+from pipecompile.passes.answers import conditions
+from pipecompile.passes.attributes import unchanged
 from pipecompile.passes.watch import Watch
 
 __all__ = ["faked_state", "has_values", "named_state", "propagate", "swapped", "without_values"]
@@ -75,7 +76,7 @@ class _Propagator(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         versions = [(tensor, tensor._version) for tensor in self._touched(n)]
-        with entered(n.meta.get("ambient")), Watch() as watch:
+        with conditions(n, self.fetch_args_kwargs_from_env(n)), Watch() as watch:
             n.meta["val"] = super().run_node(n)
         written = [tensor for tensor, version in versions if tensor._version != version]
         n.meta["mutates"] = (*written, *watch.averages)
@@ -99,7 +100,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensor
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
     rng = torch.get_rng_state()
     try:
-        with mode, swapped(module, state):
+        with mode, unchanged(module), swapped(module, state):
             _Propagator(module, garbage_collect_values=False).run(*fakes)
     finally:
         torch.set_rng_state(rng)

@@ -24,7 +24,8 @@ from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
-from pipecompile.frontend.capture import batch_size, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import batch_size
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments, arguments_of

@@ -25,7 +25,7 @@ from pipecompile.cost_models.protocol import Cost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import InputError
-from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.settings import described, qualified
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph

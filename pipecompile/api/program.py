@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.errors import InputError
-from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Outputs
 from pipecompile.passes.ambient import observed
 from pipecompile.passes.ties import Tie, ties_of
@@ -59,7 +59,7 @@ class Program:
     def check_joinable(self, values: Sequence[Tensor]) -> None:
         """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
         for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
-            grows = batched if self.captured.symbol is not None else value.dim() > 0 and value.shape[0] == 1
+            grows = batched if not self.captured.guards.fixed else value.dim() > 0 and value.shape[0] == 1
             if value.dim() and not grows:
                 raise InputError(
                     f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "

@@ -1,235 +1,258 @@
-"""Captures a module as an fx graph whose batch size stays open, and instantiates it for a batch size."""
+"""The ways to capture a module, best first: each is tried where those before it could not, and said."""
 
 from __future__ import annotations
 
-import logging
-import operator
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cache, partial
 
-import sympy
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.fx.node import map_aggregate
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError, InputError
-from pipecompile.frontend.recorder import HIDDEN, Recorder, Symbolic
+from pipecompile.frontend.caches import CacheUse
+from pipecompile.frontend.captured import Capture, aliases_of, batch_size, eliminate_dead_code
+from pipecompile.frontend.exported import exported
+from pipecompile.frontend.faults import UnsupportedError, asks_data
+from pipecompile.frontend.guards import Guards, faked, symbol_of
+from pipecompile.frontend.hearing import hear
+from pipecompile.frontend.leaves import paths_of
+from pipecompile.frontend.recorder import Manner, Recorder
+from pipecompile.frontend.settings import qualified
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
-from pipecompile.passes.group import storage_key
-from pipecompile.passes.propagate import faked_state, named_state, propagate
+from pipecompile.frontend.source import source_of
+from pipecompile.frontend.surroundings import quiet
+from pipecompile.passes.attributes import Attributes
+from pipecompile.passes.propagate import faked_state, has_values, named_state
 
-__all__ = ["Capture", "batch_size", "capture"]
+__all__ = ["capture", "captures"]
+
+WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
 
 
 @dataclass(frozen=True)
-class Capture:
-    """A module as a graph. Sizes in it are symbolic in the batch: `instantiate` makes it runnable.
+class _Attempt:
+    """A way to capture: with which flags, whether the batch is a symbol, whether data may be asked."""
 
-    `aliases` maps each parameter's and buffer's first name to its other names.
+    name: str
+    exporting: bool
+    symbolic: bool
+    asking: bool
+
+
+ATTEMPTS = (
+    _Attempt("recorded", exporting=False, symbolic=True, asking=False),
+    _Attempt("recorded, told that it is exported", exporting=True, symbolic=True, asking=False),
+    _Attempt("recorded", exporting=False, symbolic=True, asking=True),
+    _Attempt("recorded, told that it is exported", exporting=True, symbolic=True, asking=True),
+    _Attempt("recorded for one batch size", exporting=False, symbolic=False, asking=True),
+    _Attempt("recorded for one batch size, told that it is exported", exporting=True, symbolic=False, asking=True),
+)
+
+
+def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capture:
+    """`model` as a graph, by the best way that can express it; the model and its state stay as they were.
+
+    Modules of torch.nn, their subclasses and what `leaf` names (paths or classes of modules) are one node each, and so
+    is the smallest module around code that asks for the values of tensors. Raises CaptureError, naming the module and
+    the line, where no graph is known to be right.
     """
-
-    model: nn.Module
-    graph: fx.Graph
-    constants: dict[str, Tensor]
-    inputs: Inputs
-    outputs: Outputs
-    aliases: dict[str, tuple[str, ...]]
-    batch: int
-    symbol: sympy.Symbol | None
-    guards: tuple[tuple[sympy.Basic, str], ...]
-
-    @property
-    def first_names(self) -> dict[str, str]:
-        """Every name of every parameter and buffer → the first name of the same tensor."""
-        return {name: first for first, others in self.aliases.items() for name in (first, *others)}
-
-    def check_batch(self, batch: int) -> None:
-        """CaptureError unless the model takes, at this batch size, the branches that were recorded."""
-        if self.symbol is None:
-            if batch != self.batch:
-                raise CaptureError(f"the capture is for batches of {self.batch}, not {batch}; capture it again")
-            return
-        for expression, place in self.guards:
-            if expression.xreplace({self.symbol: sympy.Integer(batch)}) != sympy.true:
-                raise CaptureError(
-                    f"at batch {batch} the model takes another branch than at {self.batch}, where it was captured: "
-                    f"{expression} does not hold ({place}); capture it with a batch of {batch}"
-                )
-
-    def instantiate(self, call: Arguments) -> fx.GraphModule:
-        """The graph for the batch size of `call`: no symbolic sizes, fake values on every node.
-
-        It shares the parameters and leaf modules of the model, under their original names.
-        """
-        tensors = self.inputs.flatten(call)
-        batch = batch_size(tensors)
-        self.check_batch(batch)
-        module = fx.GraphModule(self._attributes(), _substituted(self.graph, self.symbol, batch))
-        module.training = self.model.training  # of this module alone: the rest are the model's own, each in its mode
-        propagate(module, tensors)
-        self._refuse_foreign_writes(module)
-        return module
-
-    def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
-        """CaptureError if the forward writes to its inputs, or to tensors that the model does not own as buffers."""
-        foreign = {
-            storage_key(node.meta["val"]): f"its input {node.name}"
-            if node.op == "placeholder"
-            else "a tensor attribute"
-            for node in module.graph.nodes
-            if node.op == "placeholder" or (node.op == "get_attr" and node.target in self.constants)
-        }
-        for node in module.graph.nodes:
-            for key in {storage_key(tensor) for tensor in node.meta["mutates"]} & foreign.keys():
-                where = f"{node.meta['module'] or type(self.model).__name__} ({node.meta['source']})"
-                raise CaptureError(
-                    f"{where}: the forward writes to {foreign[key]} in place; write to a copy, or make it a buffer "
-                    "with register_buffer"
-                )
-
-    def _attributes(self) -> dict[str, Any]:
-        """Everything that the graph names: modules, parameters, buffers, constants."""
-        targets = {str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")}
-        return {t: self.constants[t] if t in self.constants else operator.attrgetter(t)(self.model) for t in targets}
+    return next(captures(model, call, leaf))
 
 
-def batch_size(tensors: Sequence[Tensor]) -> int:
-    """Dimension 0 of all tensors that have one; InputError if they disagree."""
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
-    if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(f"dimension 0 of every input is the batch, but the inputs have shapes {shapes or 'none'}")
-    return sizes.pop()
+def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Iterator[Capture]:
+    """All ways that can express `model`, best first, each made when it is asked for; CaptureError if there is none."""
+    _refuse_wrappers(model)
+    leaves, heard, again = paths_of(model, leaf), cache(partial(hear, model, call)), partial(capture, model, leaf=leaf)
+    has_data = all(has_values(tensor) for _, tensor in named_state(model))
+    failures: list[CaptureError] = []
+    for attempt in ATTEMPTS:
+        if has_data or not attempt.asking:
+            try:
+                manner = Manner(attempt.exporting, leaves, heard() if attempt.asking else None)
+                made = _recorded(model, call, attempt, manner, again)
+            except UnsupportedError as error:
+                failures.append(error)
+            else:
+                yield made
+    try:
+        made = exported(model, call, again)
+    except UnsupportedError as error:
+        failures.append(error)
+    else:
+        yield made
+    if failures:
+        raise failures[0]
 
 
-def capture(model: nn.Module, call: Arguments) -> Capture:
-    """Records one forward of `model` on fakes of `call`; the model and its state stay as they were.
-
-    Raises CaptureError, naming the module and the line, where the forward depends on data or leaves torch.
-    """
-    inputs = Inputs.of(model, call)
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    recorder = Recorder(model, mode, faked_state(model, mode))
-    batch = batch_size(inputs.flatten(call))
-    fakes = [_fake(tensor, mode) for tensor in inputs.flatten(call)]
-    for name, fake in zip(inputs.tensor_names, fakes, strict=True):
-        recorder.placeholder(name, fake)
-    outputs = _record(recorder, model, inputs.unflatten(fakes))
-    _eliminate_dead_code(recorder.graph)
+def _recorded(
+    model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner, again: Callable[[Arguments], Capture]
+) -> Capture:
+    before = Attributes.of(model)
+    try:
+        run = _run(model, call, attempt, manner)
+        after = Attributes.of(model)
+        changed = [(module, name) for module, name in before.changed(after) if not run.is_whole(module)]
+        if changed:
+            _refuse_state(model, changed, run, after, _run(model, call, attempt, manner))
+    finally:
+        before.restore()
     return Capture(
         model=model,
-        graph=recorder.graph,
-        constants=recorder.constants,
-        inputs=inputs,
-        outputs=outputs,
+        graph=run.recorder.tape.graph,
+        constants=run.recorder.tape.constants,
+        inputs=run.inputs,
+        outputs=run.outputs,
         aliases=aliases_of(model),
-        batch=batch,
-        symbol=_batch_symbol(fakes),
-        guards=_guards(mode.shape_env),
+        guards=run.guards,
+        method=attempt.name,
+        notes=tuple(_notes(run, changed)),
+        training={path: module.training for path, module in model.named_modules()},
+        again=again,
     )
 
 
-def _record(recorder: Recorder, model: nn.Module, call: Arguments) -> Outputs:
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it would print a stack trace above our one line
+@dataclass(frozen=True)
+class _Run:
+    """A forward that was recorded."""
+
+    recorder: Recorder
+    inputs: Inputs
+    outputs: Outputs
+    guards: Guards
+
+    def is_whole(self, module: nn.Module) -> bool:
+        """Whether `module` is, or lies in, one that became a node: it runs as ever, and sets what it sets."""
+        paths = {str(node.target) for node in self.recorder.tape.graph.nodes if node.op == "call_module"}
+        path = self.recorder.path_of(module)
+        return any(path == whole or path.startswith(f"{whole}.") for whole in paths)
+
+    @property
+    def text(self) -> list[str]:
+        """The graph, to compare it with that of another run."""
+        return [
+            f"{node.name} {node.op} {node.target if isinstance(node.target, str) else qualified(node.target)} "
+            f"{node.args} {node.kwargs}"
+            for node in self.recorder.tape.graph.nodes
+        ]
+
+
+def _run(model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner) -> _Run:
+    """Records once; once more if the forward took tensors out of caches, which are empty by then."""
+    caches = CacheUse()
     try:
-        with recorder.recording():
+        run = _run_once(model, call, attempt, manner)
+    finally:
+        repeat = caches.clear()
+    return _run(model, call, attempt, manner) if repeat else run
+
+
+def _run_once(model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner) -> _Run:
+    inputs = Inputs.of(model, call)
+    tensors = inputs.flatten(call)
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    recorder = Recorder(model, mode, faked_state(model, mode), manner)
+    fakes = [faked(tensor, mode, symbolic=attempt.symbolic) for tensor in tensors]
+    for name, fake in zip(inputs.tensor_names, fakes, strict=True):
+        recorder.tape.placeholder(name, fake)
+    symbol = symbol_of(fakes)
+    outputs = _recording(recorder, model, inputs.unflatten(fakes))
+    eliminate_dead_code(recorder.tape.graph)
+    return _Run(recorder, inputs, outputs, Guards.of(batch_size(tensors), symbol, environment))
+
+
+def _recording(recorder: Recorder, model: nn.Module, call: Arguments) -> Outputs:
+    try:
+        with quiet(), recorder.recording():
             outputs, tensors = Outputs.of(model(*call.args, **call.kwargs))
-            recorder.output(tensors)
+            recorder.tape.write_back()
+            recorder.tape.output(tensors)
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(_explained(recorder, model, error)) from error
-    finally:
-        logger.setLevel(level)
+        raise UnsupportedError(_explained(recorder, model, error)) from error
     return outputs
 
 
 def _explained(recorder: Recorder, model: nn.Module, error: Exception) -> str:
     """One line: where in the model, at which line, what happened, and what to do."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno}" for f in frames if not f.filename.startswith(HIDDEN)]
-    where = f"{recorder.failed_in or type(model).__name__} ({lines[-1] if lines else 'unknown line'})"
+    where = f"{recorder.failed_in or type(model).__name__} ({source_of(error) or 'unknown line'})"
     reason = str(error).strip().split("\n")[0]
-    if "data-dependent" in str(error).lower() or "DataDependent" in type(error).__name__:
+    if asks_data(error):
         return (
             f"{where}: the forward branches on the values of a tensor, so one graph cannot stand for it; "
-            f"write the branch with torch.where, or decide it outside the model ({reason})"
+            f"write the branch with torch.where, decide it outside the model, or put it into a submodule ({reason})"
         )
     return f"{where}: the forward cannot run on fake tensors: {type(error).__name__}: {reason}"
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of `tensor` whose dimension 0 is the batch symbol."""
-    if not tensor.dim():
-        return mode.from_tensor(tensor, static_shapes=True)
-    if tensor._is_view():  # the fake of a view is a view of a fake, which would bring its own symbols
-        tensor = tensor.clone()
-    sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (tensor.dim() - 1)
-    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+def _refuse_state(
+    model: nn.Module, changed: Sequence[tuple[nn.Module, str]], run: _Run, after: Attributes, second: _Run
+) -> None:
+    """CaptureError unless what a forward leaves on modules is only for itself.
+
+    A second forward, which found what the first one left, must have recorded the same and left the same.
+    """
+    later = Attributes.of(model)
+    for module, name in changed:
+        where = _attribute(run, module, name)
+        value = vars(module).get(name)
+        if after.described(module, name) != later.described(module, name):
+            raise CaptureError(
+                f"{where} is set by the forward to {later.described(module, name)} after "
+                f"{after.described(module, name)}: state that a graph cannot keep; make it a buffer and write to it "
+                "in place"
+            )
+        if isinstance(value, Tensor) and value.requires_grad and not second.recorder.tape.is_used(value):
+            raise CaptureError(
+                f"{where} is set by the forward to a tensor with a gradient that no output uses: a loss that reads it "
+                "would not train the model; return it with the output"
+            )
+    if run.text != second.text:
+        raise CaptureError(
+            f"{_attribute(run, *changed[0])} is set by the forward, and a second forward, which finds it, "
+            "computes something else; run the model once before it is compiled, or keep such state in buffers"
+        )
 
 
-def _batch_symbol(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
-    """The symbol of the batch, or None where the model or the size (0, 1) made it a constant."""
-    for fake in fakes:
-        size = fake.shape[0] if fake.dim() else 0
-        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            return size.node.expr
-    return None
+def _attribute(run: _Run, module: nn.Module, name: str) -> str:
+    """An attribute's path, with the line that set it where that is known."""
+    path = run.recorder.path_of(module)
+    line = run.recorder.assignments.get((module, name))
+    return f"{path}.{name}".lstrip(".") + (f" ({line})" if line else "")
 
 
-def _guards(environment: ShapeEnv | None) -> tuple[tuple[sympy.Basic, str], ...]:
-    """What was assumed of the batch: the branches taken, and the range of its symbol (torch assumes two or more)."""
-    assert environment is not None
-    branches = [(guard.expr, _place(guard.sloc)) for guard in environment.guards]
-    ranges = [
-        (sympy.Ge(symbol, interval.lower), "torch treats batches of 0 and 1 apart")
-        for symbol, interval in environment.var_to_range.items()
-    ]
-    return (*branches, *ranges)
+def _notes(run: _Run, changed: Sequence[tuple[nn.Module, str]]) -> Iterator[str]:
+    for path, line in run.recorder.whole.items():
+        yield f"{path} asks for the values of tensors ({line}): it is one node, and costs are those of the sample"
+    if run.guards.fixed:
+        yield f"the graph is for batches of {run.guards.batch} alone"
+    if run.recorder.hooked:
+        hooked = _first_of(sorted(run.recorder.hooked))
+        yield f"forward hooks of {hooked} are part of the graph: nothing calls them again"
+    if changed:
+        names = [_attribute(run, module, name) for module, name in changed]
+        yield f"the forward sets {_first_of(names)}: the pipeline leaves that as it was"
 
 
-def _place(location: Any) -> str:
-    """Where a guard comes from, in the user's code."""
-    user = getattr(location, "user_stack", None)
-    frames = [f for f in user or () if not f.filename.startswith(HIDDEN)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else str(location).split("\n")[0]
+def _first_of(names: Sequence[str]) -> str:
+    first = names[0] or "the model"
+    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
 
 
-def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Per parameter and buffer: its first name → the other names of the same tensor."""
-    first: dict[int, str] = {}
-    names: dict[str, list[str]] = {}
-    for name, tensor in named_state(model):
-        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
-    return {name: tuple(rest[1:]) for name, rest in names.items()}
-
-
-def _eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drops nodes that nobody reads; random ones stay, so that the others draw the same numbers."""
-    for node in reversed(list(graph.nodes)):
-        impure = node.meta["random"] or node.meta["mutates"]
-        if not node.users and not impure and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
-
-
-def _substituted(graph: fx.Graph, symbol: sympy.Symbol | None, batch: int) -> fx.Graph:
-    """A copy of `graph` in which every symbolic number has its value at this batch size."""
-    values = {} if symbol is None else {symbol: sympy.Integer(batch)}
-
-    def concrete(argument: Any) -> Any:
-        return argument.at(values) if isinstance(argument, Symbolic) else argument
-
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        new = copies[node] = copy.node_copy(node, copies.__getitem__)
-        new.args = map_aggregate(new.args, concrete)
-        new.kwargs = map_aggregate(new.kwargs, concrete)
-    return copy
+def _refuse_wrappers(model: nn.Module) -> None:
+    """InputError for modules around modules that do more than call them."""
+    for path, module in model.named_modules():
+        inner = WRAPPERS.get(type(module).__name__)
+        if inner is not None and hasattr(module, inner):
+            raise InputError(
+                f"{path or 'the model'} is a {type(module).__name__}; give the module inside it (.{inner}): "
+                "pipecompile captures plain modules, and cuts them itself"
+            )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.capture import Capture
+from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.hearing import untouched
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.contract import apply
@@ -69,7 +69,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
     """One step that `run` begins, on the state of `model`."""
-    with _untouched(model):
+    with untouched(model):
         torch.manual_seed(0)
         outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -82,22 +82,15 @@ def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
 
 
 def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a fixed loss, by a whole backward: parts of models, as reentrant checkpoints, know no other."""
     differentiable = [value for value in outputs if value.requires_grad]
-    if not differentiable or not parameters:
-        return [None] * len(parameters)
-    loss = torch.stack([value.abs().square().sum().float() for value in differentiable]).sum()
-    return torch.autograd.grad(loss, parameters, allow_unused=True)
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers and random state are afterwards what they were before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    held = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        if differentiable:
+            torch.stack([value.abs().square().sum().float() for value in differentiable]).sum().backward()
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient

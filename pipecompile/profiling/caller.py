@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import Call
-from pipecompile.passes.ambient import entered
+from pipecompile.passes.answers import conditions
 from pipecompile.profiling.operator import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 
@@ -69,7 +69,7 @@ class Caller(fx.Interpreter):
         )
 
     def _execute(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with entered(node.meta.get("ambient")):
+        with conditions(node, (args, kwargs)):
             return getattr(self, node.op)(node.target, args, kwargs)
 
     def _is_argument(self, leaf: Any) -> bool:

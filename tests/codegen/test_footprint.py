@@ -14,7 +14,8 @@ from torch.profiler import record_function
 
 from pipecompile.codegen.stages import emit
 from pipecompile.cost_models.flops import Flops
-from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.footprint import Footprint, Lives
 from pipecompile.ir.graph import CostGraph

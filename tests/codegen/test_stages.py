@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from zoo import captured, example, first
 
 from pipecompile.codegen.stages import StageModule, emit
-from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.passes.ambient import EnterRegions

@@ -12,7 +12,8 @@ from zoo import example, first
 from pipecompile.codegen.stages import emit
 from pipecompile.codegen.transfer import transfer
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ties import ties_of
 

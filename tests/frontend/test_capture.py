@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from zoo import EXAMPLES, called, captured, example, first, same
 
 from pipecompile.errors import CaptureError, InputError
-from pipecompile.frontend.capture import batch_size, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import batch_size
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments
 

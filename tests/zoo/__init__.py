@@ -10,7 +10,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target, load_target
-from pipecompile.frontend.capture import Capture, capture
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.selfcheck import check_capture
 from pipecompile.frontend.signature import Arguments
 

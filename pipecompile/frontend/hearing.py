@@ -1,0 +1,67 @@
+"""What a forward on real tensors is told by its data, module call by module call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.frontend.signature import Arguments
+from pipecompile.passes.answers import Answer, Listening
+from pipecompile.passes.attributes import unchanged
+
+__all__ = ["Heard", "hear", "untouched"]
+
+Heard = Mapping[tuple[str, int], tuple[Answer, ...]]
+"""By a module's path and the number of the call (from 0): what data told while it ran."""
+
+
+def hear(model: nn.Module, call: Arguments) -> Heard:
+    """Runs one forward of `model` on real tensors; it and the random state are as before afterwards."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        paths.setdefault(module, path)
+    calls: Counter[str] = Counter()
+    heard: dict[tuple[str, int], tuple[Answer, ...]] = {}
+    listening = Listening()
+    original = nn.Module.__call__
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module not in paths:
+            return original(module, *args, **kwargs)
+        key = (paths[module], calls[paths[module]])
+        calls[paths[module]] += 1
+        start = len(listening.answers)
+        out = original(module, *args, **kwargs)
+        heard[key] = tuple(listening.answers[start:])
+        return out
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        with untouched(model), listening:
+            model(*call.args, **call.kwargs)
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+    return heard
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers, attributes and random state are afterwards what they were before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), unchanged(model):
+        try:
+            yield
+        finally:
+            _write_back(buffers)
+
+
+def _write_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)

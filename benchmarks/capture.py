@@ -170,7 +170,7 @@ def ours(target: Target) -> Row:
     parts = {"train": (BATCHES[:1], ("train",)), "batch": (BATCHES, ("train",)), "eval": (BATCHES, ("eval",))}
     return {
         "method": found.method,
-        "notes": list(found.notes),
+        "notes": [note.text for note in found.notes],
         "nodes": sum(node.op != "get_attr" for node in module.graph.nodes),
         "seconds": round(seconds, 2),
         "seconds_with_check": round(checked, 2),

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
-from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import options_for
 from pipecompile.api.costing import Captured, cost_graph
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.ir.plan import Options
+from pipecompile.ir.plan import Options, Provenance
 
 RESULT = Path(__file__).parent / "results" / "gpipe_models.json"
 DEVICES = ("p100", "tpu-v2", "tpu-v3", "h100")
@@ -134,7 +135,9 @@ def priced(setting: Setting, target: Target, captured: Captured, device: str) ->
     steps: dict[int, int] = {}
     for k in STAGES:
         chosen = options(setting, target, k, device)
-        plan = draft(graph, chosen, graph_digest=captured.digest, verified=False, microbatch_shapes=shapes)
+        plan = draft(
+            graph, chosen, graph_digest=captured.digest, capture=Provenance(verified=False), microbatch_shapes=shapes
+        )
         steps[k] = plan.prediction.step_ns // setting.microbatches
     forward = sum(node.forward_ns for node in graph.nodes)
     print(f"{setting.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, setting.paper)}", flush=True)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from examples import models
-from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.cutting import problem_of
 from pipecompile.api.target import Target

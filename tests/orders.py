@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan, options_for
 from pipecompile.api.pipeline import Pipeline, Program
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for

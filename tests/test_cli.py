@@ -61,8 +61,9 @@ def test_plan_prints_the_plan_and_tells_beside_it_what_made_it(tmp_path: Path) -
     result = invoke("plan", target, "-k", "2", "--costs", "flops", "--format", "json")
     assert result.exit_code == 0
     made = decode(result.stdout.encode(), Plan, origin="stdout")
-    assert (made.k, made.verified) == (2, True)
-    assert result.stderr.startswith("made with pipecompile ")
+    assert (made.k, made.capture.verified) == (2, True)
+    assert "self-check: the graph is the model, bit for bit, at batches of 4 and 2" in result.stderr
+    assert "\nmade with pipecompile " in result.stderr
 
 
 def test_options_reach_the_plan() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
 from pipecompile.api.correcting import corrected
 from pipecompile.api.costing import Captured, comparable, cost_graph, cost_model, measured_on
@@ -24,23 +24,17 @@ from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
-from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured import batch_size
-from pipecompile.frontend.digest import digest
-from pipecompile.frontend.selfcheck import check_capture
-from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, Granularity, Options, Plan
 from pipecompile.ir.serde import decode, encode, read
 from pipecompile.ir.size import parse_bytes
-from pipecompile.passes.contract import apply
-from pipecompile.passes.group import Group, belongs
 from pipecompile.runtime import world
-from pipecompile.runtime.microbatch import split
 from pipecompile.schedule.placement import SHAPES
 
-__all__ = ["capture_target", "check_current", "make_plan", "options_for", "pipecompile", "staleness"]
+__all__ = ["check_current", "make_plan", "options_for", "pipecompile", "staleness"]
 
 
 def pipecompile(
@@ -64,6 +58,8 @@ def pipecompile(
     groups: Iterable[Iterable[str]] = (),
     parameters_everywhere: bool = False,
     granularity: str = "operators",
+    leaf: Iterable[str] = (),
+    self_check: bool = True,
     sample_target: Any = None,
     plan: Plan | str | Path | None = None,
     seed: int = 0,
@@ -79,11 +75,12 @@ def pipecompile(
     parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
     keeping activations. `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with
     `parameters_everywhere` each stage has a node with parameters. `granularity` is what the model is cut between:
-    operators, modules, blocks, or auto (blocks, opened where balance or memory needs it). `sample_target` lets the
-    costs include the loss. `costs` names a cost model (docs/cost-models.md), or is a function of a node and its call
-    that gives nanoseconds. `links` say how ranks are connected: a file that `pipecompile links` wrote, or its content;
-    without them transfers count as free. `plan` runs a committed plan instead of making one; all other options are
-    then the plan's.
+    operators, modules, blocks, or auto (blocks, opened where balance or memory needs it). `leaf` names modules, by path
+    or class, that are one node each; without `self_check` the graph is not compared with the model. With
+    `sample_target` the costs include the loss. `costs` names a cost model (docs/cost-models.md), or is a function of a
+    node and its call that gives nanoseconds. `links` say how ranks are connected: a file that `pipecompile links`
+    wrote, or its content; without them transfers count as free. `plan` runs a committed plan instead of making one; all
+    other options are then the plan's.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
@@ -113,13 +110,15 @@ def pipecompile(
             groups=groups,
             parameters_everywhere=parameters_everywhere,
             granularity=granularity,
+            leaf=leaf,
         )
         # Only rank 0 need have the files that costs and links name.
         options = decode(world.shared(lambda: encode(chosen())), Options, origin="rank 0")
         connected = world.on_first(lambda: links_for(options, links)) or FREE
-    captured = world.on_first(lambda: capture_target(target, options, verify=True))
+    captured = world.on_first(lambda: capture_target(target, options, verify=self_check))
+    method = world.shared(lambda: captured.capture.method.encode() if captured else b"").decode()
     if captured is None:
-        captured = capture_target(target, options, verify=False)
+        captured = capture_target(target, options, verify=False, method=method)
     if plan is not None:
         check_current(committed, captured)
         found = violations(committed)
@@ -154,6 +153,7 @@ def options_for(
     groups: Iterable[Iterable[str]] = (),
     parameters_everywhere: bool = False,
     granularity: str = "operators",
+    leaf: Iterable[str] = (),
 ) -> Options:
     """The options of a plan, checked: InputError names what was given and what there is."""
     if k < 1:
@@ -185,6 +185,7 @@ def options_for(
         groups=tuple(tuple(names) for names in groups),
         parameters_everywhere=parameters_everywhere,
         granularity=cast(Granularity, granularity),
+        leaf=tuple(leaf),
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
@@ -209,32 +210,6 @@ def _microbatches(target: Target, microbatches: int) -> int:
     return microbatches
 
 
-def capture_target(target: Target, options: Options, *, verify: bool) -> Captured:
-    """Captures the model at the size of the first microbatch; `verify` proves it by a training step.
-
-    A model without values (on the meta device, of fake tensors) cannot be proven: its plan says so.
-    """
-    verify = verify and target.has_values
-    call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
-    if not target.has_values:
-        call = pytree.tree_map_only(Tensor, target.on_device, call)
-    args, kwargs = call
-    sample = Arguments(args, kwargs)
-    captured = capture(target.model, sample)
-    module = captured.instantiate(sample)
-    if verify:
-        check_capture(captured, module, sample)
-    _refuse_unknown_names(module.graph, options.groups)
-    apply(module.graph, [Group(options.groups)])
-    return Captured(captured, module, sample, digest(module), verify)
-
-
-def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> None:
-    for name in (name for names in groups for name in names):
-        if not any(belongs(node, name) for node in graph.nodes if node.op != "get_attr"):
-            raise InputError(f"no node or module is called {name!r}; modules are named as in model.named_modules()")
-
-
 def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
     """Costs the graph and plans it; where costs are measured, whole stages too, with the ranks that `assist`."""
     tensors = captured.capture.inputs.flatten(captured.sample)
@@ -242,7 +217,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
         draft,
         options=options,
         graph_digest=captured.digest,
-        verified=captured.verified,
+        capture=captured.provenance,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
         links=links,
     )
@@ -318,7 +293,7 @@ def staleness(plan: Plan, target: Target) -> list[str]:
     Costs are compared where they are the same on every machine (`comparable`): measured ones differ from run to run,
     and a function or a file may not be at hand.
     """
-    captured = capture_target(target, plan.options, verify=True)
+    captured = capture_target(target, plan.options, verify=plan.capture.verified)
     try:
         check_current(plan, captured)
     except StalePlanError as error:

@@ -29,6 +29,7 @@ from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.settings import described, qualified
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Provenance
 from pipecompile.passes.ambient import observed
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
@@ -50,6 +51,12 @@ class Captured:
     sample: Arguments
     digest: str
     verified: bool
+
+    @property
+    def provenance(self) -> Provenance:
+        """How the graph came about, as a plan states it."""
+        notes = tuple(note.text for note in self.capture.notes)
+        return Provenance(verified=self.verified, method=self.capture.method, notes=notes)
 
 
 def cost_model(name: str, function: CostFunction | None = None, device: torch.device = CPU) -> CostModel:

@@ -18,7 +18,7 @@ from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.selfcheck import proven
 from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
@@ -271,10 +271,11 @@ class Pipeline:
         flags = {part: part.training for part in model.modules()}
         model.eval()
         try:
-            captured = capture(model, self._sample)
-            module = captured.instantiate(self._sample)
-            if not self._distributed:
-                check_capture(captured, module, self._sample)
+            if self._distributed:  # no rank has the whole model on its device
+                captured = capture(model, self._sample, self.plan.options.leaf)
+                module = captured.instantiate(self._sample)
+            else:
+                captured, module, _ = proven(model, self._sample, self.plan.options.leaf)
             stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
             return Program(captured, module, stages)
         finally:

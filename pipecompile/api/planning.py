@@ -14,7 +14,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Search, Stage
+from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Provenance, Search, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serde import encode
 from pipecompile.schedule.simulate import simulate
@@ -28,7 +28,7 @@ def draft(
     options: Options,
     *,
     graph_digest: str,
-    verified: bool,
+    capture: Provenance,
     microbatch_shapes: Sequence[tuple[int, ...]],
     links: Links = FREE,
     assignment: Mapping[str, int] | None = None,
@@ -43,7 +43,7 @@ def draft(
     drafts, refusals = [], []
     for placement in placements(options):
         try:
-            drafts.append(_drafted(graph, options, links, placement, fingerprint, verified, shapes, assignment))
+            drafts.append(_drafted(graph, options, links, placement, fingerprint, capture, shapes, assignment))
         except InfeasibleError as error:
             refusals.append(error)
     if not drafts:
@@ -57,7 +57,7 @@ def _drafted(
     links: Links,
     placement: Sequence[int],
     fingerprint: Fingerprint,
-    verified: bool,
+    capture: Provenance,
     microbatch_shapes: Sequence[tuple[int, ...]],
     assignment: Mapping[str, int] | None,
 ) -> Plan:
@@ -69,7 +69,7 @@ def _drafted(
     return Plan(
         fingerprint=fingerprint,
         options=options,
-        verified=verified,
+        capture=capture,
         k=options.k,
         ranks=schedule.ranks,
         stages_per_rank=options.k // schedule.ranks,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pipecompile.api.compile import capture_target, options_for
+from collections.abc import Iterable
+
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
@@ -12,10 +15,16 @@ __all__ = ["profiled"]
 
 
 def profiled(
-    target: Target, *, costs: str, microbatches: int | None = None, optimizer: str | None = None
+    target: Target,
+    *,
+    costs: str,
+    microbatches: int | None = None,
+    optimizer: str | None = None,
+    leaf: Iterable[str] = (),
+    self_check: bool = True,
 ) -> tuple[CostGraph, Profile]:
     """The cost graph of one of `microbatches` (default one), measured anew where it is measured, and its summary."""
-    options = options_for(target, k=1, microbatches=microbatches, costs=costs, optimizer=optimizer)
-    captured = capture_target(target, options, verify=True)
+    options = options_for(target, k=1, microbatches=microbatches, costs=costs, optimizer=optimizer, leaf=leaf)
+    captured = capture_target(target, options, verify=self_check)
     graph = cost_graph(target, costs, options.microbatches, captured, fresh=True)
     return graph, profile_of(graph, costs, verified=captured.verified, optimizer=options.optimizer)

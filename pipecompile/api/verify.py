@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.compile import capture_target, pipecompile
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import LossFunction, Target, sum_of_squares
 from pipecompile.errors import InputError

@@ -15,7 +15,9 @@ from pipecompile.cli.options import (
     format_option,
     given_options,
     granularity_option,
+    leaf_option,
     planning_options,
+    self_check_option,
 )
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
@@ -49,16 +51,18 @@ def commands() -> None:
 @answers
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
-    from pipecompile.api.compile import capture_target, make_plan, options_for
+    from pipecompile.api.capturing import capture_target
+    from pipecompile.api.compile import make_plan, options_for
     from pipecompile.api.linking import links_for
     from pipecompile.api.target import load_target, made_with
 
     check_writable(output)
     subject = load_target(target)
     given = options.pop("links")
+    checked = options.pop("self_check")
     chosen = options_for(subject, **given_options(options))
     links = links_for(chosen, given)
-    made = make_plan(subject, chosen, capture_target(subject, chosen, verify=True), links)
+    made = make_plan(subject, chosen, capture_target(subject, chosen, verify=checked), links)
     if output is not None:
         write(output, encode(made))
     _print_plan(made, form)
@@ -74,11 +78,11 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @click.option("--optimizer", help=OPTIMIZER_HELP)
 @click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
 @click.option("--page", help="Where to write the page (HTML, one file).")
+@leaf_option
+@self_check_option
 @format_option
 @answers
-def profile(
-    target: str, costs: str, microbatches: int, optimizer: str | None, output: str | None, page: str | None, form: str
-) -> int:
+def profile(target: str, output: str | None, page: str | None, form: str, **options: Any) -> int:
     """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost graph."""
     from pipecompile.api.profiling import profiled
     from pipecompile.api.target import load_target, made_with
@@ -87,7 +91,7 @@ def profile(
 
     check_writable(output, page)
     subject = load_target(target)
-    graph, found = profiled(subject, costs=costs, microbatches=microbatches, optimizer=optimizer)
+    graph, found = profiled(subject, **options)
     if page is not None:
         write(page, profile_page(target, found).encode())
     if output is not None:  # last: where it lies, all went well

@@ -10,7 +10,16 @@ import click
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import GRANULARITIES
 
-__all__ = ["COSTS_HELP", "OPTIMIZER_HELP", "format_option", "given_options", "granularity_option", "planning_options"]
+__all__ = [
+    "COSTS_HELP",
+    "OPTIMIZER_HELP",
+    "format_option",
+    "given_options",
+    "granularity_option",
+    "leaf_option",
+    "planning_options",
+    "self_check_option",
+]
 
 SCHEDULE_HELP = (
     "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
@@ -30,6 +39,12 @@ granularity_option = click.option(
     default="operators",
     show_default=True,
     help="What is cut between.",
+)
+
+leaf_option = click.option("--leaf", multiple=True, metavar="MODULE", help="Take a module (path or class) as one node.")
+
+self_check_option = click.option(
+    "--self-check/--no-self-check", default=True, show_default=True, help="Prove the graph by a training step."
 )
 
 
@@ -53,6 +68,8 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
             click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
             granularity_option,
+            leaf_option,
+            self_check_option,
         ]
     ):
         function = option(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,11 +12,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.caches import CacheUse
-from pipecompile.frontend.captured import Capture, aliases_of, batch_size, eliminate_dead_code
+from pipecompile.frontend.captured import Capture, Note, aliases_of, batch_size, eliminate_dead_code
 from pipecompile.frontend.exported import exported
 from pipecompile.frontend.faults import UnsupportedError, asks_data
 from pipecompile.frontend.guards import Guards, faked, symbol_of
-from pipecompile.frontend.hearing import hear
+from pipecompile.frontend.hearing import Heard, hear
 from pipecompile.frontend.leaves import paths_of
 from pipecompile.frontend.recorder import Manner, Recorder
 from pipecompile.frontend.settings import qualified
@@ -48,11 +48,11 @@ class _Attempt:
 
 ATTEMPTS = (
     _Attempt("recorded", exporting=False, symbolic=True, asking=False),
-    _Attempt("recorded, told that it is exported", exporting=True, symbolic=True, asking=False),
-    _Attempt("recorded", exporting=False, symbolic=True, asking=True),
-    _Attempt("recorded, told that it is exported", exporting=True, symbolic=True, asking=True),
+    _Attempt("recorded as for export", exporting=True, symbolic=True, asking=False),
+    _Attempt("recorded, data asked", exporting=False, symbolic=True, asking=True),
+    _Attempt("recorded as for export, data asked", exporting=True, symbolic=True, asking=True),
     _Attempt("recorded for one batch size", exporting=False, symbolic=False, asking=True),
-    _Attempt("recorded for one batch size, told that it is exported", exporting=True, symbolic=False, asking=True),
+    _Attempt("recorded as for export, for one batch size", exporting=True, symbolic=False, asking=True),
 )
 
 
@@ -69,26 +69,37 @@ def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capt
 def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Iterator[Capture]:
     """All ways that can express `model`, best first, each made when it is asked for; CaptureError if there is none."""
     _refuse_wrappers(model)
-    leaves, heard, again = paths_of(model, leaf), cache(partial(hear, model, call)), partial(capture, model, leaf=leaf)
+    leaves, again = paths_of(model, leaf), partial(capture, model, leaf=leaf)
     has_data = all(has_values(tensor) for _, tensor in named_state(model))
+    heard: Heard | None = None
     failures: list[CaptureError] = []
+    found = False
     for attempt in ATTEMPTS:
-        if has_data or not attempt.asking:
-            try:
-                manner = Manner(attempt.exporting, leaves, heard() if attempt.asking else None)
-                made = _recorded(model, call, attempt, manner, again)
-            except UnsupportedError as error:
-                failures.append(error)
-            else:
-                yield made
+        if attempt.asking and not has_data:
+            continue
+        if attempt.asking and heard is None:
+            heard = _hear(model, call, failures)
+        try:
+            manner = Manner(attempt.exporting, leaves, heard if attempt.asking else None)
+            made = _recorded(model, call, attempt, manner, again)
+        except UnsupportedError as error:
+            failures.append(error)
+        else:
+            found = True
+            yield made
     try:
-        made = exported(model, call, again)
-    except UnsupportedError as error:
-        failures.append(error)
-    else:
-        yield made
-    if failures:
-        raise failures[0]
+        yield exported(model, call, again)
+    except UnsupportedError:
+        if not found:
+            raise failures[0] from None
+
+
+def _hear(model: nn.Module, call: Arguments, failures: Sequence[CaptureError]) -> Heard:
+    """What data answers on the sample; where the model itself fails on it, no way of capturing can help."""
+    try:
+        return hear(model, call)
+    except Exception as error:
+        raise failures[0] if failures else CaptureError(f"the model fails on the sample input: {error}") from error
 
 
 def _recorded(
@@ -229,17 +240,18 @@ def _attribute(run: _Run, module: nn.Module, name: str) -> str:
     return f"{path}.{name}".lstrip(".") + (f" ({line})" if line else "")
 
 
-def _notes(run: _Run, changed: Sequence[tuple[nn.Module, str]]) -> Iterator[str]:
+def _notes(run: _Run, changed: Sequence[tuple[nn.Module, str]]) -> Iterator[Note]:
     for path, line in run.recorder.whole.items():
-        yield f"{path} asks for the values of tensors ({line}): it is one node, and costs are those of the sample"
+        yield Note(f"{path} asks for the values of tensors: it is one node, and costs are those of the sample", line)
     if run.guards.fixed:
-        yield f"the graph is for batches of {run.guards.batch} alone"
+        yield Note(f"the graph is for batches of {run.guards.batch} alone")
     if run.recorder.hooked:
         hooked = _first_of(sorted(run.recorder.hooked))
-        yield f"forward hooks of {hooked} are part of the graph: nothing calls them again"
+        yield Note(f"forward hooks of {hooked} are part of the graph: nothing calls them again")
     if changed:
-        names = [_attribute(run, module, name) for module, name in changed]
-        yield f"the forward sets {_first_of(names)}: the pipeline leaves that as it was"
+        names = [f"{run.recorder.path_of(module)}.{name}".lstrip(".") for module, name in changed]
+        line = run.recorder.assignments.get(changed[0], "")
+        yield Note(f"the forward sets {_first_of(names)}: the pipeline leaves that as it was", line)
 
 
 def _first_of(names: Sequence[str]) -> str:

@@ -19,7 +19,18 @@ from pipecompile.frontend.tape import Symbolic
 from pipecompile.passes.group import storage_key
 from pipecompile.passes.propagate import named_state, propagate
 
-__all__ = ["Capture", "aliases_of", "batch_size", "eliminate_dead_code"]
+__all__ = ["Capture", "Note", "aliases_of", "batch_size", "eliminate_dead_code"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to know about a capture, and the line of the model that it is about, if there is one."""
+
+    text: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.line})" if self.line else self.text
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,7 @@ class Capture:
     aliases: dict[str, tuple[str, ...]]
     guards: Guards
     method: str
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     training: dict[str, bool]
     again: Callable[[Arguments], Capture]
 

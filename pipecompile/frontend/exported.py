@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.captured import Capture, aliases_of, batch_size
+from pipecompile.frontend.captured import Capture, Note, aliases_of, batch_size
 from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
@@ -54,7 +54,7 @@ def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Cap
         aliases=aliases,
         guards=Guards(batch, None),
         method="torch.export",
-        notes=(f"the graph is one of aten operators, for batches of {batch} alone: the forward could not be recorded",),
+        notes=(Note(f"a graph of aten operators for batches of {batch} alone: the forward could not be recorded"),),
         training={path: part.training for path, part in model.named_modules()},
         again=again,
     )

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.answers import Answer, Listening
 from pipecompile.passes.attributes import unchanged
+from pipecompile.passes.propagate import swapped
 
-__all__ = ["Heard", "hear", "untouched"]
+__all__ = ["Heard", "cuda_devices", "hear"]
 
 Heard = Mapping[tuple[str, int], tuple[Answer, ...]]
 """By a module's path and the number of the call (from 0): what data told while it ran."""
@@ -42,7 +43,7 @@ def hear(model: nn.Module, call: Arguments) -> Heard:
 
     nn.Module.__call__ = called  # type: ignore[method-assign]
     try:
-        with untouched(model), listening:
+        with _on_copies(model), listening:
             model(*call.args, **call.kwargs)
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
@@ -50,18 +51,13 @@ def hear(model: nn.Module, call: Arguments) -> Heard:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and random state are afterwards what they were before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), unchanged(model):
-        try:
-            yield
-        finally:
-            _write_back(buffers)
+def _on_copies(model: nn.Module) -> Iterator[None]:
+    """The block finds copies of the buffers; attributes and random state are afterwards what they were before."""
+    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    with torch.random.fork_rng(devices=cuda_devices(model)), unchanged(model), swapped(model, copies):
+        yield
 
 
-def _write_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+def cuda_devices(model: nn.Module) -> list[int]:
+    """The indices of the CUDA devices that its parameters are on."""
+    return sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})

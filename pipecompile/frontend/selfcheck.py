@@ -1,9 +1,12 @@
-"""Proof of a capture: one seeded training step of the graph against the original, compared bit for bit."""
+"""Proof of a capture: seeded training steps of the graph against the original, compared bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +14,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.captured import Capture
-from pipecompile.frontend.hearing import untouched
+from pipecompile.frontend.capture import captures
+from pipecompile.frontend.captured import Capture, batch_size
+from pipecompile.frontend.digest import digest
+from pipecompile.frontend.hearing import cuda_devices
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.attributes import unchanged
 from pipecompile.passes.contract import apply
 
-__all__ = ["check_capture", "with_regions"]
+__all__ = ["Proof", "check_capture", "proven", "with_regions"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,56 @@ class _Step:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """At which batch sizes a capture was found equal to its model, and how long that took."""
+
+    batches: tuple[int, ...]
+    seconds: float
+
+
+def proven(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> tuple[Capture, fx.GraphModule, Proof]:
+    """The best capture that is found to be the model: with its graph for `call`, and what was compared.
+
+    Compared are a training step on `call` and one on another number of its samples, where the graph is for several.
+    """
+    differences: list[CaptureError] = []
+    seen: set[str] = set()
+    for found in captures(model, call, leaf):
+        try:
+            module = found.instantiate(call)
+            if digest(module) in seen:
+                continue
+            seen.add(digest(module))
+            start = time.perf_counter()
+            batches = [_check_at(found, module, call), *_check_another(found, call)]
+        except CaptureError as error:
+            differences.append(error)
+        else:
+            return found, module, Proof(tuple(batches), time.perf_counter() - start)
+    raise differences[0]
+
+
+def _check_at(found: Capture, module: fx.GraphModule, call: Arguments) -> int:
+    check_capture(found, module, call)
+    return batch_size(found.inputs.flatten(call))
+
+
+def _check_another(found: Capture, call: Arguments) -> Iterator[int]:
+    """Checks a second batch size, where the guards know one."""
+    batch = batch_size(found.inputs.flatten(call))
+    others = [size for size in (batch // 2, batch - 1, batch + 1) if size and not found.guards.broken(size)]
+    if others and not found.guards.fixed:
+        fewer = pytree.tree_map_only(Tensor, partial(_rows, size=others[0]), (call.args, call.kwargs))
+        other = Arguments(*fewer)
+        yield _check_at(found, found.instantiate(other), other)
+
+
+def _rows(tensor: Tensor, size: int) -> Tensor:
+    """The first `size` samples; the first ones again where there are fewer."""
+    return tensor[torch.arange(size) % tensor.shape[0]] if tensor.dim() else tensor
 
 
 def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
@@ -69,7 +125,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
     """One step that `run` begins, on the state of `model`."""
-    with untouched(model):
+    with _untouched(model):
         torch.manual_seed(0)
         outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -94,3 +150,16 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
     finally:
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Buffers, attributes and random state are afterwards what they were before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=cuda_devices(model)), unchanged(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -6,16 +6,21 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.passes.trees import know_dataclasses
 
 __all__ = ["Arguments", "Inputs", "Outputs", "arguments_of"]
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+CONSTANTS = (
+    bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, torch.Size
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Inputs:
     @staticmethod
     def of(model: nn.Module, call: Arguments) -> Inputs:
         """Learns the tree from one call."""
+        know_dataclasses((call.args, call.kwargs))
         leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
         positional = list(inspect.signature(model.forward).parameters)
         names: list[str | None] = []
@@ -67,7 +73,7 @@ class Inputs:
             else:
                 raise CaptureError(
                     f"the argument {_name(path, positional)!r} holds a {type(leaf).__name__}; "
-                    "inputs are tensors, numbers, strings, None, and tuples, lists and dicts of them"
+                    "inputs are tensors, constants, and tuples, lists, dicts and dataclasses of them"
                 )
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
         return Inputs(spec, tuple(names), constants)
@@ -110,6 +116,7 @@ class Outputs:
     @staticmethod
     def of(result: Any) -> tuple[Outputs, list[Tensor]]:
         """Learns the tree from one result; returns its tensors with it."""
+        know_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *CONSTANTS)):

@@ -36,7 +36,7 @@ class Options(Value, frozen=True, kw_only=True):
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
-    `granularity` says what the model was cut between.
+    `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
     """
 
     k: Positive
@@ -50,6 +50,7 @@ class Options(Value, frozen=True, kw_only=True):
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: Granularity = "operators"
+    leaf: tuple[str, ...] = ()
     stages_per_rank: Positive | None = None
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None
@@ -158,6 +159,14 @@ class Ordering(Value, frozen=True, kw_only=True):
     kept: bool
 
 
+class Provenance(Value, frozen=True, kw_only=True):
+    """How the model became a graph: whether a training step proved them equal, by which method, and what to know."""
+
+    verified: bool
+    method: str = "recorded"
+    notes: tuple[str, ...] = ()
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
@@ -167,7 +176,7 @@ class Plan(Value, frozen=True, kw_only=True):
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
     fingerprint: Fingerprint
     options: Options
-    verified: bool
+    capture: Provenance
     k: Positive
     ranks: Positive
     stages_per_rank: Positive

@@ -68,7 +68,9 @@ def _header(plan: Plan) -> Iterator[str]:
     yield from (f"             {text}" for text in own_texts(plan.links))
     limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
     yield f"  memory     {limit}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
-    yield f"  capture    {'verified against the model' if plan.verified else 'unverified capture'}"
+    proof = "verified against the model" if plan.capture.verified else "unverified capture"
+    yield f"  capture    {proof}" + ("" if plan.capture.method == "recorded" else f"; {plan.capture.method}")
+    yield from (f"             {note}" for note in plan.capture.notes)
 
 
 _GRANULARITIES = {

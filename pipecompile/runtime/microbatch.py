@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
+from pipecompile.passes.trees import know_dataclasses
 
 __all__ = ["count_microbatches", "merge", "split"]
 
@@ -41,6 +42,7 @@ def count_microbatches(tensors: Sequence[Tensor], names: Sequence[str], shapes: 
 
 def split(tree: Any, microbatches: int) -> list[Any]:
     """`tree` once per microbatch: its tensors cut along dimension 0, everything else repeated."""
+    know_dataclasses(tree)
     leaves, spec = pytree.tree_flatten(tree)
     rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
     return [pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)]

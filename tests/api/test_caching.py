@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.api.caching import NodeCost, cache_folder, keep, recalled
-from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments

@@ -13,7 +13,7 @@ from pipecompile.api.correcting import ROUNDS, DoesNotFitError, corrected
 from pipecompile.api.planning import draft
 from pipecompile.api.scaling import Times, apportioned, scaled
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
 
 OPTIONS = Options(
@@ -46,7 +46,14 @@ def chain(times: Sequence[int]) -> CostGraph:
 
 
 def planned(graph: CostGraph, *, assignment: Mapping[str, int] | None = None) -> Plan:
-    return draft(graph, OPTIONS, graph_digest="", verified=True, microbatch_shapes=[(1,)], assignment=assignment)
+    return draft(
+        graph,
+        OPTIONS,
+        graph_digest="",
+        capture=Provenance(verified=True),
+        microbatch_shapes=[(1,)],
+        assignment=assignment,
+    )
 
 
 def truth(true_ns: Mapping[str, int], plan: Plan) -> list[Times]:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from examples import models
+from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
-from pipecompile.api.compile import capture_target, options_for
+from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import GRANULARITIES, Plan
+from pipecompile.ir.plan import GRANULARITIES, Plan, Provenance
 from pipecompile.ir.serde import decode, encode
 from pipecompile.report.text import summary
 
@@ -34,7 +35,13 @@ def _graph() -> CostGraph:
 
 def _plan(granularity: str, **given: Any) -> Plan:
     asked = {"k": 3, "microbatches": 4, "costs": "flops", "granularity": granularity, **given}
-    return draft(_graph(), options_for(_target(), **asked), graph_digest="", verified=False, microbatch_shapes=[])
+    return draft(
+        _graph(),
+        options_for(_target(), **asked),
+        graph_digest="",
+        capture=Provenance(verified=False),
+        microbatch_shapes=[],
+    )
 
 
 def _split_layers(plan: Plan) -> int:

@@ -15,7 +15,7 @@ from pipecompile.api.planning import draft
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Link, Links
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.serde import encode, write
 
 TWO = Links(bandwidth_bytes_per_s=None, latency_ns=((0, 5), (7, 0)))
@@ -34,7 +34,9 @@ def _options(k: int, microbatches: int = 2, schedule: str = "gpipe", objective: 
 
 
 def _planned(graph: CostGraph, options: Options, links: Links) -> Plan:
-    return draft(graph, options, graph_digest="0" * 64, verified=True, microbatch_shapes=[(1,)], links=links)
+    return draft(
+        graph, options, graph_digest="0" * 64, capture=Provenance(verified=True), microbatch_shapes=[(1,)], links=links
+    )
 
 
 def test_links_come_from_a_file_a_mapping_or_nowhere(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from pipecompile.api import measuring
-from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan, options_for
 from pipecompile.api.correcting import DoesNotFitError
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.measuring import Stopwatch
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.errors import PipecompileError
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.schedule import Kind
 from tests.zoo import example
 
@@ -37,7 +38,7 @@ def measured(target: Target, **options: object) -> list[set[Kind]]:
     chosen = options_for(target, k=2, microbatches=2, costs="flops", **options)
     captured = capture_target(target, chosen, verify=False)
     costs = cost_graph(target, "flops", 2, captured)
-    plan = draft(costs, chosen, graph_digest="", verified=False, microbatch_shapes=[(4,)])
+    plan = draft(costs, chosen, graph_digest="", capture=Provenance(verified=False), microbatch_shapes=[(4,)])
     times = Stopwatch(target, captured, CPU)(plan)
     assert all(value > 0 for each in times for value in each.values())
     return [set(each) for each in times]

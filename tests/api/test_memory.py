@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipecompile.api.compile import capture_target, make_plan, options_for
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan, options_for
 from pipecompile.api.costing import Captured, cost_graph
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.cli import commands
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.serde import decode, encode, read, write
 
 WIDTH, BLOCKS, BATCH = 64, 6, 8
@@ -226,7 +227,7 @@ def test_no_plan_holds_more_than_its_cap(
         optimizer=optimizer,
     )  # fmt: skip
     try:
-        plan = draft(graph, options, graph_digest="", verified=False, microbatch_shapes=[])
+        plan = draft(graph, options, graph_digest="", capture=Provenance(verified=False), microbatch_shapes=[])
     except (InfeasibleError, InputError):
         return
     assert max(rank.total.bound for rank in plan.prediction.memory) <= memory

@@ -18,7 +18,7 @@ from pipecompile.api.ordering import placements
 from pipecompile.api.planning import draft
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.serde import encode
 from pipecompile.schedule.check import check
@@ -69,7 +69,9 @@ def options(**changes: Any) -> Options:
 
 
 def planned(graph: CostGraph, **changes: Any) -> Plan:
-    made = draft(graph, options(**changes), graph_digest="0" * 64, verified=True, microbatch_shapes=[(1,)])
+    made = draft(
+        graph, options(**changes), graph_digest="0" * 64, capture=Provenance(verified=True), microbatch_shapes=[(1,)]
+    )
     assert violations(made) == []
     return made
 

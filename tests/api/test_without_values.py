@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
-from pipecompile.api.compile import capture_target, make_plan, options_for, pipecompile
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan, options_for, pipecompile
 from pipecompile.api.profiling import profiled
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
@@ -76,7 +77,7 @@ def test_a_plan_of_a_capture_that_could_not_be_run_says_so() -> None:
     subject = on_meta(target("llama"))
     options = options_for(subject, k=2, costs="flops")
     plan = make_plan(subject, options, capture_target(subject, options, verify=True))
-    assert not plan.verified
+    assert not plan.capture.verified
     assert "unverified capture" in summary(plan)
 
 

@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from pipecompile.api.compile import capture_target, make_plan, options_for, pipecompile, staleness
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan, options_for, pipecompile, staleness
 from pipecompile.api.costing import comparable, cost_graph, cost_model
 from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import Call, Cost

@@ -373,15 +373,35 @@ def test_a_dataclass_that_pytree_knows_is_an_output() -> None:
     assert result.count == 3
 
 
-def test_a_dataclass_that_pytree_does_not_know_is_refused_as_output_and_input() -> None:
+def test_a_dataclass_that_pytree_does_not_know_is_input_and_output() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, query: Query) -> dict[str, Query]:
+            return {"result": Query(self.linear(query.left), query.name + "b")}
+
+    model, query = Model(), Query(torch.randn(4, 4), "a")
+    found, module = captured(model, query)
+    result = found.outputs.unflatten(module(query.left))["result"]
+    assert torch.equal(result.left, model(query)["result"].left)
+    assert result.name == "ab"
+
+
+def test_an_object_of_another_kind_is_refused_as_output_and_input() -> None:
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
     class Model(nn.Module):
         def forward(self, query: Any) -> Any:
-            return query if isinstance(query, Query) else Query(query.sin(), "a")
+            return Box(query.sin()) if isinstance(query, Tensor) else query.value
 
-    with pytest.raises(CaptureError, match=r"the model returns a Query, which cannot travel between stages"):
+    with pytest.raises(CaptureError, match=r"the model returns a Box, which cannot travel between stages"):
         captured(Model(), torch.randn(4, 4))
-    with pytest.raises(CaptureError, match=r"the argument 'query' holds a Query; inputs are tensors, numbers"):
-        captured(Model(), Query(torch.randn(4, 4), "a"))
+    with pytest.raises(CaptureError, match=r"the argument 'query' holds a Box; inputs are tensors, constants"):
+        captured(Model(), Box(torch.randn(4, 4)))
 
 
 def test_a_models_output_class_is_kept() -> None:

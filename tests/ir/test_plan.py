@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.errors import FormatError
 from pipecompile.ir.links import FREE, Link
 from pipecompile.ir.memory import Amount, Footprint, RankMemory
-from pipecompile.ir.plan import Boundary, Fingerprint, Options, Plan, Prediction, Search, Stage
+from pipecompile.ir.plan import Boundary, Fingerprint, Options, Plan, Prediction, Provenance, Search, Stage
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import decode, encode
 
@@ -49,7 +49,7 @@ def _plan(**changes: Any) -> Plan:
             memory_bytes=None,
             costs="flops",
         ),
-        "verified": True,
+        "capture": Provenance(verified=True),
         "k": 2,
         "ranks": 2,
         "stages_per_rank": 1,
@@ -88,7 +88,7 @@ def test_a_plan_is_read_as_it_was_written_and_has_one_form() -> None:
     data = encode(plan)
     assert decode(data, Plan, origin="plan.json") == plan
     assert encode(decode(data, Plan, origin="plan.json")) == data
-    assert data.startswith(b'{\n "allocator": "cpu",\n "fingerprint": {\n  "costs": "c",')
+    assert data.startswith(b'{\n "allocator": "cpu",\n "capture": {\n  "method": "recorded",')
 
 
 def test_a_plan_knows_the_stage_of_each_node_and_what_a_rank_holds() -> None:

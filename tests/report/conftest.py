@@ -9,7 +9,7 @@ import pytest
 from pipecompile.api.planning import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Provenance
 
 MakePlan = Callable[..., Plan]
 
@@ -67,7 +67,12 @@ def _make_plan(
     )
     links = Links.of(Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000))
     return draft(
-        _graph(3 * k + 2), options, graph_digest="0" * 64, verified=True, microbatch_shapes=[(2, 128)], links=links
+        _graph(3 * k + 2),
+        options,
+        graph_digest="0" * 64,
+        capture=Provenance(verified=True),
+        microbatch_shapes=[(2, 128)],
+        links=links,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.links import FREE
-from pipecompile.ir.plan import Faster, Plan
+from pipecompile.ir.plan import Faster, Plan, Provenance
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
 from pipecompile.report.text import gap_text, objective_text, size_text, summary, time_text, timeline_text
 from pipecompile.schedule.simulate import simulate_plan
@@ -39,7 +39,7 @@ def test_what_is_not_proven_is_not_claimed(make_plan: MakePlan) -> None:
     search = msgspec.structs.replace(
         plan.search, objective="max-load", method="cp-sat", value=2_000_000, bound=1_000_000, gap=0.5, proven=False
     )
-    text = summary(msgspec.structs.replace(plan, search=search, verified=False, routes=()))
+    text = summary(msgspec.structs.replace(plan, search=search, capture=Provenance(verified=False), routes=()))
     assert "max-load 2.0 ms, bound 1.0 ms, gap 50.00%, not proven (cp-sat)" in text
     assert "unverified capture" in text
     assert "relayed" not in text

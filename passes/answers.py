@@ -58,13 +58,13 @@ class Listening(TorchDispatchMode):
         self._lists = _ListsByItems()
 
     def __enter__(self) -> Listening:
-        self._lists.__enter__()
+        self._lists.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._lists.__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._lists.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -124,7 +124,8 @@ def _tell(environment: ShapeEnv, symbolic: Any, value: Any) -> None:
     """Torch's own way of running fake tensors beside real ones; it was renamed between releases."""
     if not isinstance(symbolic, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return
-    tell = getattr(environment, "set_real_tensor_prop_unbacked_vals", None) or environment.set_unbacked_var_to_val
+    names = ("set_real_tensor_prop_unbacked_vals", "set_unbacked_var_to_val")
+    tell = next(getattr(environment, name) for name in names if hasattr(environment, name))
     for symbol in free_unbacked_symbols(symbolic):
         tell(symbol, sympy.sympify(int(value) if isinstance(value, bool) else value))
 

@@ -96,7 +96,7 @@ def _hooks(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """A hook sees the whole gradient where its tensor is made, and only there."""
     for node in nodes:
         if node.meta.get("hook"):
-            yield [node.args[0], node]
+            yield [node.all_input_nodes[0], node]
 
 
 def storage_key(tensor: Tensor) -> int:

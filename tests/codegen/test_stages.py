@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
@@ -12,136 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stages import NOW, Case, assert_equal, case_of, split
 from torch import Tensor, fx, nn
 from zoo import captured, example, first
 
-from pipecompile.codegen.stages import StageModule, emit
+from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.ir.schedule import Action, Kind
-from pipecompile.passes.ambient import EnterRegions
-from pipecompile.passes.contract import apply
-from pipecompile.passes.group import Group
-from pipecompile.passes.seed import Moment, Seed, at
-from pipecompile.passes.ties import ties_of
-from pipecompile.runtime.local import step
-from pipecompile.runtime.stage import EagerStage
-
-NOW = Moment(seed=5, step=0, microbatch=0)
-
-
-def loss_of(outputs: Sequence[Tensor], target: object) -> Tensor:
-    """A loss of any outputs that carry gradients."""
-    return torch.stack([value.float().square().mean() for value in outputs if value.requires_grad]).sum()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A captured model, one microbatch, and what the unsplit graph gives for it."""
-
-    capture: Capture
-    call: Arguments
-    units: tuple[tuple[str, ...], ...]  # nodes that may not be cut apart, in order
-    loss: Tensor
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return self.capture.inputs.flatten(self.call)
+from pipecompile.passes.seed import at
 
 
 @cache
 def case(name: str) -> Case:
     target = example(name)
-    call = first(2, target.call)
-    found = capture(target.model, call)
-    units = _units(found.instantiate(call))
-    start = copy.deepcopy(target.model.state_dict())
-    whole = found.instantiate(call)
-    apply(whole.graph, [Seed(), EnterRegions()])
-    whole.recompile()
-    with at(NOW):
-        loss = loss_of(whole(*found.inputs.flatten(call)), None)
-    loss.backward()
-    gradients = {name: p.grad for name, p in target.model.named_parameters() if p.grad is not None}
-    buffers = {name: buffer.clone() for name, buffer in target.model.named_buffers()}
-    target.model.load_state_dict(start)
-    target.model.zero_grad(set_to_none=True)
-    return Case(found, call, units, loss.detach(), gradients, buffers)
-
-
-def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
-    """Runs of nodes between which the graph may be cut: no group spans two."""
-    apply(module.graph, [Group()])
-    nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
-    groups = [node.meta["group"] for node in nodes]
-    last = {group: index for index, group in enumerate(groups) if group is not None}
-    units, run, until = [], [], 0
-    for index, node in enumerate(nodes):
-        run.append(node.name)
-        until = max(until, last.get(groups[index], index))
-        if index >= until:
-            units.append(tuple(run))
-            run = []
-    return tuple(units)
-
-
-Shared = list[list[nn.Parameter]]
-
-
-def split(made: Case, cuts: Sequence[int]) -> tuple[tuple[StageModule, ...], Shared, Shared]:
-    """The stages that begin at these units, and the parameters that each shares with earlier and with later ones."""
-    module = made.capture.instantiate(made.call)
-    stages = {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
-    emitted = emit(module, stages)
-    canonical = {alias: name for name, aliases in made.capture.aliases.items() for alias in (name, *aliases)}
-    by_name = dict(made.capture.model.named_parameters())
-    ties = ties_of(module, module.graph, canonical).items()
-    shared = [(by_name[name], tie.stages) for name, tie in ties if name in by_name]
-    tied = [[p for p, where in shared if index in where[1:]] for index in range(len(emitted))]
-    gathered = [[p for p, where in shared if index in where[:-1]] for index in range(len(emitted))]
-    return emitted, tied, gathered
-
-
-def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and buffers after a forward and backward of one microbatch; the model is as before afterwards."""
-    model = made.capture.model
-    start = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    emitted, tied, gathered = split(made, cuts)
-    last = len(emitted) - 1
-    eager = [
-        EagerStage(
-            stage.module,
-            gradient_inputs=stage.gradient_inputs,
-            loss=loss_of if stage.index == last else None,
-            buffers=stage.buffers,
-            random=stage.random,
-            tied=tied[stage.index],
-            gathered=gathered[stage.index],
-        )
-        for stage in emitted
-    ]
-    order = [Action(s, Kind.FORWARD, 0) for s in range(last + 1)]
-    order += [Action(s, Kind.BACKWARD, 0) for s in reversed(range(last + 1))]
-    try:
-        (loss,) = step(eager, order, [made.inputs], [None], seed=NOW.seed, step=NOW.step)
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return loss, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
-    finally:
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(start[name])
-
-
-def assert_equal(made: Case, cuts: Sequence[int]) -> None:
-    loss, gradients, buffers = train(made, cuts)
-    assert torch.equal(loss, made.loss)
-    assert gradients.keys() == made.gradients.keys()
-    assert [name for name in gradients if not torch.equal(gradients[name], made.gradients[name])] == []
-    assert [name for name in buffers if not torch.equal(buffers[name], made.buffers[name])] == []
+    return case_of(target.model, first(2, target.call))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])

@@ -1,0 +1,34 @@
+"""The test of a small model: seeded steps of its capture are its own, at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.selfcheck import with_regions
+from pipecompile.frontend.signature import Arguments
+
+from . import first
+from .judge import differences, steps
+
+
+def exact(model: nn.Module, *args: Any, batches: Sequence[int] = (4, 2), leaf: Sequence[str] = ()) -> Capture:
+    """The capture of `model` at the first of `batches`, after two training steps of it were compared at each.
+
+    AssertionError names what differs: outputs, gradients or buffers, bit for bit.
+    """
+    call = Arguments(args, {})
+    found = capture(model, first(batches[0], call), leaf)
+    for batch in batches:
+        some = first(batch, call)
+        module = with_regions(found.instantiate(some))
+        torch.manual_seed(0)
+        wanted = steps(model, some, lambda call: model(*call.args))
+        got = steps(model, some, lambda call, run=module: found.outputs.unflatten(run(*found.inputs.flatten(call))))
+        assert differences(wanted, got) == [], f"at batch {batch}"
+    return found

@@ -1,11 +1,14 @@
-"""Functions with caches (functools.lru_cache) that a forward calls: what they keep of a recording must not stay."""
+"""Functions with caches (functools.lru_cache) that a forward calls: they must not keep fake tensors."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from pipecompile.frontend.tape import contains_tensor
 
 __all__ = ["CacheUse"]
 
@@ -17,21 +20,23 @@ OTHERS = frozenset({"torch", "sympy", "mpmath", "functools", "typing", "re", "nu
 
 
 class CacheUse:
-    """Which caches are used from now on; `clear` empties these, so that no fake tensor stays in them.
+    """Which caches are used from now on; `clear` empties those with tensors in them.
 
     A model that takes a tensor out of such a cache would be recorded with it as a constant, one whose cache is empty
-    with the computation: `clear` tells whether a cache had entries before, for the recording to be repeated.
+    with the computation: `clear` tells whether a cache had tensors before, for the recording to be repeated.
     """
 
     def __init__(self) -> None:
-        self._before = [(cache, cache.cache_info()) for cache in _caches(len(sys.modules))]
+        caches = _caches(len(sys.modules))
+        self._before = [(cache, cache.cache_info(), _keeps_tensors(cache)) for cache in caches]
 
     def clear(self) -> bool:
-        """Empties the caches that were used; whether one of them had entries before."""
-        used = [(cache, before) for cache, before in self._before if cache.cache_info() != before]
-        for cache, _ in used:
+        """Empties the caches that were used and keep tensors; whether one of them kept some before."""
+        used = [(cache, kept) for cache, before, kept in self._before if cache.cache_info() != before]
+        keeping = [(cache, kept) for cache, kept in used if kept or _keeps_tensors(cache)]
+        for cache, _ in keeping:
             cache.cache_clear()
-        return any(before.currsize for _, before in used)
+        return any(kept for _, kept in keeping)
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,3 +44,16 @@ def _caches(modules: int) -> list[Cache]:
     """All there are; they are looked for again when the number of imported `modules` has changed."""
     caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
     return [each for each in caches if str(getattr(each, "__module__", "")).partition(".")[0] not in OTHERS]
+
+
+def _keeps_tensors(cache: Cache) -> bool:
+    return cache.cache_info().currsize > 0 and any(map(contains_tensor, _kept(cache)))
+
+
+def _kept(cache: Cache) -> Iterator[Any]:
+    """What a cache refers to: arguments and results, directly or in its table."""
+    for each in gc.get_referents(cache):
+        if isinstance(each, dict) and each is not vars(cache):
+            yield from each.values()
+        else:
+            yield each

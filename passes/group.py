@@ -20,7 +20,7 @@ class Group:
 
     Requires `meta["val"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name for: the inputs
     and the first operation, the output and the last one; a collection and the nodes that take it apart; all nodes
-    that touch a storage which one of them writes to; a tensor and its hooks; and each of `together`, sets of names of
+    that touch a storage up to its last write; a tensor and its hooks; and each of `together`, sets of names of
     nodes or modules.
     """
 
@@ -81,15 +81,27 @@ def _collections(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """A copy sent to another rank would not see a write: all who touch a written storage stay together."""
-    written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
+    """A copy sent to another rank would not see a write: who touches a storage up to its last write stays together.
+
+    Who reads it later may lie later, since what is sent is what the storage holds when its stage is through. State is
+    not sent: all who touch a parameter or buffer that is written to stay together.
+    """
+    state = {storage_key(s.meta["val"]) for node in nodes for s in node.all_input_nodes if s.op == "get_attr"}
     touching: dict[int, list[fx.Node]] = {}
+    through: dict[int, int] = {}  # storage → how many of those who touch it do so up to its last write
     for node in nodes:
-        sources = [node, *node.all_input_nodes] if node.op != "output" else node.all_input_nodes
-        values = [leaf for source in sources for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, Tensor)]
-        for key in {storage_key(tensor) for tensor in (*values, *node.meta["mutates"])} & written:
+        written = {storage_key(tensor) for tensor in node.meta["mutates"]}
+        for key in _touched(node) | written:
             touching.setdefault(key, []).append(node)
-    yield from touching.values()
+            if key in written or (key in through and key in state):
+                through[key] = len(touching[key])
+    yield from (touching[key][:count] for key, count in through.items())
+
+
+def _touched(node: fx.Node) -> set[int]:
+    sources = [node, *node.all_input_nodes] if node.op != "output" else node.all_input_nodes
+    values = [leaf for source in sources for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, Tensor)]
+    return {storage_key(value) for value in values}
 
 
 def _hooks(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:

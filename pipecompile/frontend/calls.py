@@ -52,10 +52,11 @@ def target_of(function: Any, name: str) -> tuple[str, Any]:
 
 
 def hooking(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
-    """`register_hook` as a graph can call it: code that a graph generates cannot spell `hook`."""
+    """`register_hook` as a graph can call it: it cannot spell `hook`, and may run where there are no gradients."""
 
     def register_hook(tensor: Tensor) -> None:
-        tensor.register_hook(hook)
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
     register_hook.__qualname__ = f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}.register_hook"
     return register_hook

@@ -19,6 +19,7 @@ from pipecompile.errors import PipecompileError
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
 from tests.orders import Order, compared, pipeline_under
+from tests.zoo.models import MODELS
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Verdict:
 
 
 def load(name: str) -> Target:
-    """An example model."""
-    return Target.of(getattr(models, name)(), name)
+    """An example model, or one of the zoo."""
+    return Target.of((getattr(models, name, None) or MODELS[name])(), name)
 
 
 def verify_model(name: str, options: dict[str, Any]) -> Verdict:

@@ -16,6 +16,8 @@ from tests.orders import BACKWARDS, Order
 
 MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
 
+EFFECTS = ("data_branch", "dispatch_moe", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
+
 PLACES = ((2, 1, "linear"), (4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"), (2, 3, "v"))
 HAND_MADE = tuple(
     Order(backwards, ranks, stages, shape, recompute=(index + place) % 2 == 1)
@@ -120,10 +122,22 @@ def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, na
     assert len(set(own)) == 5  # it trains
 
 
-def test_the_ranks_hold_the_original_state_together(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EFFECTS)
+def test_models_that_do_more_than_compute_step_as_unsplit(workers: Workers, tmp_path: Path, name: str) -> None:
+    for verdict in workers.run(2, jobs.verify_model, name, {"k": 2}, folder=str(tmp_path)):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("name", ["t5", "buffers", "wav2vec2", "shared", "parametrized"])
+def test_the_ranks_hold_the_original_state_together(workers: Workers, tmp_path: Path, name: str) -> None:
+    names = workers.run(2, jobs.state_names, name, 2, folder=str(tmp_path))
+    assert set().union(*names) == set(jobs.load(name).model.state_dict())
+
+
+def test_both_holders_of_a_tie_answer_to_both_names(workers: Workers, tmp_path: Path) -> None:
     names = workers.run(4, jobs.state_names, "gpt2", 4, folder=str(tmp_path))
     assert set().union(*names) == set(jobs.load("gpt2").model.state_dict())
-    assert "lm_head.weight" in names[0] and "lm_head.weight" in names[3], "both holders of a tie answer to both names"
+    assert "lm_head.weight" in names[0] and "lm_head.weight" in names[3]
 
 
 def test_tied_copies_begin_equal(workers: Workers, tmp_path: Path) -> None:

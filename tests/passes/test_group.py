@@ -79,7 +79,7 @@ def test_a_lstm_stays_with_those_who_take_its_result_apart() -> None:
     assert len(found) >= 4
 
 
-def test_who_writes_in_place_stays_with_all_who_touch_the_storage() -> None:
+def test_who_writes_in_place_stays_with_all_who_touched_the_storage_before() -> None:
     class InPlace(Body):
         def body(self, x: Tensor) -> Tensor:
             hidden = x.exp()
@@ -88,7 +88,7 @@ def test_who_writes_in_place_stays_with_all_who_touch_the_storage() -> None:
             return (hidden + other).sigmoid()
 
     found = groups(grouped(InPlace(), X))
-    assert found["exp"] == ["exp", "tanh", "add_", "add"]
+    assert found["exp"] == ["exp", "tanh", "add_"]
     assert found == {**ENDS, "exp": found["exp"]}
 
 
@@ -102,17 +102,19 @@ def test_a_view_of_a_written_storage_stays_too() -> None:
 
     (name,) = set(groups(grouped(View(), X))) - {"inputs", "outputs"}
     assert name == "exp"
-    assert groups(grouped(View(), X))["exp"] == ["exp", "view", "transpose", "mul_", "reshape"]
+    assert groups(grouped(View(), X))["exp"] == ["exp", "view", "transpose", "mul_"]
 
 
-def test_a_slice_that_is_assigned_to_stays_with_its_readers() -> None:
+def test_a_slice_that_is_assigned_to_stays_with_those_who_read_before_another_is() -> None:
     class SetItem(Body):
         def body(self, x: Tensor) -> Tensor:
             hidden = x.exp()
             hidden[:, 0] = 0
-            return hidden.tanh().sigmoid()
+            between = hidden.tanh()
+            hidden[:, 1] = 0
+            return hidden.cos() + between.sin()
 
-    assert groups(grouped(SetItem(), X))["exp"] == ["exp", "setitem", "tanh"]
+    assert groups(grouped(SetItem(), X))["exp"] == ["exp", "setitem", "tanh", "setitem_1"]
 
 
 def test_a_buffer_that_is_written_stays_with_its_readers() -> None:

@@ -1,4 +1,4 @@
-"""A capture says where it holds, and refuses elsewhere."""
+"""A capture says where it holds, and is made anew elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zoo import captured, same
+from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 
 
@@ -33,15 +35,19 @@ def call(batch: int) -> Arguments:
     return Arguments((torch.randn(batch, 4),), {})
 
 
-def test_a_branch_on_the_batch_size_is_refused_where_it_goes_the_other_way() -> None:
-    found, _ = captured(Branches(), *call(4).args)
-    with pytest.raises(CaptureError) as caught:
-        found.instantiate(call(2))
-    message = str(caught.value)
-    assert "at batch 2 the model takes another branch than at 4" in message
-    assert "> 3 does not hold" in message
-    assert f"test_guards.py:{LINE}" in message
-    assert message.endswith("capture it with a batch of 2")
+def test_what_does_not_hold_is_said_with_its_line() -> None:
+    guards = capture(Branches(), call(4)).guards
+    assert not guards.fixed
+    assert guards.broken(100) is None
+    reason = guards.broken(2)
+    assert reason is not None
+    assert "> 3 does not hold" in reason
+    assert f"test_guards.py:{LINE}" in reason
+
+
+@pytest.mark.parametrize("batches", [(4, 2, 1, 7), (2, 4, 1, 3), (1, 4, 2)])
+def test_where_the_model_takes_another_branch_it_is_captured_anew(batches: tuple[int, ...]) -> None:
+    exact(Branches(), torch.randn(7, 4), batches=batches)
 
 
 @pytest.mark.parametrize("batch", [4, 5, 100])
@@ -52,45 +58,55 @@ def test_it_holds_where_the_branch_goes_the_same_way(batch: int) -> None:
     assert same(found.instantiate(other)(*other.args)[0], model(*other.args))
 
 
-def test_the_other_branch_can_be_captured() -> None:
-    model = Branches()
-    found, _ = captured(model, *call(2).args)
-    three = call(3)
-    assert same(found.instantiate(three)(*three.args)[0], model(*three.args))
-    with pytest.raises(CaptureError, match="at batch 4 the model takes another branch than at 2"):
-        found.check_batch(4)
-
-
 def test_a_capture_of_several_samples_is_not_for_one() -> None:
-    found, _ = captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), *call(4).args)
-    with pytest.raises(CaptureError, match=r"at batch 1 .*torch treats batches of 0 and 1 apart"):
-        found.check_batch(1)
+    found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), call(4))
+    reason = found.guards.broken(1)
+    assert reason is not None
+    assert "torch treats batches of 0 and 1 apart" in reason
 
 
-def test_a_capture_of_one_sample_is_for_one() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    found, module = captured(model, *call(1).args)
-    x = torch.randn(1, 4)
-    assert same(module(x)[0], model(x))
-    with pytest.raises(CaptureError, match="the capture is for batches of 1, not 4; capture it again"):
-        found.instantiate(call(4))
+class Fixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(4, 2, 2).flatten(1) + torch.ones(4, 4)
 
 
-def test_a_model_that_fixes_its_batch_is_for_that_batch() -> None:
-    class Fixed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.view(4, 2, 2).flatten(1) + torch.ones(4, 4)
-
-    found, _ = captured(Fixed(), *call(4).args)
-    with pytest.raises(CaptureError, match="the capture is for batches of 4, not 2"):
-        found.instantiate(call(2))
+class Length(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x)
 
 
-def test_a_model_that_makes_an_int_of_its_batch_is_for_that_batch() -> None:
-    class Length(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * len(x)
+class Loop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[index].sin() * index for index in range(x.shape[0])])
 
-    found, _ = captured(Length(), *call(4).args)
-    with pytest.raises(CaptureError, match="the capture is for batches of 4, not 2"):
-        found.instantiate(call(2))
+
+@pytest.mark.parametrize(("kind", "batch"), [(Fixed, 4), (Length, 4), (Loop, 4), (Branches, 1)])
+def test_a_graph_for_one_batch_alone_says_so(kind: type[nn.Module], batch: int) -> None:
+    found = capture(kind(), call(batch))
+    assert found.guards.fixed
+    assert found.guards.broken(batch) is None
+    assert found.guards.broken(3) is not None
+    if batch > 1:
+        assert any(f"for batches of {batch} alone" in str(note) for note in found.notes)
+
+
+@pytest.mark.parametrize("kind", [Length, Loop])
+def test_and_is_captured_anew_for_others(kind: type[nn.Module]) -> None:
+    exact(kind(), torch.randn(7, 4), batches=(4, 1, 7))
+
+
+def test_a_model_that_cannot_run_at_another_batch_is_refused_there() -> None:
+    with pytest.raises(CaptureError, match=r"test_guards.py:\d+\): the forward cannot run on fake tensors"):
+        capture(Fixed(), call(4)).instantiate(call(2))
+
+
+class Numbers(nn.Module):
+    """Computes with its batch as Python does; every rounding has to be the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        return x * (batch / 3 * 0.1 * 0.7) + (0.1 + batch + 0.2) * batch**-0.5 + 1.1 * (batch * 0.3 + 0.7) - batch // 2
+
+
+def test_numbers_made_of_the_batch_round_as_pythons() -> None:
+    exact(Numbers(), torch.randn(7, 4), batches=(4, 2, 3, 5, 6, 7, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import numpy as np
@@ -54,88 +53,12 @@ def line(function: Any, text: str) -> int:
     return start + next(index for index, source in enumerate(lines) if text in source)
 
 
-def test_a_branch_on_data() -> None:
-    class Branch(Inner):
-        def act(self, x: Tensor) -> Tensor:
-            if x.sum() > 0:
-                return x
-            return -x
-
-    message = refusal(Branch())
-    place = re.escape(f"blocks.1 ({__file__}:{line(Branch.act, 'if x.sum()')})")
-    assert re.match(rf"{place}: the forward branches on the values of a tensor", message)
-    assert "torch.where" in message
-
-
-@pytest.mark.parametrize("name", ["item", "tolist"])
-def test_numbers_read_out_of_a_tensor(name: str) -> None:
-    class Reads(Inner):
-        def act(self, x: Tensor) -> Tensor:
-            return x * getattr(x.sum(), name)()
-
-    message = refusal(Reads())
-    assert message.startswith("blocks.1 (")
-    assert f"test_refusals.py:{line(Reads.act, 'getattr')})" in message
-
-
-@pytest.mark.parametrize("name", ["nonzero", "unique"])
-def test_shapes_that_depend_on_data(name: str) -> None:
-    class Shapes(Inner):
-        def act(self, x: Tensor) -> Tensor:
-            found = getattr((x > 0).long(), name)()
-            return x + found.sum()
-
-    message = refusal(Shapes())
-    assert message.startswith("blocks.1 (")
-    assert f"test_refusals.py:{line(Shapes.act, 'getattr')})" in message
-    assert "depends on the values" in message
-
-
-def test_a_selection_by_a_mask() -> None:
-    class Selects(Inner):
-        def act(self, x: Tensor) -> Tensor:
-            return x + x[x > 0].sum()
-
-    assert f"test_refusals.py:{line(Selects.act, 'x[x > 0]')})" in refusal(Selects())
-
-
 def test_numpy() -> None:
     class Numpy(Inner):
         def act(self, x: Tensor) -> Tensor:
             return torch.from_numpy(np.sin(x.detach().numpy()))
 
     assert "blocks.1 (" in refusal(Numpy())
-
-
-def test_a_buffer_that_is_replaced_instead_of_updated() -> None:
-    class Replaces(Inner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("n", torch.zeros(()))
-
-        def act(self, x: Tensor) -> Tensor:
-            self.n = self.n + 1
-            return x
-
-    message = refusal(Replaces())
-    assert "the forward replaces blocks.1.n by a new tensor" in message
-    assert "copy_" in message
-
-
-def test_a_replaced_buffer_of_the_model_itself() -> None:
-    class Replaces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("n", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.n = self.n + 1
-            return x * 2
-
-    model = Replaces()
-    with pytest.raises(CaptureError, match="the forward replaces n by a new tensor"):
-        captured(model, torch.randn(4, 4))
-    assert model.n.item() == 0
 
 
 def test_an_assignment_to_data() -> None:
@@ -157,7 +80,8 @@ def test_a_failure_of_the_model_itself_is_told_with_its_line() -> None:
             return x @ torch.zeros(5, 5)
 
     message = refusal(Fails())
-    assert f"blocks.1 ({__file__}:{line(Fails.act, 'torch.zeros(5, 5)')})" in message
+    assert message.startswith("blocks.1 (")
+    assert f"test_refusals.py:{line(Fails.act, 'torch.zeros(5, 5)')})" in message
     assert "cannot run on fake tensors" in message
 
 

@@ -1,0 +1,119 @@
+"""Hooks: those of modules that stay whole are called as ever, the others become part of the graph or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import called
+from zoo.exact import exact
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import Arguments
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+
+WIDTH = 8
+X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
+CALL = Arguments((X[:4].clone(),), {})
+
+
+class Block(nn.Module):
+    """A layer that is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_forward_hooks_of_a_module_that_is_taken_apart_are_recorded() -> None:
+    hooked = model()
+    hooked[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    hooked[1].register_forward_hook(lambda module, inputs, output: output + inputs[0])
+    found = exact(hooked, X)
+    assert called(found.graph) == ["0.linear", "sin", "mul", "1.linear", "sin", "add", "2"]
+    assert any("forward hooks of 1 are part of the graph" in str(note) for note in found.notes)
+
+
+def test_hooks_of_a_module_of_torch_are_called_by_it() -> None:
+    hooked = model()
+    hooked[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    hooked[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    found = exact(hooked, X)
+    assert called(found.graph)[-1] == "2"
+    assert not any("hooks" in str(note) for note in found.notes)
+
+
+def test_a_hook_that_keeps_what_it_sees_hands_it_to_who_reads_it() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model()
+            self.kept: list[Tensor] = []
+            self.body[0].register_forward_hook(lambda module, inputs, output: self.kept.append(output))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.clear()
+            return self.body(x) + self.kept[0]
+
+    collecting = Collecting()
+    exact(collecting, X)
+    assert collecting.kept == []
+
+
+def test_a_backward_hook_is_allowed_on_a_module_that_is_one_node_by_wish() -> None:
+    hooked = model()
+    hooked[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    with pytest.raises(CaptureError, match=r"^1: a backward hook is registered .* make the module one node \(leaf\)"):
+        capture(hooked, CALL)
+    assert called(exact(hooked, X, leaf=["1"]).graph) == ["0.linear", "sin", "1", "2"]
+
+
+def test_a_hook_on_a_tensor_is_called_where_the_tensor_is_made() -> None:
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.body(x)
+            out = self.head(hidden)
+            hidden.register_hook(lambda gradient: gradient / 2)
+            return out + hidden
+
+    found = exact(Halving(), X)
+    module = found.instantiate(CALL)
+    apply(module.graph, [Group()])
+    groups = {node.name: node.meta["group"] for node in module.graph.nodes if node.op != "get_attr"}
+    (hook,) = [name for name in groups if "hook" in name]
+    assert groups[hook] == groups["sin"] is not None
+
+
+def test_a_parameters_own_hook_stays() -> None:
+    hooked = model()
+    hooked[0].linear.weight.register_hook(lambda gradient: gradient * 5)
+    exact(hooked, X)
+
+
+def test_requiring_a_gradient_inside_the_forward() -> None:
+    class Requires(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            point = x.detach() * 1
+            point.requires_grad = True
+            return self.linear(point), point.requires_grad
+
+    exact(Requires(), X)

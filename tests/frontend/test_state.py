@@ -1,0 +1,202 @@
+"""What a forward leaves behind: attributes are put back or refused, buffers that it replaces are written back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import called
+from zoo.exact import exact
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import Arguments
+
+WIDTH = 8
+X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
+CALL = Arguments((X[:4].clone(),), {})
+
+
+class Kept(nn.Module):
+    """Does what `act` does with its layer's result, and has two buffers and an attribute."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = act
+        self.note: Any = None
+        self.register_buffer("left", torch.ones(WIDTH))
+        self.register_buffer("right", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, self.linear(x))
+
+
+def put(**values: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    """An `act` that sets attributes one after the other and reads `left` and `right`."""
+
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        for name, value in values.items():
+            setattr(model, name.partition("_")[0], value(model, hidden))
+        return hidden * model.left + model.right
+
+    return act
+
+
+REPLACED = {
+    "by a new tensor": put(left=lambda m, h: 0.9 * m.left + h.detach().mean(0)),
+    "by one with a gradient": put(left=lambda m, h: h.mean(0)),
+    "twice": put(left=lambda m, h: m.left * 2, left_again=lambda m, h: m.left + 1),
+    "by the other one": put(left=lambda m, h: m.right),
+    "by a view of another tensor": put(left=lambda m, h: h.detach().exp()[1]),
+    "by itself": put(left=lambda m, h: m.left),
+}
+
+
+@pytest.mark.parametrize("act", REPLACED.values(), ids=REPLACED)
+def test_a_replaced_buffer_is_written_back(act: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Kept(act)
+    own = model.left
+    exact(model, X)
+    assert model.left is own
+    assert torch.equal(own, torch.ones(WIDTH))
+
+
+def test_buffers_that_change_places() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        before = hidden * model.left - model.right
+        model.left, model.right = model.right, model.left + 1
+        return before + model.left * model.right
+
+    exact(Kept(act), X)
+
+
+def test_what_was_read_before_keeps_the_old_values() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        old, view = model.left, model.left[:4]
+        model.left = model.left * 2
+        model.left.add_(1)
+        return hidden * model.left + old + view.sum()
+
+    exact(Kept(act), X)
+
+
+def test_a_buffer_that_is_written_to_and_then_replaced() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        model.left.mul_(3)
+        seen = model.left + 1
+        model.left = model.left - 5
+        return hidden * seen * model.left
+
+    exact(Kept(act), X)
+
+
+def test_a_shared_module_that_replaces_its_buffer_at_each_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = self.again = Kept(REPLACED["by a new tensor"])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.again(self.part(x)) + self.part.left
+
+    found = exact(Twice(), X)
+    assert called(found.graph).count("copy_") == 1
+
+
+LOST = {
+    "of another shape": put(left=lambda m, h: h.mean(0)[:3].sum()),
+    "of another type": put(left=lambda m, h: m.left.double()),
+}
+
+
+@pytest.mark.parametrize("act", LOST.values(), ids=LOST)
+def test_a_buffer_that_cannot_be_written_back_is_refused(act: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Kept(act)
+    own = model.left
+    with pytest.raises(CaptureError, match="the forward replaces left by a new tensor"):
+        capture(model, CALL)
+    assert model.left is own
+
+
+def test_a_replaced_buffer_with_two_names_is_refused() -> None:
+    model = Kept(REPLACED["by a new tensor"])
+    model.right = model.left
+    with pytest.raises(CaptureError, match="the forward replaces left by a new tensor"):
+        capture(model, CALL)
+
+
+def test_an_assignment_to_the_data_of_a_buffer_is_refused() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        model.left.data = model.left + 1
+        return hidden
+
+    with pytest.raises(CaptureError, match="assigns to an attribute of a tensor"):
+        capture(Kept(act), CALL)
+
+
+ALLOWED = {
+    "a tensor that the output uses": put(note=lambda m, h: h),
+    "a tensor without a gradient": put(note=lambda m, h: h.detach().mean()),
+    "a number": put(note=lambda m, h: 3),
+    "a shape": put(note=lambda m, h: h.shape),
+    "a list": put(note=lambda m, h: [h, None]),
+    "a dict": put(note=lambda m, h: {"h": h}),
+}
+
+
+@pytest.mark.parametrize("act", ALLOWED.values(), ids=ALLOWED)
+def test_what_each_forward_sets_anew_is_put_back_and_said(act: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Kept(act)
+    found = exact(model, X)
+    assert model.note is None
+    (note,) = map(str, found.notes)
+    assert note.startswith("the forward sets note: the pipeline leaves that as it was")
+    assert "test_state.py:" in note
+
+
+def test_a_list_that_is_emptied_and_filled_is_put_back() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        model.note.clear()
+        model.note.append(hidden)
+        return hidden + model.note[0]
+
+    model = Kept(act)
+    model.note = held = ["mine"]
+    capture(model, CALL)
+    assert model.note is held
+    assert held == ["mine"]
+
+
+def test_a_list_that_grows_is_refused_and_put_back() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        model.note.append(1)
+        return hidden * len(model.note)
+
+    model = Kept(act)
+    model.note = []
+    with pytest.raises(CaptureError, match=r"note is set by the forward to \[1, 1\] after \[1\]"):
+        capture(model, CALL)
+    assert model.note == []
+
+
+def test_a_loss_on_an_attribute_that_is_returned_too_is_allowed() -> None:
+    class Returned(Kept):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.linear(x)
+            self.note = hidden.square().mean()
+            return hidden, self.note
+
+    exact(Returned(put()), X)
+
+
+def test_a_switch_that_each_forward_turns_is_refused() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        model.note = not model.note
+        return hidden if model.note else -hidden
+
+    with pytest.raises(CaptureError, match=r"note .* is set by the forward to False after True"):
+        capture(Kept(act), CALL)

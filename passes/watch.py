@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Watch"]
@@ -18,7 +20,8 @@ class Watch(TorchDispatchMode):
     """Sees every operator below autograd.
 
     `random` tells whether one drew random numbers. `averages` are the running statistics that batch normalisation
-    updated: it does so without a trace in the tensors' version counters, which show all other writes.
+    updated: it does so without a trace in the tensors' version counters, which show all other writes. What it gives
+    back is laid out as on a real device.
     """
 
     def __init__(self) -> None:
@@ -35,9 +38,12 @@ class Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Attention kernels carry the tag whatever their dropout is.
             self.random = self.random or _named(func, args, kwargs).get("dropout_p") != 0.0
+        out = func(*args, **kwargs)
         if func.__name__.split(".")[0].endswith("batch_norm") or "batch_norm_legit" in func.__name__:
             self.averages.extend(_updated(_named(func, args, kwargs)))
-        return func(*args, **kwargs)
+            if isinstance(out, tuple):
+                return (_laid_out(out[0], args[0]), *out[1:])
+        return out
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -45,6 +51,14 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     schema = func._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     return {**defaults, **dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+
+
+def _laid_out(result: Tensor, given: Tensor) -> Tensor:
+    """A fake result of batch normalisation as the CPU's kernel lays it out; torch's fake has the layout of its input."""
+    if not isinstance(result, FakeTensor) or result.device.type != "cpu":
+        return result
+    real = torch.empty_like(result, memory_format=suggest_memory_format(given))
+    return result if real.stride() == result.stride() else real
 
 
 def _updated(arguments: dict[str, Any]) -> Iterator[Tensor]:

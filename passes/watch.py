@@ -54,7 +54,7 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _laid_out(result: Tensor, given: Tensor) -> Tensor:
-    """A fake result of batch normalisation as the CPU's kernel lays it out; torch's fake has the layout of its input."""
+    """A fake result of batch normalisation as the CPU's kernel lays it out; torch's fake is laid out as its input."""
     if not isinstance(result, FakeTensor) or result.device.type != "cpu":
         return result
     real = torch.empty_like(result, memory_format=suggest_memory_format(given))

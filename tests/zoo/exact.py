@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured import Capture
@@ -29,6 +30,10 @@ def exact(model: nn.Module, *args: Any, batches: Sequence[int] = (4, 2), leaf: S
         module = with_regions(found.instantiate(some))
         torch.manual_seed(0)
         wanted = steps(model, some, lambda call: model(*call.args))
-        got = steps(model, some, lambda call, run=module: found.outputs.unflatten(run(*found.inputs.flatten(call))))
+        got = steps(model, some, partial(_run, found, module))
         assert differences(wanted, got) == [], f"at batch {batch}"
     return found
+
+
+def _run(found: Capture, module: fx.GraphModule, call: Arguments) -> Any:
+    return found.outputs.unflatten(module(*found.inputs.flatten(call)))

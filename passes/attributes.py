@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attributes", "unchanged"]
+__all__ = ["STATE", "Attributes", "same", "unchanged"]
 
-STATE = ("_parameters", "_buffers", "_modules")  # tables whose entries have watchers of their own
+STATE = ("_parameters", "_buffers", "_modules")  # tables whose entries have watchers of their own: names count
+CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 ABSENT = object()
@@ -20,20 +22,28 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Attributes:
-    """The attributes of every module at one moment, with copies of the lists, dicts and sets among them.
+    """The attributes of every module at one moment, and what the containers among them hold, at any depth.
 
     What changes inside an object of another kind is not seen.
     """
 
     values: Mapping[nn.Module, Mapping[str, Any]]
     copies: Mapping[nn.Module, Mapping[str, Any]]
+    contents: tuple[tuple[Any, Any], ...]  # each container, and a copy of it
 
     @staticmethod
     def of(model: nn.Module) -> Attributes:
         """Those of `model` now."""
         values = {module: dict(vars(module)) for module in model.modules()}
-        copies = {module: {n: v.copy() for n, v in own.items() if _holds(v)} for module, own in values.items()}
-        return Attributes(values, copies)
+        copies = {
+            module: {name: _copied(value) for name, value in own.items() if isinstance(value, (*CONTAINERS, tuple))}
+            for module, own in values.items()
+        }
+        found: dict[int, tuple[Any, Any]] = {}
+        for own in values.values():
+            for value in own.values():
+                _collect(value, found)
+        return Attributes(values, copies, tuple(found.values()))
 
     def restore(self) -> None:
         """Makes the modules as they were at this moment, their tables of parameters and buffers included."""
@@ -42,16 +52,16 @@ class Attributes:
             if not _same_entries(now, attributes):
                 now.clear()
                 now.update(attributes)
-            for name, copy in self.copies[module].items():
-                _refill(attributes[name], copy)
+        for container, copy in self.contents:
+            _refill(container, copy)
 
     def changed(self, later: Attributes) -> list[tuple[nn.Module, str]]:
         """Which attributes are not what they were at this moment."""
         return [
             (module, name)
             for module, own in self.values.items()
-            for name in sorted(own.keys() | later.values[module].keys())
-            if not _same(self._seen(module, name), later._seen(module, name))
+            for name in sorted(own.keys() | later.values.get(module, own).keys())
+            if module in later.values and not same(self._seen(module, name), later._seen(module, name))
         ]
 
     def described(self, module: nn.Module, name: str) -> str:
@@ -73,32 +83,51 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-def _holds(value: Any) -> bool:
-    return isinstance(value, (list, dict, set))
+def _copied(value: Any) -> Any:
+    """`value` with all containers in it copied, down to what they hold."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_copied(item) for item in value]
+    return set(value) if isinstance(value, set) else value
+
+
+def _collect(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
+    """Notes every container in `value` with a copy of its own items."""
+    if isinstance(value, CONTAINERS) and id(value) not in found:
+        found[id(value)] = (value, value.copy())
+    elif not isinstance(value, tuple):
+        return
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (*CONTAINERS, tuple)):
+            _collect(item, found)
 
 
 def _same_entries(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return len(left) == len(right) and all(right.get(name, ABSENT) is value for name, value in left.items())
 
 
-def _same(left: Any, right: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     """Whether nothing was put in its place: the same object, an equal plain value, or a container of such."""
     if left is right:
         return True
     if type(left) is not type(right):
         return False
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
-        return list(left) == list(right) and all(map(_same, left.values(), right.values()))
+        return list(left) == list(right) and all(map(same, left.values(), right.values()))
     return isinstance(left, (*PLAIN, set)) and bool(left == right)
 
 
 def _refill(container: Any, copy: Any) -> None:
-    if _same(container, copy):
+    now, before = list(container), list(copy)
+    if isinstance(container, dict):
+        now, before = [*now, *container.values()], [*before, *copy.values()]
+    if len(now) == len(before) and all(left is right for left, right in zip(now, before, strict=True)):
         return
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         container.extend(copy)
     else:
         container.update(copy)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -20,8 +21,8 @@ class Group:
 
     Requires `meta["val"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name for: the inputs
     and the first operation, the output and the last one; a collection and the nodes that take it apart; all nodes
-    that touch a storage up to its last write; a tensor and its hooks; and each of `together`, sets of names of
-    nodes or modules.
+    that touch a storage up to its last write; a tensor and its hooks; what `torch.autograd.grad` goes
+    back through; and each of `together`, sets of names of nodes or modules.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
@@ -36,7 +37,14 @@ class Group:
         order = {node: index for index, node in enumerate(nodes)}
         links = nx.Graph()
         links.add_nodes_from(nodes)
-        for members in (*_ends(nodes), *_collections(nodes), *_mutations(nodes), *_hooks(nodes), *self._chosen(nodes)):
+        for members in (
+            *_ends(nodes),
+            *_collections(nodes),
+            *_mutations(nodes),
+            *_hooks(nodes),
+            *_gradients(nodes),
+            *self._chosen(nodes),
+        ):
             nx.add_path(links, members)
         for component in nx.connected_components(links):
             first = min(component, key=order.__getitem__)
@@ -109,6 +117,28 @@ def _hooks(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     for node in nodes:
         if node.meta.get("hook"):
             yield [node.all_input_nodes[0], node]
+
+
+def _gradients(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """A gradient that the forward itself takes is taken through what lies between, on one stage."""
+    for node in nodes:
+        if node.target is torch.autograd.grad:
+            before = _closure(node.all_input_nodes, lambda each: each.all_input_nodes)
+            wanted = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
+            sources = [each for each in tree_leaves(wanted) if isinstance(each, fx.Node)]
+            after = _closure(sources, lambda each: each.users)
+            yield [each for each in nodes if each is node or each in sources or (each in before and each in after)]
+
+
+def _closure(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    left = list(start)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(step(node))
+    return found
 
 
 def storage_key(tensor: Tensor) -> int:

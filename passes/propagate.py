@@ -15,7 +15,7 @@ from pipecompile.passes.answers import conditions
 from pipecompile.passes.attributes import unchanged
 from pipecompile.passes.watch import Watch
 
-__all__ = ["faked_state", "has_values", "named_state", "propagate", "swapped", "without_values"]
+__all__ = ["distinct", "faked_state", "has_values", "named_state", "propagate", "swapped", "without_values"]
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -71,15 +71,28 @@ def faked_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     return {key: mode.from_tensor(tensor, static_shapes=True) for key, tensor in plain.items()}
 
 
+def distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors; one that comes again as a copy, since a mode has one fake for each tensor."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        again = id(tensor) in seen
+        yield tensor.detach().clone().requires_grad_(tensor.requires_grad) if again else tensor
+        seen.add(id(tensor))
+
+
 class _Propagator(fx.Interpreter):
-    """Notes on each node its value, and the tensors (arguments, or state of its module) that it wrote to."""
+    """Notes on each node its value, what it wrote to (arguments, or state of its module), and whether it is random."""
 
     def run_node(self, n: fx.Node) -> Any:
         versions = [(tensor, tensor._version) for tensor in self._touched(n)]
         with conditions(n, self.fetch_args_kwargs_from_env(n)), Watch() as watch:
             n.meta["val"] = super().run_node(n)
         written = [tensor for tensor, version in versions if tensor._version != version]
-        n.meta["mutates"] = (*written, *watch.averages)
+        asks = n.meta.get("answers") is not None
+        # What a module that asks data does on other data is not known: it may draw, and write to its buffers.
+        kept = self.fetch_attr(str(n.target)).buffers() if asks else ()
+        n.meta["mutates"] = (*written, *watch.averages, *kept)
+        n.meta["random"] = n.meta.get("random", False) or watch.random or asks
         return n.meta["val"]
 
     def _touched(self, n: fx.Node) -> Iterator[Tensor]:
@@ -90,14 +103,16 @@ class _Propagator(fx.Interpreter):
             yield from (*leaf_module.parameters(), *leaf_module.buffers())
 
 
+@torch.enable_grad()
 def propagate(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode | None = None) -> None:
     """Runs the graph on fakes of `inputs` (one tensor a placeholder) and notes on every node what it yields.
 
-    Sets `meta["val"]`, its fake value, and `meta["mutates"]`, the fake tensors that it wrote to in place.
+    Sets `meta["val"]`, its fake value, `meta["mutates"]`, the fake tensors that it wrote to in place, and
+    `meta["random"]` where it drew random numbers.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     state = faked_state(module, mode)
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct(inputs)]
     rng = torch.get_rng_state()
     try:
         with mode, unchanged(module), swapped(module, state):

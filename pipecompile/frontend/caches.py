@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipecompile.frontend.tape import contains_tensor
@@ -27,7 +27,7 @@ class CacheUse:
     """
 
     def __init__(self) -> None:
-        caches = _caches(len(sys.modules))
+        caches = _caches()
         self._before = [(cache, cache.cache_info(), _keeps_tensors(cache)) for cache in caches]
 
     def clear(self) -> bool:
@@ -39,10 +39,20 @@ class CacheUse:
         return any(kept for _, kept in keeping)
 
 
+def _caches() -> list[Cache]:
+    """All there are, but for those that aged since the last full search without an import or a full collection."""
+    old = _old(len(sys.modules), gc.get_stats()[2]["collections"])
+    young = _among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
+    return list({id(cache): cache for cache in (*old, *young)}.values())
+
+
 @functools.lru_cache(maxsize=1)
-def _caches(modules: int) -> list[Cache]:
-    """All there are; they are looked for again when the number of imported `modules` has changed."""
-    caches = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+def _old(modules: int, collections: int) -> list[Cache]:
+    return _among(gc.get_objects())
+
+
+def _among(objects: Iterable[Any]) -> list[Cache]:
+    caches = [each for each in objects if type(each) is functools._lru_cache_wrapper]
     return [each for each in caches if str(getattr(each, "__module__", "")).partition(".")[0] not in OTHERS]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from pipecompile.frontend.tape import Tape, tensors_in
+from pipecompile.frontend.tape import SYMBOLS, Tape, tensors_in
 from pipecompile.passes.watch import Watch
 
-__all__ = ["Call", "applying", "hooking", "target_of"]
+__all__ = ["Call", "applying", "enclosed_by", "holds_recorded", "hooking", "target_of"]
 
 METHOD_TYPES = (types.MethodDescriptorType, types.WrapperDescriptorType)
 METHOD_OWNERS = ("Tensor.", "TensorBase.", "_TensorBase.")
@@ -60,6 +62,21 @@ def hooking(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]
 
     register_hook.__qualname__ = f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}.register_hook"
     return register_hook
+
+
+def enclosed_by(function: Any) -> Iterator[Any]:
+    """What a function takes from where it was made: enclosed variables, defaults, arguments that are bound."""
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from enclosed_by(function.func)
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
+    yield from getattr(function, "__defaults__", None) or ()
+
+
+def holds_recorded(value: Any) -> bool:
+    """Whether `value` is, or holds, a tensor or a size that belongs to the recording alone."""
+    return isinstance(value, SYMBOLS) or any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 
 def applying(function: Any) -> Callable[..., Any]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.parameter import UninitializedTensorMixin
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.caches import CacheUse
@@ -23,8 +25,8 @@ from pipecompile.frontend.settings import qualified
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
 from pipecompile.frontend.source import source_of
 from pipecompile.frontend.surroundings import quiet
-from pipecompile.passes.attributes import Attributes
-from pipecompile.passes.propagate import faked_state, has_values, named_state
+from pipecompile.passes.attributes import STATE, Attributes
+from pipecompile.passes.propagate import distinct, faked_state, has_values, named_state
 
 __all__ = ["capture", "captures"]
 
@@ -68,7 +70,7 @@ def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capt
 
 def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Iterator[Capture]:
     """All ways that can express `model`, best first, each made when it is asked for; CaptureError if there is none."""
-    _refuse_wrappers(model)
+    _refuse_unfit(model)
     leaves, again = paths_of(model, leaf), partial(capture, model, leaf=leaf)
     has_data = all(has_values(tensor) for _, tensor in named_state(model))
     heard: Heard | None = None
@@ -109,9 +111,9 @@ def _recorded(
     try:
         run = _run(model, call, attempt, manner)
         after = Attributes.of(model)
-        changed = [(module, name) for module, name in before.changed(after) if not run.is_whole(module)]
+        changed = [(module, name) for module, name in before.changed(after) if not _is_torchs(module)]
         if changed:
-            _refuse_state(model, changed, run, after, _run(model, call, attempt, manner))
+            _refuse_state(model, changed, run, after, _run_again(model, call, attempt, manner, run, changed))
     finally:
         before.restore()
     return Capture(
@@ -138,12 +140,6 @@ class _Run:
     outputs: Outputs
     guards: Guards
 
-    def is_whole(self, module: nn.Module) -> bool:
-        """Whether `module` is, or lies in, one that became a node: it runs as ever, and sets what it sets."""
-        paths = {str(node.target) for node in self.recorder.tape.graph.nodes if node.op == "call_module"}
-        path = self.recorder.path_of(module)
-        return any(path == whole or path.startswith(f"{whole}.") for whole in paths)
-
     @property
     def text(self) -> list[str]:
         """The graph, to compare it with that of another run."""
@@ -164,13 +160,38 @@ def _run(model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner) -
     return _run(model, call, attempt, manner) if repeat else run
 
 
+def _run_again(
+    model: nn.Module,
+    call: Arguments,
+    attempt: _Attempt,
+    manner: Manner,
+    first: _Run,
+    changed: Sequence[tuple[nn.Module, str]],
+) -> _Run:
+    """Records a second forward, which finds what the first left."""
+    registered = [(module, name) for module, name in changed if name in STATE]
+    if registered:
+        raise CaptureError(
+            f"{_attribute(first, *registered[0])}: the forward registers a parameter, buffer or module; run the model "
+            "once before it is compiled, so that it is there"
+        )
+    try:
+        return _run(model, call, attempt, manner)
+    except UnsupportedError as error:
+        raise CaptureError(
+            f"{_attribute(first, *changed[0])} is set by the forward, and a second forward, which finds it, cannot be "
+            f"recorded; keep such state in buffers ({error})"
+        ) from error
+
+
+@torch.enable_grad()
 def _run_once(model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner) -> _Run:
     inputs = Inputs.of(model, call)
     tensors = inputs.flatten(call)
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = Recorder(model, mode, faked_state(model, mode), manner)
-    fakes = [faked(tensor, mode, symbolic=attempt.symbolic) for tensor in tensors]
+    fakes = [faked(tensor, mode, symbolic=attempt.symbolic) for tensor in distinct(tensors)]
     for name, fake in zip(inputs.tensor_names, fakes, strict=True):
         recorder.tape.placeholder(name, fake)
     symbol = symbol_of(fakes)
@@ -233,6 +254,11 @@ def _refuse_state(
         )
 
 
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module is torch's own: it runs as ever, and what it keeps for itself is its own matter."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 def _attribute(run: _Run, module: nn.Module, name: str) -> str:
     """An attribute's path, with the line that set it where that is known."""
     path = run.recorder.path_of(module)
@@ -259,9 +285,13 @@ def _first_of(names: Sequence[str]) -> str:
     return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
 
 
-def _refuse_wrappers(model: nn.Module) -> None:
-    """InputError for modules around modules that do more than call them."""
+def _refuse_unfit(model: nn.Module) -> None:
+    """InputError for modules around modules that do more than call them, and for parameters that are not there yet."""
+    if torch.is_inference_mode_enabled():
+        raise InputError("a model is captured to be trained; leave torch.inference_mode first")
     for path, module in model.named_modules():
+        if any(isinstance(value, UninitializedTensorMixin) for value in (*module.parameters(), *module.buffers())):
+            raise InputError(f"{path or 'the model'} has parameters without a shape yet; run the model once first")
         inner = WRAPPERS.get(type(module).__name__)
         if inner is not None and hasattr(module, inner):
             raise InputError(

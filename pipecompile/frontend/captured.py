@@ -69,7 +69,7 @@ class Capture:
         batch = batch_size(tensors)
         self._check_modes()
         if self.guards.broken(batch):
-            return self.again(call).instantiate(call)
+            return self._other(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._answer(graph, call)
         module = fx.GraphModule(self._attributes(), graph)
@@ -77,6 +77,15 @@ class Capture:
         propagate(module, tensors)
         self._refuse_foreign_writes(module)
         return module
+
+    def _other(self, call: Arguments) -> Capture:
+        other = self.again(call)
+        if not other.outputs.alike(self.outputs):
+            raise CaptureError(
+                f"at batch {other.guards.batch} the model returns another structure, or other constants in it, than at "
+                f"{self.guards.batch}, where it was captured; return the same, or capture it there"
+            )
+        return other
 
     def _check_modes(self) -> None:
         for path, module in self.model.named_modules():

@@ -18,9 +18,9 @@ from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
 from pipecompile.frontend.source import is_users, place
-from pipecompile.frontend.surroundings import quiet, seeded_by_torch
+from pipecompile.frontend.surroundings import applied_by, known_saving, quiet, seeded_by_torch
 from pipecompile.passes.answers import asks
-from pipecompile.passes.attributes import unchanged
+from pipecompile.passes.attributes import Attributes
 from pipecompile.passes.propagate import named_state
 
 __all__ = ["exported"]
@@ -28,6 +28,7 @@ __all__ = ["exported"]
 LEVELS = "torch._functorch.predispatch"  # where calls that enter and leave a level of torch.func lie
 
 
+@torch.enable_grad()
 def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Capture]) -> Capture:
     """`model` as torch.export (non-strict, all sizes fixed) sees it: a graph of aten operators, in the mode it is in.
 
@@ -36,7 +37,7 @@ def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Cap
     """
     inputs = Inputs.of(model, call)
     try:
-        with quiet(), unchanged(model), seeded_by_torch(), _no_functions():
+        with quiet(), _stateless(model), seeded_by_torch(), known_saving(), applied_by(_refuse), _no_hooks():
             program = torch.export.export(model, call.args, call.kwargs, strict=False)
     except CaptureError:
         raise
@@ -60,26 +61,53 @@ def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Cap
     )
 
 
-@contextmanager
-def _no_functions() -> Iterator[None]:
-    """CaptureError where the block applies a custom autograd function: export would differentiate its forward."""
-    apply = torch.autograd.Function.__dict__["apply"]
+def _refuse(apply: Any, function: Any, args: Any, kwargs: Any) -> None:
+    raise CaptureError(
+        f"{function.__qualname__} is a custom autograd function, whose backward torch.export would drop; write the "
+        "model so that it can be recorded (no torch.func transforms, no code that torch cannot see)"
+    )
 
-    def refuse(function: Any, *_: Any, **__: Any) -> Any:
+
+@contextmanager
+def _stateless(model: nn.Module) -> Iterator[None]:
+    """CaptureError if the block sets attributes of modules, which torch.export takes for constants."""
+    before = Attributes.of(model)
+    try:
+        yield
+        changed = before.changed(Attributes.of(model))
+    finally:
+        before.restore()
+    if changed:
+        module, name = changed[0]
+        path = next(path for path, other in model.named_modules() if other is module)
         raise CaptureError(
-            f"{function.__qualname__} is a custom autograd function, whose backward torch.export would drop; write the "
-            "model so that it can be recorded (no torch.func transforms, no code that torch cannot see)"
+            f"{path}.{name}".lstrip(".")
+            + " is set by the forward, which could not be recorded; torch.export would take it "
+            "for a constant: keep such state in buffers"
         )
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+
+@contextmanager
+def _no_hooks() -> Iterator[None]:
+    """CaptureError where the block hooks a tensor, which torch.export would drop."""
+    register = Tensor.register_hook
+
+    def refuse(tensor: Tensor, hook: Any) -> None:
+        raise CaptureError(
+            "a hook on a tensor is dropped by torch.export, and the forward could not be recorded; see why"
+        )
+
+    Tensor.register_hook = refuse  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def _flat(program: torch.export.ExportedProgram) -> fx.GraphModule:
     """The program as one graph; levels of torch.func are calls without an order between them until decomposed."""
+    if any(isinstance(part, fx.GraphModule) for part in program.graph_module.children()):
+        raise UnsupportedError("torch.export makes graphs of their own of regions in the forward, which cannot be cut")
     if any(getattr(node.target, "__module__", "") == LEVELS for node in program.graph.nodes):
         program = program.run_decompositions({})
     module = program.module(check_guards=False)
@@ -129,9 +157,6 @@ def _constants(module: fx.GraphModule, graph: fx.Graph, known: Iterable[str]) ->
     asking = [node for node in graph.nodes if asks(node.target)]
     if asking:
         raise UnsupportedError(f"torch.export leaves {asking[0].target} in the graph, which asks for data")
-    regions = [name for name, value in found.items() if not isinstance(value, Tensor)]
-    if regions:
-        raise UnsupportedError("torch.export makes graphs of their own of regions in the forward, which cannot be cut")
     return found
 
 

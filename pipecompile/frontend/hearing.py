@@ -21,6 +21,7 @@ Heard = Mapping[tuple[str, int], tuple[Answer, ...]]
 """By a module's path and the number of the call (from 0): what data told while it ran."""
 
 
+@torch.enable_grad()
 def hear(model: nn.Module, call: Arguments) -> Heard:
     """Runs one forward of `model` on real tensors; it and the random state are as before afterwards."""
     paths: dict[nn.Module, str] = {}

@@ -21,14 +21,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.calls import Call, applying, hooking, target_of
+from pipecompile.frontend.calls import Call, applying, enclosed_by, holds_recorded, hooking, target_of
 from pipecompile.frontend.faults import DataDependentError, UnsupportedError, asks_data
 from pipecompile.frontend.hearing import Heard
 from pipecompile.frontend.leaves import is_of_torch
 from pipecompile.frontend.source import source, source_of
-from pipecompile.frontend.surroundings import exporting, inference_as_no_grad, instead, seeded_by_torch
+from pipecompile.frontend.surroundings import exporting, inference_as_no_grad, instead, known_saving, seeded_by_torch
 from pipecompile.frontend.tape import SYMBOLS, Tape, contains_tensor, tensors_in
 from pipecompile.passes.answers import Answer, answering
+from pipecompile.passes.attributes import same
 from pipecompile.passes.propagate import swapped
 from pipecompile.passes.watch import Watch
 
@@ -83,6 +84,7 @@ class Recorder(TorchFunctionMode):
             instead(self.call_module, self.call_autograd_function, self._assigned),
             exporting(self.manner.exporting),
             inference_as_no_grad(),
+            known_saving(),
             self.mode,
             swapped(self.root, self._state) as lost,
             enable_python_dispatcher(),
@@ -96,8 +98,16 @@ class Recorder(TorchFunctionMode):
                 "update it in place, for example with copy_"
             )
 
-    def _assigned(self, module: nn.Module, name: str) -> None:
+    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
         self.assignments[module, name] = source()
+        path = self._paths.get(module)
+        if path is None or _get_current_function_mode() is not self or not self._is_leaf(module, path):
+            return
+        if name not in vars(module) or not same(vars(module)[name], value):
+            raise CaptureError(
+                f"{self.tape.where()}: the forward sets {name} of {path}, which is one node and would not see it; "
+                "set it outside the forward, or use the functional form of that module"
+            )
 
     # -- calls of functions
 
@@ -124,7 +134,7 @@ class Recorder(TorchFunctionMode):
         if contains_tensor(out) or call.mutates:
             self._record(*target_of(func, name), call, out)
         elif func is Tensor.register_hook:
-            self._record("call_function", hooking(args[1]), Call(self.tape, self._watch, args[:1], {}), None, hook=True)
+            self._hook(*args)
         return out
 
     def _attribute(self, func: Any, args: Any) -> Any:
@@ -134,6 +144,14 @@ class Recorder(TorchFunctionMode):
             node = self.tape.create("call_function", getattr, (self.tape.argument(args[0]), name), {})
             self.tape.bind(out, node)
         return out
+
+    def _hook(self, tensor: Tensor, hook: Any) -> None:
+        if any(map(holds_recorded, enclosed_by(hook))):
+            raise UnsupportedError(
+                f"{self.tape.where()}: a hook encloses a value of the forward, which is another in each step; let it "
+                "compute from the gradient and from constants"
+            )
+        self._record("call_function", hooking(hook), Call(self.tape, self._watch, (tensor,), {}), None, hook=True)
 
     def _require_gradient(self, tensor: Tensor, required: bool) -> None:
         """As the method of that name does: the tensor itself changes, so its maker stays with the call."""
@@ -194,6 +212,9 @@ class Recorder(TorchFunctionMode):
                 raise
             self.tape.undo(mark)
             whole = self._call_leaf(original, module, args, kwargs, number)
+            inner = [other for other in self.whole if other.startswith(f"{path}.")]
+            for other in inner:
+                del self.whole[other]
             self.whole[path], self.failed_in = source_of(error) or source(), None
             return whole
         finally:
@@ -206,7 +227,13 @@ class Recorder(TorchFunctionMode):
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, number: int | None = None
     ) -> Any:
         """Runs a module on fake tensors and records it as one node; with `number` it is told what that call was."""
-        call = Call(self.tape, self._watch, args, kwargs, state=[*module.parameters(), *module.buffers()])
+        state = [*module.parameters(), *module.buffers()]
+        if not all(map(self.tape.owns, state)):
+            raise UnsupportedError(
+                f"{self.tape.where()}: the module is called with tensors in the place of its parameters or buffers "
+                "(functional_call), which its node would not have; call the function that it stands for"
+            )
+        call = Call(self.tape, self._watch, args, kwargs, state=state)
         with _pop_mode_temporarily(), answering(self._answers(number)):
             out = call.run(lambda: original(module, *args, **kwargs))
         self._refuse_data(out, type(module).__name__)

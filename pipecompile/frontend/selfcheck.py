@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import captures
@@ -22,6 +24,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.attributes import unchanged
 from pipecompile.passes.contract import apply
+from pipecompile.passes.group import storage_key
 
 __all__ = ["Proof", "check_capture", "proven", "with_regions"]
 
@@ -32,7 +35,7 @@ class _Step:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    buffers: dict[str, Tensor]  # and parameters that the forward writes to
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,24 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     The step's loss is the sum of squares of all outputs that carry gradients. Parameters, buffers, gradients and the
     random state are as before afterwards.
     """
-    model = capture.model
-    original = _step(model, lambda: model(*call.args, **call.kwargs))
-    runnable = with_regions(module)
-    captured = _step(model, lambda: runnable(*capture.inputs.flatten(call)))
+    model, runnable, written = capture.model, with_regions(module), _written_parameters(module)
+    original = _original(model, written, call)
+    captured = _step(model, written, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in ("outputs", "gradients", "buffers"):
         _compare(kind, getattr(original, kind), getattr(captured, kind))
+
+
+def _original(model: nn.Module, written: Sequence[Tensor], call: Arguments) -> _Step:
+    try:
+        step = _step(model, written, lambda: model(*call.args, **call.kwargs))
+    except Exception as error:
+        raise CaptureError(f"a training step of the model fails on the sample input: {error}") from error
+    if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
+        raise CaptureError(
+            "the model keeps tensors where no module shows them (a cache in a global or a closure), and now those of "
+            "its recording; keep them in buffers, and make the model anew"
+        )
+    return step
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:
@@ -123,9 +138,10 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
-    """One step that `run` begins, on the state of `model`."""
-    with _untouched(model):
+@torch.enable_grad()
+def _step(model: nn.Module, written: Sequence[Tensor], run: Callable[[], Any]) -> _Step:
+    """One step that `run` begins, on the state of `model`; `written` are parameters that it writes to."""
+    with _untouched(model, written):
         torch.manual_seed(0)
         outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -133,7 +149,7 @@ def _step(model: nn.Module, run: Callable[[], Any]) -> _Step:
         return _Step(
             outputs={f"output {index}": value.detach() for index, value in enumerate(outputs)},
             gradients={name: g for (name, _), g in zip(named, gradients, strict=True) if g is not None},
-            buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+            buffers={name: value.clone() for name, value in (*model.named_buffers(), *_named(model, written))},
         )
 
 
@@ -152,10 +168,27 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
             parameter.grad = gradient
 
 
+def _written_parameters(module: fx.GraphModule) -> list[Tensor]:
+    """The parameters that a forward of `module` may write to: an embedding that keeps its norms, for example."""
+    written = {storage_key(tensor) for node in module.graph.nodes for tensor in node.meta["mutates"]}
+    found: list[Tensor] = []
+    for node in module.graph.nodes:
+        if node.op == "call_module" and node.meta["mutates"]:
+            found.extend(module.get_submodule(str(node.target)).parameters())
+        elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
+            found.append(operator.attrgetter(str(node.target))(module))
+    return [value for value in found if isinstance(value, nn.Parameter)]
+
+
+def _named(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    known = {id(tensor) for tensor in tensors}
+    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in known)
+
+
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and random state are afterwards what they were before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _untouched(model: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
+    """Buffers, `written`, attributes and random state are afterwards what they were before."""
+    buffers = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *written)]
     with torch.random.fork_rng(devices=cuda_devices(model)), unchanged(model):
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,10 @@ class Outputs:
         batched = tuple(value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors)
         return Outputs(spec, is_tensor, constants, batched), tensors
 
+    def alike(self, other: Outputs) -> bool:
+        """Whether both have one structure and the same constants."""
+        return (self.spec, self.is_tensor, self.constants) == (other.spec, other.is_tensor, other.constants)
+
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """The result whose tensors are `tensors`."""
         source = iter(tensors)
@@ -142,4 +147,5 @@ def _name(path: Sequence[Any], positional: Sequence[str]) -> str:
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     if keys[0] == 0 and keys[1] < len(positional):
         keys[1] = positional[keys[1]]
-    return re.sub(r"\W", "_", "_".join(map(str, keys[1:])))
+    name = re.sub(r"\W", "_", "_".join(map(str, keys[1:])))
+    return f"{name}_" if keyword.iskeyword(name) else name

@@ -7,42 +7,88 @@ import io
 import logging
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.errors import CaptureError
 
-Assigned = Callable[[nn.Module, str], None]
+Assigned = Callable[[nn.Module, str, Any], None]
+FUNCTIONS = vars(torch.autograd.function)  # where the code of `Function.apply` finds its names
 
-__all__ = ["exporting", "inference_as_no_grad", "instead", "quiet", "seeded_by_torch"]
+__all__ = ["applied_by", "exporting", "inference_as_no_grad", "instead", "known_saving", "quiet", "seeded_by_torch"]
 
 
 @contextlib.contextmanager
 def instead(call_module: Callable[..., Any], call_function: Callable[..., Any], assigned: Assigned) -> Iterator[None]:
     """Calls of modules and of `autograd.Function.apply` go to these, each with the original as first argument.
 
-    `assigned` is told of each attribute that is set on a module.
+    `assigned` is told of each attribute before it is set on a module.
     """
-    call, assign, apply = nn.Module.__call__, nn.Module.__setattr__, torch.autograd.Function.__dict__["apply"]
+    call, assign = nn.Module.__call__, nn.Module.__setattr__
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        assigned(module, name)
+        assigned(module, name, value)
         assign(module, name, value)
 
     nn.Module.__call__ = lambda module, *a, **k: call_module(call, module, a, k)  # type: ignore[method-assign]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
-    torch.autograd.Function.apply = classmethod(  # type: ignore[assignment]
-        lambda function, *a, **k: call_function(apply.__func__, function, a, k)
-    )
     try:
-        yield
+        with applied_by(call_function):
+            yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+class _Redirected:
+    """Holds the code that stands in for that of `Function.apply`; naming `__class__`, both enclose one variable."""
+
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        __class__  # noqa: B018
+        return _applied_instead(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+@contextlib.contextmanager
+def applied_by(call_function: Callable[..., Any]) -> Iterator[None]:
+    """Calls of `autograd.Function.apply` go to `call_function`, with the original as first argument.
+
+    Its code is exchanged, not the attribute: models keep `apply` under names of their own.
+    """
+    function = torch.autograd.Function.__dict__["apply"].__func__
+    code = function.__code__
+    original = types.FunctionType(code, function.__globals__, "apply", function.__defaults__, function.__closure__)
+    FUNCTIONS["_applied_instead"] = lambda cls, args, kwargs: call_function(original, cls, args, kwargs)
+    function.__code__ = _Redirected.apply.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        del FUNCTIONS["_applied_instead"]
+
+
+@contextlib.contextmanager
+def known_saving() -> Iterator[None]:
+    """CaptureError where the block changes what autograd saves; torch's own ways keep the values as they are."""
+    enter = saved_tensors_hooks.__enter__
+
+    def checked(hooks: saved_tensors_hooks) -> None:
+        if not type(hooks).__module__.startswith("torch.") or type(hooks) is saved_tensors_hooks:
+            raise CaptureError(
+                "the forward enters saved_tensors_hooks of its own, which no stage would; save_on_cpu and checkpoints "
+                "are known, others may change gradients: leave them to the training loop"
+            )
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -105,10 +151,16 @@ def seeded_by_torch() -> Iterator[None]:
     try:
         yield
     finally:
+        seeded = not torch.equal(torch.get_rng_state(), state)
         torch.set_rng_state(state)
         unmoved = {"Python's": random.getstate() == draws, "numpy's": _same(arrays)}
         random.setstate(draws)
         _restore_numpy(arrays)
+    if seeded:
+        raise CaptureError(
+            "the forward seeds torch's generator, or draws from it unseen, but every random node of a pipeline is "
+            "seeded for itself; seed outside the model"
+        )
     drawn = [name for name, same in unmoved.items() if not same]
     if drawn:
         raise CaptureError(

@@ -192,9 +192,13 @@ class Tape:
         return self._reads[name]
 
     def is_used(self, tensor: Tensor) -> bool:
-        """Whether what made `tensor` is still part of the graph."""
+        """Whether `tensor` is the model's, or what made it is still part of the graph."""
         node = self._nodes.get(id(tensor))
-        return node is None or not node._erased
+        return id(tensor) in self._names or (node is not None and not node._erased)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` stands for a parameter or buffer of the model."""
+        return id(tensor) in self._names
 
     # -- going back
 

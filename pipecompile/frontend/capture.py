@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.caches import CacheUse
@@ -290,7 +290,7 @@ def _refuse_unfit(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise InputError("a model is captured to be trained; leave torch.inference_mode first")
     for path, module in model.named_modules():
-        if any(isinstance(value, UninitializedTensorMixin) for value in (*module.parameters(), *module.buffers())):
+        if any(is_lazy(value) for value in (*module.parameters(), *module.buffers())):
             raise InputError(f"{path or 'the model'} has parameters without a shape yet; run the model once first")
         inner = WRAPPERS.get(type(module).__name__)
         if inner is not None and hasattr(module, inner):

@@ -97,7 +97,7 @@ def _no_hooks() -> Iterator[None]:
             "a hook on a tensor is dropped by torch.export, and the forward could not be recorded; see why"
         )
 
-    Tensor.register_hook = refuse  # type: ignore[method-assign,assignment]
+    Tensor.register_hook = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:

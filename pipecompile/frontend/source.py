@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from pipecompile.passes import propagate
+import pipecompile.passes.propagate
 
 __all__ = ["HIDDEN", "is_users", "place", "source", "source_of"]
 
 # Frames of these folders are never the line that a user wrote.
 HIDDEN = tuple(
-    str(Path(module.__file__ or "").parent) for module in (torch, propagate, sys.modules["pipecompile.errors"])
+    str(Path(sys.modules[name].__file__ or "").parent)
+    for name in (torch.__name__, "pipecompile.passes.propagate", "pipecompile.errors")
 )
 CALLER = str(Path(__file__).with_name("capture.py"))  # whose own callers are not the model
 STANDARD_LIBRARY = Path(contextlib.__file__).parent

@@ -49,7 +49,7 @@ class _Redirected:
     """Holds the code that stands in for that of `Function.apply`; naming `__class__`, both enclose one variable."""
 
     def apply(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __class__  # noqa: B018
+        __class__  # type: ignore[name-defined]  # noqa: B018
         return _applied_instead(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import called
+from zoo import called, same
 from zoo.exact import exact
 
 from pipecompile.api.compile import pipecompile
+from pipecompile.api.target import Target, sum_of_squares
+from pipecompile.api.verify import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
@@ -231,6 +234,42 @@ def test_costs_and_memory_of_a_model_that_asks_are_those_of_the_sample() -> None
     assert loss is not None
     assert torch.isfinite(loss)
     assert model.part.used.sum() == 8
+
+
+class Rarely(Part):
+    """Only where the mean is negative it counts, and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return self.linear(x)
+        self.seen.add_(1)
+        return nn.functional.dropout(self.linear(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_the_branch_that_the_sample_does_not_take_draws_and_writes(recompute: str) -> None:
+    """Compiled on one branch, trained on the other: still the unsplit model, with its draws and its count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Tanh(), Rarely()), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    x = sample(8)
+    target = Target(model, Arguments((x.abs(),), {}), sum_of_squares)
+    pipeline = pipecompile(
+        model, target.call, 2, loss_fn=sum_of_squares, costs="flops", microbatches=4, recompute=recompute
+    )
+    reference = reference_for(target, pipeline.plan)
+    for step in range(2):
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        loss = pipeline.step(-x.abs(), None)
+        wanted = reference.step(replace(target, call=Arguments((-x.abs(),), {})), 4, seed=pipeline.seed, step=step)
+        expected = {name: value.grad for name, value in reference.model.named_parameters()}
+        assert torch.equal(loss, wanted)
+        assert same({name: value.grad for name, value in pipeline.named_parameters()}, expected)
+        assert model[0][1].seen == reference.model[0][1].seen == 4 * (step + 1)
 
 
 def test_a_model_without_values_is_refused_since_nothing_can_answer() -> None:

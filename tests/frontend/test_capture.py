@@ -428,6 +428,35 @@ def test_another_structure_or_constant_is_an_error() -> None:
         found.inputs.flatten(Arguments((1.0,), {"scale": 2.0}))
 
 
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.left(a) - self.right(b.sin())
+
+    model, x = Two(), torch.randn(4, 4)
+    found, module = captured(model, x, x)
+    assert found.inputs.tensor_names == ("a", "b")
+    assert torch.equal(module(x + 1, x - 1)[0], model(x + 1, x - 1))
+
+
+def test_a_keyword_of_python_may_name_an_input() -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+            return self.linear(x) + more["class"] * more["lambda"]
+
+    call = {"class": torch.randn(4, 4), "lambda": torch.randn(4, 1)}
+    found, _ = captured(Keyed(), torch.randn(4, 4), **call)
+    assert sorted(found.inputs.tensor_names) == ["class_", "lambda_", "x"]
+
+
 def test_inputs_of_different_batches_are_an_error() -> None:
     with pytest.raises(InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"):
         batch_size([torch.zeros(4, 2), torch.zeros(3, 2)])

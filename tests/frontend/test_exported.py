@@ -132,6 +132,28 @@ def test_a_backward_hook_is_refused() -> None:
     assert "custom autograd function" in refusal(model)
 
 
+def test_a_hook_on_a_tensor_is_refused() -> None:
+    class Hooked(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            hidden = self.head(x)
+            hidden.register_hook(lambda gradient: gradient * 100)
+            return hidden.sin()
+
+    original = Tensor.register_hook
+    assert "a hook on a tensor is dropped by torch.export" in refusal(Hooked())
+    assert Tensor.register_hook is original
+
+
+def test_a_region_beside_vmap_is_refused() -> None:
+    class Region(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                lesson = self.head(x)
+            return self.head(x) + lesson
+
+    assert "cannot be seen" in refusal(Region())
+
+
 def test_a_region_is_refused() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +112,50 @@ class Numbers(nn.Module):
 
 def test_numbers_made_of_the_batch_round_as_pythons() -> None:
     exact(Numbers(), torch.randn(7, 4), batches=(4, 2, 3, 5, 6, 7, 1))
+
+
+class Told(nn.Module):
+    """Returns what `tell` makes of its result and its input."""
+
+    def __init__(self, tell: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tell = tell
+
+    def forward(self, x: Tensor) -> Any:
+        return self.tell(self.linear(x), x)
+
+
+TOLD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a constant": lambda h, x: {"h": h, "batch": len(x)},
+    "a choice": lambda h, x: {"h": h, "kind": "large" if x.shape[0] > 3 else "small"},
+    "the structure": lambda h, x: (h, h.mean()) if x.shape[0] > 3 else h,
+    "as many tensors": lambda h, x: [row * 2 for row in h],
+}
+
+
+@pytest.mark.parametrize("tell", TOLD.values(), ids=TOLD)
+def test_a_result_whose_form_depends_on_the_batch_is_refused_at_another(tell: Callable[[Tensor, Tensor], Any]) -> None:
+    """One batch's form would be put around the tensors of another."""
+    model = Told(tell)
+    found = exact(model, torch.randn(7, 4), batches=(4,))
+    with pytest.raises(CaptureError, match="at batch 2 the model returns another structure, or other constants in it"):
+        found.instantiate(call(2))
+    exact(model, torch.randn(7, 4), batches=(2,))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_captured_anew_is_in_the_mode_of_the_model(train: bool) -> None:
+    class Dropping(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    model = Dropping().train(train)
+    found = exact(model, torch.randn(7, 4), batches=(4, 2, 7, 1))
+    other = found.again(call(2))
+    assert other.training == {"": train, "linear": train}
+    assert other.guards.batch == 2
+    model.train(not train)
+    assert found.again(call(4)).training == {"": not train, "linear": not train}
+    with pytest.raises(CaptureError, match=f"was captured in {'train' if train else 'eval'} mode"):
+        found.instantiate(call(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +99,57 @@ def test_a_hook_on_a_tensor_is_called_where_the_tensor_is_made() -> None:
     groups = {node.name: node.meta["group"] for node in module.graph.nodes if node.op != "get_attr"}
     (hook,) = [name for name in groups if "hook" in name]
     assert groups[hook] == groups["sin"] is not None
+
+
+class Enclosing(nn.Module):
+    """Hooks its hidden tensor with what `make` makes of the input."""
+
+    def __init__(self, make: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.body, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        hidden.register_hook(self.make(x))
+        return self.head(hidden)
+
+
+def of_a_size(x: Tensor) -> Callable[[Tensor], Tensor]:
+    batch = x.shape[0]
+    return lambda gradient: gradient / batch
+
+
+def test_a_hook_that_encloses_a_size_is_exact_at_every_batch() -> None:
+    found = exact(Enclosing(of_a_size), X, batches=(4, 2, 7))
+    assert found.guards.fixed
+    assert any("batches of 4 alone" in str(note) for note in found.notes)
+
+
+def of_a_tensor(x: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient * x
+
+
+def of_a_list(x: Tensor) -> Callable[[Tensor], Tensor]:
+    kept = [x]
+    return lambda gradient: gradient * kept[0]
+
+
+def of_a_default(x: Tensor) -> Callable[[Tensor], Tensor]:
+    def hook(gradient: Tensor, x: Tensor = x) -> Tensor:
+        return gradient * x
+
+    return hook
+
+
+def of_a_bound_argument(x: Tensor) -> Callable[[Tensor], Tensor]:
+    return partial(torch.mul, x)
+
+
+@pytest.mark.parametrize("make", [of_a_tensor, of_a_list, of_a_default, of_a_bound_argument])
+def test_a_hook_that_encloses_a_tensor_is_refused(make: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
+    with pytest.raises(CaptureError, match="hook"):
+        capture(Enclosing(make), CALL)
 
 
 def test_a_parameters_own_hook_stays() -> None:

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from zoo import captured
 
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, InputError
 
 
 class Inner(nn.Module):
@@ -103,3 +103,14 @@ def test_a_cache_in_the_output_is_refused_with_advice() -> None:
     model = transformers.GPT2LMHeadModel(config)
     with pytest.raises(CaptureError, match=r"the model returns a \w*Cache.*set use_cache=False in the config"):
         captured(model, input_ids=torch.randint(0, 16, (4, 8)))
+
+
+def test_parameters_without_a_shape() -> None:
+    with pytest.raises(InputError, match="has parameters without a shape yet; run the model once first"):
+        captured(Outer(nn.Sequential(nn.LazyLinear(4))), torch.randn(4, 4))
+
+
+def test_inference_mode() -> None:
+    model = nn.Linear(4, 4)
+    with torch.inference_mode(), pytest.raises(InputError, match=r"leave torch\.inference_mode first"):
+        captured(model, torch.randn(4, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
+from pipecompile.frontend.selfcheck import proven, with_regions
 from pipecompile.frontend.signature import Arguments
 
 WIDTH = 8
@@ -200,3 +203,123 @@ def test_a_switch_that_each_forward_turns_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"note .* is set by the forward to False after True"):
         capture(Kept(act), CALL)
+
+
+def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
+    """The second forward meets the tensor of the first: a capture of the first alone would forget it."""
+
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        before = model.note
+        model.note = hidden.detach().mean(0)
+        return hidden if before is None else hidden + before
+
+    model = Kept(act)
+    with pytest.raises(
+        CaptureError, match=r"^note \(.*test_state.py:\d+\) is set by the forward, and a second forward"
+    ):
+        capture(model, CALL)
+    assert model.note is None
+
+
+def test_a_counter_inside_a_subclass_of_a_torch_module_is_refused() -> None:
+    """It is one node, whose own attributes nobody follows; what the parent reads of it would be a constant."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Counting(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x) * self.part.calls
+
+    model = Reads()
+    with pytest.raises(CaptureError, match=r"^part\.calls \(.* is set by the forward to 2 after 1"):
+        capture(model, CALL)
+    assert model.part.calls == 0
+
+
+NESTED = {
+    "a list in a dict": ({"seen": [1, 2]}, lambda note, h: note["seen"].append(h)),
+    "a deque": (deque([1, 2], maxlen=2), lambda note, h: note.append(h)),
+    "a deque in a tuple": ((deque([1]), 0), lambda note, h: note[0].appendleft(h)),
+    "a set in a list": ([{1}], lambda note, h: note[0].add(h.dim())),
+    "a dict in a list in a dict": ({"a": [{"b": 1}]}, lambda note, h: note["a"][0].update(c=h)),
+    "an emptied list in a list": ([[1, 2]], lambda note, h: note[0].clear()),
+}
+
+
+def parts(value: Any) -> list[Any]:
+    """A container and all within it, each itself."""
+    inner = value.values() if isinstance(value, dict) else value
+    return [value, *(each for item in inner if hasattr(item, "__iter__") for each in parts(item))]
+
+
+@pytest.mark.parametrize(("note", "change"), NESTED.values(), ids=NESTED)
+def test_nested_containers_are_as_before(note: Any, change: Callable[[Any, Tensor], object]) -> None:
+    """Whether the capture is refused or not: the same objects hold the same items."""
+
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        change(model.note, hidden)
+        return hidden
+
+    model = Kept(act)
+    model.note = note
+    objects, text = list(map(id, parts(note))), repr(note)
+    with contextlib.suppress(CaptureError):
+        capture(model, CALL).instantiate(CALL)
+    assert model.note is note
+    assert list(map(id, parts(note))) == objects
+    assert repr(note) == text
+
+
+def test_a_forward_that_registers_a_buffer_is_refused_with_advice() -> None:
+    def act(model: Any, hidden: Tensor) -> Tensor:
+        if "late" not in dict(model.named_buffers()):
+            model.register_buffer("late", torch.zeros(WIDTH))
+        return hidden + model.late
+
+    model = Kept(act)
+    with pytest.raises(CaptureError, match="run the model once before it is compiled"):
+        capture(model, CALL)
+    assert "late" not in dict(model.named_buffers())
+    model(*CALL.args)
+    exact(model, X)
+
+
+WRITTEN = {
+    "max_norm": (lambda: nn.Sequential(nn.Embedding(10, WIDTH, max_norm=0.5)), torch.arange(4)),
+    "clamp": (lambda: Clamped(), CALL.args[0]),
+}
+
+
+class Clamped(nn.Module):
+    """Keeps its weight within bounds, in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(("make", "x"), WRITTEN.values(), ids=WRITTEN)
+def test_parameters_that_a_forward_writes_to_are_as_before(make: Callable[[], nn.Module], x: Tensor) -> None:
+    model, call = make(), Arguments((x,), {})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found, module, _ = proven(model, call)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    written = with_regions(module)(x)[0]
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    assert torch.equal(written, model(x))
+    assert found.method == "recorded"

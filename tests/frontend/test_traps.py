@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo import called
 from zoo.exact import exact
 
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.target import Target, sum_of_squares
+from pipecompile.api.verify import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
@@ -243,6 +246,18 @@ def test_own_torch_generator() -> None:
     refused(Trap(), "torch.Generator of its own", "test_traps.py:")
 
 
+@pytest.mark.parametrize("seed", [torch.manual_seed, torch.random.default_generator.manual_seed])
+def test_seeding_in_the_forward(seed: Callable[[int], object]) -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            seed(0)
+            return nn.functional.dropout(self.first(x), 0.5, self.training)
+
+    model, before = Trap(), torch.get_rng_state()
+    refused(model, "seeds torch's generator", "seed outside the model")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_tensor_kept_in_a_closure() -> None:
     """Read, it is a constant; written to, it is state that no stage owns."""
     kept = torch.ones(WIDTH)
@@ -288,3 +303,180 @@ def test_wrapper_around_the_model(wrapper: Callable[[nn.Module], nn.Module]) -> 
 
     with pytest.raises(InputError, match=r"give the module inside it \(\.(module|_orig_mod)\)"):
         capture(wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH))), CALL)
+
+
+exaggerated = Exaggerated.apply
+
+
+def test_function_whose_apply_was_bound_before() -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(exaggerated(self.first(x)))
+
+    assert called(exact(Trap(), X).graph) == ["first", "apply", "second"]
+    assert torch.equal(exaggerated(X), X.sin())  # and is torch's again
+
+
+FOREIGN: dict[str, Callable[[Two], dict[str, Tensor]]] = {
+    "computed": lambda model: {"weight": model.second.weight * 2, "bias": model.second.bias},
+    "partly": lambda model: {"weight": model.first.weight.T},
+    "constant": lambda model: {"weight": torch.ones(WIDTH, WIDTH)},
+}
+
+
+@pytest.mark.parametrize("weights", FOREIGN.values(), ids=FOREIGN)
+def test_leaf_called_with_other_weights(weights: Callable[[Two], dict[str, Tensor]]) -> None:
+    """The graph alone is compared: it must not rest on a check that the user can switch off."""
+
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.func.functional_call(self.first, weights(self), (x.cos(),)))
+
+    found = exact(Trap(), X)
+    assert "first" not in called(found.graph)
+
+
+def changed_probability(model: Any, x: Tensor) -> Tensor:
+    model.body.drop.p = 0.5
+    return model.body.drop(x)
+
+
+def frozen_statistics(model: Any, x: Tensor) -> Tensor:
+    was = model.body.norm.training
+    model.body.norm.eval()
+    x = model.body.norm(x)
+    model.body.norm.train(was)
+    return x
+
+
+def frozen_container(model: Any, x: Tensor) -> Tensor:
+    model.body.eval()
+    x = model.body.norm(x)
+    model.body.train()
+    return x
+
+
+SETTINGS = {"drop": changed_probability, "norm": frozen_statistics, "drop ": frozen_container}
+
+
+@pytest.mark.parametrize(("name", "act"), SETTINGS.items(), ids=[act.__name__ for act in SETTINGS.values()])
+def test_setting_of_a_leaf_changed_around_its_call(name: str, act: Callable[[Any, Tensor], Tensor]) -> None:
+    class Trap(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleDict({"drop": nn.Dropout(0.1), "norm": nn.BatchNorm1d(WIDTH)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(act(self, self.first(x)))
+
+    model = Trap()
+    refused(model, f"of body.{name.strip()}, which is one node", "test_traps.py:")
+    assert model.body.drop.p == 0.1
+    assert all(part.training for part in model.modules())
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
+    """A class of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(doubled, doubled)
+
+
+@pytest.mark.parametrize("hooks", [lambda: torch.autograd.graph.saved_tensors_hooks(doubled, doubled), OwnHooks])
+def test_saved_tensors_that_are_changed(hooks: Callable[[], Any]) -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            with hooks():
+                return self.second(self.first(x).sin())
+
+    refused(Trap(), "saved_tensors_hooks of its own")
+
+
+def test_saved_tensors_that_are_kept_elsewhere() -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return self.second(self.first(x).sin())
+
+    assert called(exact(Trap(), X).graph) == ["first", "sin", "second"]
+
+
+def test_gradient_taken_in_the_forward() -> None:
+    """A force field: the energy's gradient by the positions is itself trained."""
+
+    class Trap(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            positions = self.stem(x).cos()
+            energy = self.second(self.first(positions).tanh()).square().sum(1)
+            (force,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+            return energy, self.head(force.sin())
+
+    exact(Trap(), X)
+    torch.manual_seed(0)
+    made = case_of(Trap(), CALL)
+    places = {name: unit for unit, names in enumerate(made.units) for name in names}
+    assert len({places[name] for name in ("cos", "first", "tanh", "second", "grad")}) == 1
+    assert len(made.units) > 3
+    for cut in range(1, len(made.units)):
+        assert_equal(made, [cut])
+
+
+@lru_cache(maxsize=1)
+def only_one(width: int) -> Tensor:
+    return torch.arange(width).float()
+
+
+@cache
+def several(width: int, start: float = 0.0) -> dict[str, tuple[Tensor, ...]]:
+    return {"both": (torch.full((width,), start), torch.ones(width))}
+
+
+class Cached(Two):
+    """Its tensors come out of caches of all kinds."""
+
+    @lru_cache  # noqa: B019
+    def scale(self, width: int) -> Tensor:
+        return torch.zeros(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = several(WIDTH, start=2.0)["both"]
+        return self.first(x) * only_one(WIDTH) + left * right + self.scale(WIDTH)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_tensors_in_caches_of_all_kinds(filled: bool) -> None:
+    """None is left fake, and none is taken for a constant, whatever a cache keeps and however it was filled."""
+    model, caches = Cached(), (only_one, several, Cached.scale)
+    for each in caches:
+        each.cache_clear()
+    if filled:
+        model(X)
+    graph = capture(model, CALL).graph
+    assert [each.cache_info().currsize for each in caches] == [0, 0, 0]
+    assert {"arange", "full", "ones", "zeros"} <= set(called(graph))
+    exact(model, X)
+
+
+def test_capturing_without_gradients() -> None:
+    """The pipeline trains: what holds around the call of the compiler does not hold in a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    target = Target(model, CALL, sum_of_squares)
+    with torch.no_grad():
+        pipeline = pipecompile(model, CALL, 4, loss_fn=sum_of_squares, costs="flops", microbatches=2)
+    loss = pipeline.step(CALL, None)
+    reference = reference_for(target, pipeline.plan)
+    assert torch.equal(loss, reference.step(target, 2))
+    expected = dict(reference.model.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[name].grad)
+    assert len(list(pipeline.parameters())) == 8

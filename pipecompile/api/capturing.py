@@ -42,6 +42,8 @@ def capture_target(target: Target, options: Options, *, verify: bool, method: st
         proof = None
         captured = _by(method, target, sample, options)
         module = captured.instantiate(sample)
+        if method is None:  # else the rank that has proven it says so
+            _say(_told(captured))
     _refuse_unknown_names(module.graph, options.groups)
     apply(module.graph, [Group(options.groups)])
     return Captured(captured, module, sample, digest(module), verified=proof is not None)

@@ -94,7 +94,7 @@ class Pipeline:
         own, known = self.state_dict(), model.state_dict().keys()
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
-        _refuse("have another shape in", {n for n, value in own.items() if value.shape != state[n].shape})
+        _refuse("have another shape in", {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])})
         model.load_state_dict({name: state[name] for name in own}, strict=False)
 
     # -- what it does
@@ -292,6 +292,11 @@ class Pipeline:
         return DistributedPipeline(
             stages, self._device, self._evaluation.boundary_shapes(), self._evaluation.results, ()
         )
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of a tensor; None for what a module keeps besides tensors."""
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _eager(

@@ -59,7 +59,8 @@ class Program:
     def check_joinable(self, values: Sequence[Tensor]) -> None:
         """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
         for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
-            grows = batched if not self.captured.guards.fixed else value.dim() > 0 and value.shape[0] == 1
+            guards = self.captured.guards
+            grows = value.dim() > 0 and value.shape[0] == guards.batch if guards.fixed else batched
             if value.dim() and not grows:
                 raise InputError(
                     f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "

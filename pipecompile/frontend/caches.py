@@ -41,7 +41,7 @@ class CacheUse:
 
 def _caches() -> list[Cache]:
     """All there are, but for those that aged since the last full search without an import or a full collection."""
-    old = _old(len(sys.modules), gc.get_stats()[2]["collections"])
+    old = _old(len(sys.modules), gc.get_stats()[1]["collections"] + gc.get_stats()[2]["collections"])
     young = _among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
     return list({id(cache): cache for cache in (*old, *young)}.values())
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.frontend.tape import SYMBOLS, Tape, tensors_in
 from pipecompile.passes.watch import Watch
 
-__all__ = ["Call", "applying", "enclosed_by", "holds_recorded", "hooking", "target_of"]
+__all__ = ["Call", "applying", "encloses_recorded", "hooking", "target_of"]
 
 METHOD_TYPES = (types.MethodDescriptorType, types.WrapperDescriptorType)
 METHOD_OWNERS = ("Tensor.", "TensorBase.", "_TensorBase.")
@@ -64,19 +64,35 @@ def hooking(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]
     return register_hook
 
 
-def enclosed_by(function: Any) -> Iterator[Any]:
-    """What a function takes from where it was made: enclosed variables, defaults, arguments that are bound."""
-    if isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values())
-        yield from enclosed_by(function.func)
-    for cell in getattr(function, "__closure__", None) or ():
-        yield cell.cell_contents
-    yield from getattr(function, "__defaults__", None) or ()
+def encloses_recorded(function: Any) -> bool:
+    """Whether a function holds, however deep, a tensor or a size that belongs to the recording alone.
+
+    Looked at are enclosed variables, defaults, bound arguments and attributes of objects; modules are not.
+    """
+    seen: set[int] = set()
+    left = [function]
+    while left:
+        value = left.pop()
+        if isinstance(value, SYMBOLS) or any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
+            return True
+        if id(value) not in seen and not isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
+            seen.add(id(value))
+            left.extend(_enclosed(value))
+    return False
 
 
-def holds_recorded(value: Any) -> bool:
-    """Whether `value` is, or holds, a tensor or a size that belongs to the recording alone."""
-    return isinstance(value, SYMBOLS) or any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
+def _enclosed(value: Any) -> Iterator[Any]:
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or ())
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    else:
+        yield from getattr(value, "__dict__", {}).values()
 
 
 def applying(function: Any) -> Callable[..., Any]:

@@ -220,7 +220,8 @@ def _explained(recorder: Recorder, model: nn.Module, error: Exception) -> str:
     if asks_data(error):
         return (
             f"{where}: the forward branches on the values of a tensor, so one graph cannot stand for it; "
-            f"write the branch with torch.where, decide it outside the model, or put it into a submodule ({reason})"
+            "write the branch with torch.where, decide it outside the model, or put it into a submodule whose results "
+            f"have fixed shapes: that is one node then, where the model has weights ({reason})"
         )
     return f"{where}: the forward cannot run on fake tensors: {type(error).__name__}: {reason}"
 
@@ -267,8 +268,11 @@ def _attribute(run: _Run, module: nn.Module, name: str) -> str:
 
 
 def _notes(run: _Run, changed: Sequence[tuple[nn.Module, str]]) -> Iterator[Note]:
-    for path, line in run.recorder.whole.items():
-        yield Note(f"{path} asks for the values of tensors: it is one node, and costs are those of the sample", line)
+    asking = run.recorder.whole
+    if asking:
+        one = "it is one node" if len(asking) == 1 else "each is one node"
+        text = f"{_first_of(list(asking))} asks for the values of tensors: {one}, and costs are those of the sample"
+        yield Note(text, next(iter(asking.values())))
     if run.guards.fixed:
         yield Note(f"the graph is for batches of {run.guards.batch} alone")
     if run.recorder.hooked:
@@ -290,8 +294,12 @@ def _refuse_unfit(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise InputError("a model is captured to be trained; leave torch.inference_mode first")
     for path, module in model.named_modules():
-        if any(is_lazy(value) for value in (*module.parameters(), *module.buffers())):
+        if any(is_lazy(value) for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             raise InputError(f"{path or 'the model'} has parameters without a shape yet; run the model once first")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{path or 'the model'} is a scripted module; give the Python module that it was made from"
+            )
         inner = WRAPPERS.get(type(module).__name__)
         if inner is not None and hasattr(module, inner):
             raise InputError(

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.hearing import hear
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
@@ -74,7 +75,11 @@ class Capture:
         self._answer(graph, call)
         module = fx.GraphModule(self._attributes(), graph)
         module.training = self.model.training  # of this module alone: the rest are the model's own, each in its mode
-        propagate(module, tensors)
+        try:
+            propagate(module, tensors)
+        except Exception as error:
+            reason = str(error).split("\n")[0]
+            raise UnsupportedError(f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}") from error
         self._refuse_foreign_writes(module)
         return module
 
@@ -146,7 +151,7 @@ def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Drops nodes that nobody reads and that do nothing else; random ones stay, so that others draw the same."""
     for node in reversed(list(graph.nodes)):
-        impure = node.meta["random"] or node.meta["mutates"] or node.meta.get("hook")
+        impure = node.meta["random"] or node.meta["mutates"] or node.meta.get("hook") or node.meta.get("kept")
         if not node.users and not impure and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
 

@@ -21,7 +21,7 @@ from pipecompile.frontend.source import is_users, place
 from pipecompile.frontend.surroundings import applied_by, known_saving, quiet, seeded_by_torch
 from pipecompile.passes.answers import asks
 from pipecompile.passes.attributes import Attributes
-from pipecompile.passes.propagate import named_state
+from pipecompile.passes.propagate import distinct, named_state
 
 __all__ = ["exported"]
 
@@ -36,9 +36,10 @@ def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Cap
     backward it drops, and regions that it turns into graphs of their own.
     """
     inputs = Inputs.of(model, call)
+    sample = inputs.unflatten(list(distinct(inputs.flatten(call))))  # torch.export makes one input of the same tensor
     try:
         with quiet(), _stateless(model), seeded_by_torch(), known_saving(), applied_by(_refuse), _no_hooks():
-            program = torch.export.export(model, call.args, call.kwargs, strict=False)
+            program = torch.export.export(model, sample.args, sample.kwargs, strict=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -71,12 +72,15 @@ def _refuse(apply: Any, function: Any, args: Any, kwargs: Any) -> None:
 @contextmanager
 def _stateless(model: nn.Module) -> Iterator[None]:
     """CaptureError if the block sets attributes of modules, which torch.export takes for constants."""
+    changed: list[tuple[nn.Module, str]] = []
+    # After the block torch.export has put attributes back itself, so we look when the forward ends.
+    hook = model.register_forward_hook(lambda *_: changed.extend(before.changed(Attributes.of(model))))
     before = Attributes.of(model)
     try:
         yield
-        changed = before.changed(Attributes.of(model))
     finally:
         before.restore()
+        hook.remove()
     if changed:
         module, name = changed[0]
         path = next(path for path, other in model.named_modules() if other is module)

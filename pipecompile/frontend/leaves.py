@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 
 from pipecompile.errors import InputError
@@ -25,9 +24,7 @@ CONTAINERS = (
 
 
 def is_of_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch.nn or of a subclass, and no container; scripted modules count as such."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
+    """Whether a module is one of torch.nn or of a subclass, and no container."""
     bases = [base for base in type(module).__mro__ if base is not nn.Module]
     return any(base.__module__.startswith("torch.nn.modules.") for base in bases) and not isinstance(module, CONTAINERS)
 

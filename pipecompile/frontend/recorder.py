@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.calls import Call, applying, enclosed_by, holds_recorded, hooking, target_of
+from pipecompile.frontend.calls import Call, applying, encloses_recorded, hooking, target_of
 from pipecompile.frontend.faults import DataDependentError, UnsupportedError, asks_data
 from pipecompile.frontend.hearing import Heard
 from pipecompile.frontend.leaves import is_of_torch
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         for path, module in root.named_modules():
             self._paths.setdefault(module, path)
         self._state = state
+        self._own = {module: [state[id(tensor)] for tensor in _held(module)] for module in root.modules()}
         self._watch = Watch()
 
     def path_of(self, module: nn.Module) -> str:
@@ -135,6 +137,8 @@ class Recorder(TorchFunctionMode):
             self._record(*target_of(func, name), call, out)
         elif func is Tensor.register_hook:
             self._hook(*args)
+        elif func is torch._assert_async:
+            self._record(*target_of(func, name), call, None, kept=True)
         return out
 
     def _attribute(self, func: Any, args: Any) -> Any:
@@ -146,7 +150,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _hook(self, tensor: Tensor, hook: Any) -> None:
-        if any(map(holds_recorded, enclosed_by(hook))):
+        if encloses_recorded(hook):
             raise UnsupportedError(
                 f"{self.tape.where()}: a hook encloses a value of the forward, which is another in each step; let it "
                 "compute from the gradient and from constants"
@@ -228,7 +232,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a module on fake tensors and records it as one node; with `number` it is told what that call was."""
         state = [*module.parameters(), *module.buffers()]
-        if not all(map(self.tape.owns, state)):
+        if any(not same(_held(part), self._own[part]) for part in module.modules() if part in self._own):
             raise UnsupportedError(
                 f"{self.tape.where()}: the module is called with tensors in the place of its parameters or buffers "
                 "(functional_call), which its node would not have; call the function that it stands for"
@@ -257,3 +261,10 @@ class Recorder(TorchFunctionMode):
             )
         if module._forward_hooks or module._forward_pre_hooks:
             self.hooked.add(path)
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers in a module's own tables now."""
+    return [
+        tensor for table in (module._parameters, module._buffers) for tensor in table.values() if tensor is not None
+    ]

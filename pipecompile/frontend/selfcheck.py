@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,10 @@ from pipecompile.passes.contract import apply
 from pipecompile.passes.group import storage_key
 
 __all__ = ["Proof", "check_capture", "proven", "with_regions"]
+
+
+class ModelFailsError(CaptureError):
+    """The model itself, not its graph, cannot take a training step."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,21 @@ def proven(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> tuple
     """
     differences: list[CaptureError] = []
     seen: set[str] = set()
-    for found in captures(model, call, leaf):
+    ways = captures(model, call, leaf)
+    while True:
         try:
+            found = next(ways)
             module = found.instantiate(call)
             if digest(module) in seen:
                 continue
             seen.add(digest(module))
             start = time.perf_counter()
             batches = [_check_at(found, module, call), *_check_another(found, call)]
+            return found, module, Proof(tuple(batches), time.perf_counter() - start)
+        except StopIteration:  # no way is left; the first says best what is in the way
+            raise differences[0] from None
         except CaptureError as error:
             differences.append(error)
-        else:
-            return found, module, Proof(tuple(batches), time.perf_counter() - start)
-    raise differences[0]
 
 
 def _check_at(found: Capture, module: fx.GraphModule, call: Arguments) -> int:
@@ -80,7 +86,8 @@ def _check_another(found: Capture, call: Arguments) -> Iterator[int]:
     if others and not found.guards.fixed:
         fewer = pytree.tree_map_only(Tensor, partial(_rows, size=others[0]), (call.args, call.kwargs))
         other = Arguments(*fewer)
-        yield _check_at(found, found.instantiate(other), other)
+        with suppress(ModelFailsError):  # it is for some sizes only: then this one will not run
+            yield _check_at(found, found.instantiate(other), other)
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor:
@@ -96,6 +103,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     """
     model, runnable, written = capture.model, with_regions(module), _written_parameters(module)
     original = _original(model, written, call)
+    _refuse_sparse(original.gradients)
     captured = _step(model, written, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in ("outputs", "gradients", "buffers"):
         _compare(kind, getattr(original, kind), getattr(captured, kind))
@@ -105,7 +113,7 @@ def _original(model: nn.Module, written: Sequence[Tensor], call: Arguments) -> _
     try:
         step = _step(model, written, lambda: model(*call.args, **call.kwargs))
     except Exception as error:
-        raise CaptureError(f"a training step of the model fails on the sample input: {error}") from error
+        raise ModelFailsError(f"a training step of the model itself fails on the sample input: {error}") from error
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(
             "the model keeps tensors where no module shows them (a cache in a global or a closure), and now those of "
@@ -121,6 +129,14 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     apply(graph, [EnterRegions()])
     return fx.GraphModule(module, graph)
+
+
+def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of {name} is sparse, which stages cannot sum or hand on; make it dense (sparse=False)"
+            )
 
 
 def _compare(kind: str, original: dict[str, Tensor], captured: dict[str, Tensor]) -> None:

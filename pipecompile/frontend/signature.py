@@ -15,10 +15,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.passes.trees import know_dataclasses
 
 __all__ = ["Arguments", "Inputs", "Outputs", "arguments_of"]
 
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CONSTANTS = (
     bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
@@ -67,6 +69,11 @@ class Inputs:
         positional = list(inspect.signature(model.forward).parameters)
         names: list[str | None] = []
         for path, leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise InputError(
+                    f"the input {_name(path, positional)!r} requires a gradient, which a pipeline gives to parameters "
+                    "alone; detach it, or make it a parameter"
+                )
             if isinstance(leaf, Tensor):
                 names.append(_name(path, positional))
             elif isinstance(leaf, CONSTANTS):
@@ -120,6 +127,8 @@ class Outputs:
         know_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
+            if isinstance(leaf, SYMBOLS):
+                raise UnsupportedError("the model returns a size of its input, which is another for each batch size")
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise CaptureError(
                     f"the model returns a {type(leaf).__name__}, which cannot travel between stages; "

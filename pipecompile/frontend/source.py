@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import pipecompile.passes.propagate
+import pipecompile.passes.propagate  # noqa: F401
 
 __all__ = ["HIDDEN", "is_users", "place", "source", "source_of"]
 

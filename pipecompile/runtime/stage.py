@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ Live = list[Part]
 class Saved:
     """What a stage keeps of one microbatch from its forward to its backward.
 
-    `outputs` is None between a forward that will be recomputed and its recompute.
+    `outputs` is None between a forward that will be recomputed and its recompute. `arrived` are gradients of inputs, by
+    index, that autograd would lay out anew as their tensors are: how later sums round may depend on it.
     """
 
     moment: Moment
@@ -41,6 +43,7 @@ class Saved:
     target: Any
     outputs: tuple[Tensor, ...] | None
     buffers: tuple[Tensor, ...] = ()
+    arrived: dict[int, Tensor] = field(default_factory=dict)
 
 
 class EagerStage:
@@ -78,6 +81,9 @@ class EagerStage:
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
         before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
         saved = Saved(moment, leaves, target, None, before)
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(_keep_layout, saved.arrived, index, leaf.stride()))
         # With gradients even if it will be recomputed: without them, kernels may be chosen that round differently.
         outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
@@ -106,7 +112,9 @@ class EagerStage:
         roots, seeds = self._roots(saved, gradients)
         with _set_aside(self.tied, carried):
             Part.at(roots, seeds).run(self._taken(carried))
-        return [value.grad for value in saved.inputs]
+        for index in saved.arrived:
+            saved.inputs[index].grad = None  # the same numbers, laid out anew
+        return [saved.arrived.get(index, value.grad) for index, value in enumerate(saved.inputs)]
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
@@ -181,3 +189,9 @@ def _set_aside(tied: Collection[nn.Parameter], carried: Carried) -> Iterator[Non
 
 def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(sorted({value.device.index for value in tensors if value.device.type == "cuda"}))
+
+
+def _keep_layout(arrived: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor) -> None:
+    order = sorted(range(gradient.dim()), key=gradient.stride().__getitem__, reverse=True)
+    if gradient.stride() != stride and gradient.permute(order).is_contiguous():  # not a view with gaps of more
+        arrived[index] = gradient

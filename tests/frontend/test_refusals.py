@@ -114,3 +114,20 @@ def test_inference_mode() -> None:
     model = nn.Linear(4, 4)
     with torch.inference_mode(), pytest.raises(InputError, match=r"leave torch\.inference_mode first"):
         captured(model, torch.randn(4, 4))
+
+
+def test_a_scripted_module() -> None:
+    scripted = torch.jit.script(nn.ReLU())
+    with pytest.raises(InputError, match=r"^1 is a scripted module; give the Python module"):
+        captured(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(4, 4))
+
+
+def test_a_sparse_gradient() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"the gradient of 0.weight is sparse"):
+        captured(model, torch.randint(0, 8, (4, 3)))
+
+
+def test_an_input_that_requires_a_gradient() -> None:
+    with pytest.raises(InputError, match=r"the input 'input' requires a gradient"):
+        captured(nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4, requires_grad=True))

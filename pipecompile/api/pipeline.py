@@ -22,6 +22,8 @@ from pipecompile.frontend.selfcheck import proven
 from pipecompile.frontend.signature import Arguments, arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
@@ -276,6 +278,7 @@ class Pipeline:
                 module = captured.instantiate(self._sample)
             else:
                 captured, module, _ = proven(model, self._sample, self.plan.options.leaf)
+            apply(module.graph, [Group(self.plan.options.groups)])
             stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
             return Program(captured, module, stages)
         finally:

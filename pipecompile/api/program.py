@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -12,10 +13,13 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Outputs
 from pipecompile.passes.ambient import observed
+from pipecompile.passes.attributes import PLAIN
 from pipecompile.passes.ties import Tie, ties_of
 from pipecompile.runtime.distributed import Shape
 
 __all__ = ["Program"]
+
+TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 
 
 class Program:
@@ -24,6 +28,7 @@ class Program:
     def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
         self.captured = captured
         self._surroundings = observed()
+        self._settings = dict(_settings(captured))
         self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
         self.flags = {path: part.training for path, part in captured.model.named_modules()}
         self.stages: tuple[StageModule, ...] = emit(module, assignment)
@@ -51,6 +56,13 @@ class Program:
             raise InputError(
                 "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
                 "or put it into the model's forward"
+            )
+        now = dict(_settings(self.captured))
+        if now != self._settings:
+            name = next(n for n in self._settings.keys() | now.keys() if self._settings.get(n) != now.get(n))
+            raise InputError(
+                f"{name} is not what it was when the model was compiled, and the graph has it as it was; compile the "
+                "model again, or keep what changes in a buffer"
             )
         changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
         if changed:
@@ -82,6 +94,23 @@ class Program:
         finally:
             for part, flag in before.items():
                 part.training = flag
+
+
+def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
+    """What a forward may read of the modules besides tensors: plain attributes, submodules, parameters, hooks.
+
+    Without what the forward sets for itself.
+    """
+    for path, module in captured.model.named_modules():
+        own = vars(module)
+        for name, value in own.items():
+            full = f"{path}.{name}" if path else name
+            if full in captured.sets or name == "training":
+                continue
+            if isinstance(value, PLAIN):
+                yield full, value
+            elif name in TABLES:
+                yield full, [id(item) for item in value.values()]
 
 
 def _shape(edge: Edge) -> Shape:

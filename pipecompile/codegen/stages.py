@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
 from pipecompile.passes.group import storage_key
 from pipecompile.passes.place import Place
@@ -94,7 +95,7 @@ def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
         (output,) = (node for node in mine if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
     random = any(node.meta["random"] for node in mine)
-    apply(graph, [Seed(), EnterRegions()])
+    apply(graph, [Held(), Seed(), EnterRegions()])
     return StageModule(
         index=index,
         module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),

@@ -20,7 +20,8 @@ def transfer(
 ) -> dict[str, int]:
     """A stage for each node of `module` such that it fits the stages of `source`.
 
-    Nodes that do the same in the same place of both graphs get the same stage; others follow their inputs.
+    Nodes that do the same in the same place of both graphs get the same stage; others follow their inputs, and groups
+    (`meta["group"]`) stay together.
     `holders` tells which stages hold a parameter; CaptureError if a node would have to run where its are not.
     """
     old = [node for node in source.nodes if node.op != "get_attr"]
@@ -43,7 +44,30 @@ def transfer(
                 f"but they lie in {sorted(allowed or ())}; group its module with the one before it"
             )
         stages[node] = choices[0]
+    _gather(stages, module, holders)
     return {node.name: stage for node, stage in stages.items()}
+
+
+def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]) -> None:
+    """Moves nodes to later stages until no group is on two; CaptureError where parameters or inputs cannot follow."""
+    groups: dict[str, list[fx.Node]] = {}
+    for node in stages:
+        groups.setdefault(node.meta.get("group") or node.name, []).append(node)
+    moving = True
+    while moving:
+        moving = False
+        for members in groups.values():
+            before = [source for node in members for source in node.all_input_nodes if source in stages]
+            latest = max(stages[node] for node in (*members, *before))
+            moving = moving or any(stages[node] < latest for node in members)
+            stages.update(dict.fromkeys(members, latest))
+    for node, stage in stages.items():
+        allowed = {0} if node.op == "placeholder" else _allowed(module, node, holders)
+        if allowed is not None and stage not in allowed:
+            raise CaptureError(
+                f"in this mode {node.name} ({node.meta['source'] or 'an input'}) must lie with others in stage "
+                f"{stage}, but what it needs lies in {sorted(allowed)}; keep these modules together (groups)"
+            )
 
 
 def _key(node: fx.Node) -> Key:

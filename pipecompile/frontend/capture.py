@@ -126,6 +126,7 @@ def _recorded(
         guards=run.guards,
         method=attempt.name,
         notes=tuple(_notes(run, changed)),
+        sets=frozenset(f"{run.recorder.path_of(module)}.{name}".lstrip(".") for module, name in changed),
         training={path: module.training for path, module in model.named_modules()},
         again=again,
     )

@@ -40,7 +40,8 @@ class Capture:
 
     `aliases` maps each parameter's and buffer's first name to its other names. `method` is how it was captured,
     `notes` say what is special about it: modules that became one node, attributes that are no longer set. `training`
-    tells by path in which mode each module was, and `again` captures the same model for another call.
+    tells by path in which mode each module was, `sets` are the attributes that the forward sets for itself, and `again`
+    captures the same model for another call.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Capture:
     method: str
     notes: tuple[Note, ...]
     training: dict[str, bool]
+    sets: frozenset[str]
     again: Callable[[Arguments], Capture]
 
     @property

@@ -57,6 +57,7 @@ def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Cap
         guards=Guards(batch, None),
         method="torch.export",
         notes=(Note(f"a graph of aten operators for batches of {batch} alone: the forward could not be recorded"),),
+        sets=frozenset(),
         training={path: part.training for path, part in model.named_modules()},
         again=again,
     )
@@ -73,8 +74,12 @@ def _refuse(apply: Any, function: Any, args: Any, kwargs: Any) -> None:
 def _stateless(model: nn.Module) -> Iterator[None]:
     """CaptureError if the block sets attributes of modules, which torch.export takes for constants."""
     changed: list[tuple[nn.Module, str]] = []
+
+    def look(*_: Any) -> None:
+        changed.extend(before.changed(Attributes.of(model)))
+
     # After the block torch.export has put attributes back itself, so we look when the forward ends.
-    hook = model.register_forward_hook(lambda *_: changed.extend(before.changed(Attributes.of(model))))
+    hook = model.register_forward_hook(look)
     before = Attributes.of(model)
     try:
         yield

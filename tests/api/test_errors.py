@@ -26,10 +26,11 @@ def invoke(*arguments: str) -> Result:
 
 
 def refused(result: Result, code: int) -> str:
-    """The one line that a refused command leaves on standard error; nothing is on standard output."""
+    """The line that a refused command ends with on standard error; nothing is on standard output."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    *before, line = result.stderr.splitlines()
+    assert all(text.startswith("self-check: ") for text in before), before
     assert line.startswith("pipecompile: ")
     return line.removeprefix("pipecompile: ")
 
@@ -192,7 +193,7 @@ class Branch(nn.Linear):
         if x.sum() > 0:
             return super().forward(x)
         return x
-def branch(): return nn.Sequential(nn.Linear(4, 4), Branch(4, 4)), torch.zeros(4, 4)
+def branch(): return Branch(4, 4), torch.zeros(4, 4)
 """
 
 
@@ -215,7 +216,7 @@ def test_a_factory_that_does_not_work(case: str, output: Path, here: Path) -> No
 
 def test_a_model_that_branches_on_data(output: Path, here: Path) -> None:
     target = load_target("made.py:branch")
-    message = r"^1 \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
+    message = r"^Branch \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
     with pytest.raises(CaptureError, match=message):
         pipecompile(target.model, target.call, 1, costs="flops")
     for command in (["plan", "made.py:branch", "-o", str(output)], ["verify", "made.py:branch"]):

@@ -11,6 +11,7 @@ NAMES = (
     "schedules",
     "gpipe_models",
     "capture",
+    "capture_large",
     "verify_zoo",
 )
 

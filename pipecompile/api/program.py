@@ -59,7 +59,8 @@ class Program:
             )
         now = dict(_settings(self.captured))
         if now != self._settings:
-            name = next(n for n in self._settings.keys() | now.keys() if self._settings.get(n) != now.get(n))
+            names = sorted(self._settings.keys() | now.keys())
+            name = next(n for n in names if self._settings.get(n) != now.get(n))
             raise InputError(
                 f"{name} is not what it was when the model was compiled, and the graph has it as it was; compile the "
                 "model again, or keep what changes in a buffer"

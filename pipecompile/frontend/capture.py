@@ -91,9 +91,10 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
             yield made
     try:
         yield exported(model, call, again)
-    except UnsupportedError:
+    except CaptureError as error:
         if not found:
-            raise failures[0] from None
+            told = "" if isinstance(error, UnsupportedError) else f"; as torch.export sees it: {error}"
+            raise CaptureError(f"{failures[0]}{told}") from failures[0]
 
 
 def _hear(model: nn.Module, call: Arguments, failures: Sequence[CaptureError]) -> Heard:

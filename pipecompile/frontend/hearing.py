@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.answers import Answer, Listening
 from pipecompile.passes.attributes import unchanged
-from pipecompile.passes.propagate import swapped
+from pipecompile.passes.propagate import named_state, swapped
 
 __all__ = ["Heard", "cuda_devices", "hear"]
 
@@ -53,10 +53,18 @@ def hear(model: nn.Module, call: Arguments) -> Heard:
 
 @contextmanager
 def _on_copies(model: nn.Module) -> Iterator[None]:
-    """The block finds copies of the buffers; attributes and random state are afterwards what they were before."""
-    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    """The block finds copies of parameters and buffers; attributes and random state are as before afterwards."""
+    copies = {id(tensor): _copied(tensor) for _, tensor in named_state(model)}
     with torch.random.fork_rng(devices=cuda_devices(model)), unchanged(model), swapped(model, copies):
         yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy of the same values, a parameter for a parameter."""
+    copy = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def cuda_devices(model: nn.Module) -> list[int]:

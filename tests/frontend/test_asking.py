@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import called, same
+from zoo import called, captured, same
 from zoo.exact import exact
 
 from pipecompile.api.compile import pipecompile
@@ -276,3 +276,14 @@ def test_a_model_without_values_is_refused_since_nothing_can_answer() -> None:
     model = Around(Branch()).to("meta")
     with pytest.raises(CaptureError, match="branches on the values of a tensor"):
         capture(model, Arguments((torch.empty(4, WIDTH, device="meta"),), {}))
+
+
+def test_asking_leaves_parameters_that_the_forward_writes_to_as_they_were() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() if x.sum() > 0 else x.cos()
+
+    model = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), Branch(), nn.Linear(8, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    captured(model, torch.arange(4) % 10)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

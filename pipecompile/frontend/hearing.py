@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.answers import Answer, Listening
@@ -45,7 +46,8 @@ def hear(model: nn.Module, call: Arguments) -> Heard:
     nn.Module.__call__ = called  # type: ignore[method-assign]
     try:
         with _on_copies(model), listening:
-            model(*call.args, **call.kwargs)
+            args, kwargs = tree_map_only(Tensor, Tensor.clone, (call.args, call.kwargs))
+            model(*args, **kwargs)
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
     return heard

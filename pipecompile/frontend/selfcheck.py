@@ -19,6 +19,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured import Capture, batch_size
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.frontend.hearing import cuda_devices
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
@@ -27,6 +28,10 @@ from pipecompile.passes.contract import apply
 from pipecompile.passes.group import storage_key
 
 __all__ = ["Proof", "check_capture", "proven", "with_regions"]
+
+
+class DifferenceError(CaptureError):
+    """A graph is not the model; another way to capture it may give one that is."""
 
 
 class ModelFailsError(CaptureError):
@@ -70,7 +75,7 @@ def proven(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> tuple
             return found, module, Proof(tuple(batches), time.perf_counter() - start)
         except StopIteration:  # no way is left; the first says best what is in the way
             raise differences[0] from None
-        except CaptureError as error:
+        except (DifferenceError, UnsupportedError) as error:
             differences.append(error)
 
 
@@ -142,7 +147,7 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
 def _compare(kind: str, original: dict[str, Tensor], captured: dict[str, Tensor]) -> None:
     for name in original.keys() | captured.keys():
         if name not in original or name not in captured or not _same(original[name], captured[name]):
-            raise CaptureError(
+            raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same seed; "
                 "the model may keep state outside its buffers, or branch on something that was not recorded"
             )

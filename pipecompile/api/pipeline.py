@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.program import Program
+from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer
@@ -28,7 +28,7 @@ from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
-from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.schedule.dependencies import compute_needs, in_order
 from pipecompile.schedule.lower import lower
 from pipecompile.schedule.named import generate
@@ -50,12 +50,16 @@ class Pipeline:
         self.plan = plan
         self.seed = seed
         self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
-        self._program = program
+        self._program = program  # the one that was planned
+        self._programs = {program.modes: program}
         self._target = target
         self._sample = sample
         self._device = _local_device(target) if self._distributed else target.device
         self._schedules: dict[int, Schedule] = {}
         self._orders: dict[int, list[Action]] = {}
+        self._eager_stages: dict[Program, list[EagerStage]] = {}
+        self._trainers: dict[Program, DistributedPipeline] = {}
+        self._evaluators: dict[Program, DistributedPipeline] = {}
         if self._distributed:
             self._move_stages()
             self._equalise_ties()
@@ -107,6 +111,9 @@ class Pipeline:
         `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss of the
         microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
         Gradients are those of the mean loss; they are added to what the parameters hold.
+
+        Modules are in the mode that `.train()` and `.eval()` have put them in, on every rank the same. For modes other
+        than the planned ones the model is captured again, once, and cut like the plan, whose figures are not for them.
         """
         _refuse_untrainable(self.plan.schedule)
         rows = self._rows(batch)
@@ -118,19 +125,23 @@ class Pipeline:
         targets = split(target, len(rows))
         schedule = self.plan.schedule.first(len(rows))
         moved = [parameter for _, parameter in self.named_parameters()]
-        with self._program.mode(), fresh_gradients(moved):
-            losses = self._step(schedule, rows, targets)
+        program = self._current()
+        with program.mode(), fresh_gradients(moved):
+            losses = self._step(program, schedule, rows, targets)
         self.steps += 1
         return None if losses is None else torch.stack(list(losses)).mean()
 
     def evaluate(self, batch: Any) -> Any:
-        """The model's output in eval mode, without gradients; None on ranks without the last stage."""
+        """The model's output in eval mode, without gradients; None on ranks without the last stage.
+
+        It is what the model computes in eval mode with gradients on, whatever shortcut it takes without.
+        """
         rows = self._rows(batch)
-        program = self._evaluation
+        program = self._in_eval_mode()
         with program.mode():
             if self._distributed:
                 schedule = self._evaluation_schedule(len(rows))
-                found: Sequence[Sequence[Tensor]] | None = self._evaluator.run(
+                found: Sequence[Sequence[Tensor]] | None = self._evaluator(program).run(
                     schedule, rows, [None] * len(rows), seed=self.seed, step=0
                 )
             else:
@@ -211,14 +222,16 @@ class Pipeline:
             self._schedules[microbatches] = lower(self._problem(compute), compute)
         return self._schedules[microbatches]
 
-    def _step(self, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]) -> Sequence[Tensor] | None:
+    def _step(
+        self, program: Program, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]
+    ) -> Sequence[Tensor] | None:
         last = self.plan.k - 1
         targets = [tree_map_only(Tensor, lambda value: self._at_stage(last, value), target) for target in targets]
         if self._distributed:
-            found = self._trainer.run(schedule, rows, targets, seed=self.seed, step=self.steps)
+            found = self._trainer(program).run(schedule, rows, targets, seed=self.seed, step=self.steps)
             return None if found is None else [values[0] for values in found]
         order = self._order(schedule)
-        losses = local.step(self._eager_stages, order, rows, targets, seed=self.seed, step=self.steps)
+        losses = local.step(self._stages(program), order, rows, targets, seed=self.seed, step=self.steps)
         scale(self._target.model.parameters(), len(rows))
         return losses
 
@@ -232,69 +245,76 @@ class Pipeline:
     def _problem(self, schedule: Schedule) -> Problem:
         return problem_of_stages(self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches)
 
-    def _loss(self, outputs: Sequence[Tensor], target: Any) -> Tensor:
+    def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Tensor:
         loss_fn: LossFunction = self._target.trained_by
-        return loss_fn(self._program.outputs.unflatten(outputs), target)
+        return loss_fn(program.outputs.unflatten(outputs), target)
 
-    @cached_property
-    def _eager_stages(self) -> list[EagerStage]:
+    def _loss_of(self, program: Program, stage: int) -> Loss | None:
+        return partial(self._loss, program) if stage == self.plan.k - 1 else None
+
+    def _stages(self, program: Program) -> list[EagerStage]:
         """All stages, for one process: tied parameters are one tensor, summed stage by stage."""
-        stages, last = self._program.stages, self.plan.k - 1
-        tied: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
-        gathered: dict[int, list[nn.Parameter]] = {stage.index: [] for stage in stages}
-        for name, parameter in self._tied.items():
-            for earlier, later in pairwise(self._program.ties[name].stages):
-                gathered[earlier].append(parameter)
-                tied[later].append(parameter)
-        return [
-            _eager(s, loss=self._loss if s.index == last else None, tied=tied[s.index], gathered=gathered[s.index])
-            for s in stages
-        ]
+        if program not in self._eager_stages:
+            tied: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            gathered: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            for name in self._tied.keys() & program.ties.keys():
+                for earlier, later in pairwise(program.ties[name].stages):
+                    gathered[earlier].append(self._tied[name])
+                    tied[later].append(self._tied[name])
+            self._eager_stages[program] = [
+                _eager(s, loss=self._loss_of(program, s.index), tied=tied[s.index], gathered=gathered[s.index])
+                for s in program.stages
+            ]
+        return self._eager_stages[program]
 
-    @cached_property
-    def _trainer(self) -> DistributedPipeline:
-        last = self.plan.k - 1
-        local_stages = {
-            index: _eager(self._program.stages[index], loss=self._loss if index == last else None)
-            for index in self._local
-        }
-        ties = [
-            (self._tied[name], group)
-            for name, group in sorted(self._tie_groups.items())
-            if self._holds(name) and self._tied[name].requires_grad
-        ]
-        scalar = [Shape(((), torch.float32, True))]
-        return DistributedPipeline(local_stages, self._device, self._program.boundary_shapes(), scalar, ties)
+    def _trainer(self, program: Program) -> DistributedPipeline:
+        if program not in self._trainers:
+            stages = {index: _eager(program.stages[index], loss=self._loss_of(program, index)) for index in self._local}
+            ties = [
+                (self._tied[name], group)
+                for name, group in sorted(self._tie_groups.items())
+                if self._holds(name) and self._tied[name].requires_grad
+            ]
+            scalar = [Shape(((), torch.float32, True))]
+            shapes = program.boundary_shapes()
+            self._trainers[program] = DistributedPipeline(stages, self._device, shapes, scalar, ties)
+        return self._trainers[program]
 
-    @cached_property
-    def _evaluation(self) -> Program:
-        """The model in eval mode, cut like the training graph."""
+    def _evaluator(self, program: Program) -> DistributedPipeline:
+        if program not in self._evaluators:
+            stages = {index: _eager(program.stages[index], loss=None) for index in self._local}
+            shapes = program.boundary_shapes()
+            self._evaluators[program] = DistributedPipeline(stages, self._device, shapes, program.results, ())
+        return self._evaluators[program]
+
+    def _in_eval_mode(self) -> Program:
         model = self._target.model
         flags = {part: part.training for part in model.modules()}
         model.eval()
         try:
-            if self._distributed:  # no rank has the whole model on its device
-                captured = capture(model, self._sample, self.plan.options.leaf)
-                module = captured.instantiate(self._sample)
-            else:
-                captured, module, _ = proven(model, self._sample, self.plan.options.leaf)
-            apply(module.graph, [Group(self.plan.options.groups)])
-            stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
-            return Program(captured, module, stages)
+            return self._current()
         finally:
             for part, flag in flags.items():
                 part.training = flag
 
+    def _current(self) -> Program:
+        """The model in the modes that its modules are in now, cut like the planned graph."""
+        modes = modes_of(self._target.model)
+        if modes not in self._programs:
+            model, leaf = self._target.model, self.plan.options.leaf
+            if self._distributed:  # no rank has the whole model on its device
+                captured = capture(model, self._sample, leaf)
+                module = captured.instantiate(self._sample)
+            else:
+                captured, module, _ = proven(model, self._sample, leaf)
+            apply(module.graph, [Group(self.plan.options.groups)])
+            stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
+            self._programs[modes] = Program(captured, module, stages)
+        return self._programs[modes]
+
     def _planned_graph(self) -> fx.Graph:
         """The training graph as it was before it was cut: the nodes that the plan names, in order."""
         return self._program.captured.graph
-
-    @cached_property
-    def _evaluator(self) -> DistributedPipeline:
-        stages = {index: _eager(self._evaluation.stages[index], loss=None) for index in self._local}
-        return DistributedPipeline(
-            stages, self._device, self._evaluation.boundary_shapes(), self._evaluation.results, ()
-        )
 
 
 def _shape_of(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.errors import InputError
@@ -17,7 +17,7 @@ from pipecompile.passes.attributes import PLAIN
 from pipecompile.passes.ties import Tie, ties_of
 from pipecompile.runtime.distributed import Shape
 
-__all__ = ["Program"]
+__all__ = ["Program", "modes_of"]
 
 TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
 
@@ -30,7 +30,7 @@ class Program:
         self._surroundings = observed()
         self._settings = dict(_settings(captured))
         self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
-        self.flags = {path: part.training for path, part in captured.model.named_modules()}
+        self.modes = modes_of(captured.model)
         self.stages: tuple[StageModule, ...] = emit(module, assignment)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
@@ -82,12 +82,12 @@ class Program:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Modules are in the mode of this program in the block, whatever `.train()` or `.eval()` said since."""
+        """Modules are in the modes of this program in the block."""
         self._check_surroundings()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
         for path, part in model.named_modules():
-            part.training = self.flags[path]
+            part.training = path in self.modes
         for stage in self.stages:
             stage.module.training = model.training
         try:
@@ -95,6 +95,11 @@ class Program:
         finally:
             for part, flag in before.items():
                 part.training = flag
+
+
+def modes_of(model: nn.Module) -> frozenset[str]:
+    """The paths of the modules that are in train mode."""
+    return frozenset(path for path, part in model.named_modules() if part.training)
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:

@@ -152,14 +152,35 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert same(*losses)
 
 
-def test_the_mode_of_a_step_is_that_of_the_plan() -> None:
-    target = example("sequential")
-    twin = example("sequential")
-    pipeline, other = compiled(target), compiled(twin)
-    twin.model.eval()
-    assert torch.equal(pipeline.step(target.call, target.targets), other.step(twin.call, twin.targets))
-    assert not twin.model.training
-    assert not any(part.training for part in twin.model.modules())
+@pytest.mark.parametrize("name", ["sequential", "unet", "gpt2"])
+def test_train_and_eval_switch_a_step(name: str) -> None:
+    """Each step is that of a pipeline that was compiled in the mode the model is in."""
+    switched, trained, fixed = example(name), example(name), example(name)
+    pipeline, wanted = compiled(switched), {True: compiled(trained)}
+    fixed.model.eval()
+    wanted[False] = compiled(fixed)
+    for training in (True, False, True):
+        switched.model.train(training)
+        target = trained if training else fixed
+        wanted[training].steps = pipeline.steps  # random nodes draw by the number of the step
+        assert torch.equal(
+            pipeline.step(switched.call, switched.targets), wanted[training].step(target.call, target.targets)
+        )
+        assert {part.training for part in switched.model.modules()} == {training}
+        gradients = [{n: p.grad for n, p in each.named_parameters()} for each in (pipeline, wanted[training])]
+        assert same(*gradients)
+        for each in (pipeline, wanted[training]):
+            for parameter in each.parameters():
+                parameter.grad = None
+
+
+def test_a_part_is_frozen_after_compiling() -> None:
+    target, twin = example("unet"), example("unet")
+    pipeline = compiled(target)
+    target.model.stem.norm.eval()
+    twin.model.stem.norm.eval()
+    assert torch.equal(pipeline.step(target.call, target.targets), compiled(twin).step(twin.call, twin.targets))
+    assert target.model.stem.norm.num_batches_tracked.item() == 0
 
 
 def test_a_part_in_eval_mode_stays_in_it() -> None:

@@ -206,8 +206,8 @@ def _gpt2(layers: int) -> Any:
 def _costed(made: object, name: str) -> CostGraph:
     """The cost graph of one microbatch by the `flops` model; the self-check would add a training step of the model."""
     from pipecompile.api.capturing import capture_target
-    from pipecompile.api.compile import options_for
     from pipecompile.api.costing import cost_graph
+    from pipecompile.api.options import options_for
     from pipecompile.api.target import Target
 
     target: Target = Target.of(made, name)

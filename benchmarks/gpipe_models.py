@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import options_for
 from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.options import options_for
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of

@@ -18,9 +18,9 @@ import torch
 
 from examples import models
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.cutting import problem_of
+from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES

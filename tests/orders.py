@@ -9,8 +9,9 @@ import msgspec
 from torch import Tensor
 
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import make_plan, options_for
-from pipecompile.api.pipeline import Pipeline, Program
+from pipecompile.api.compile import make_plan
+from pipecompile.api.options import options_for
+from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
 from pipecompile.ir.plan import Plan
@@ -90,7 +91,7 @@ def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipel
     plan = decode(
         world.shared(lambda: encode(_under(make_plan(target, options, captured), order))), Plan, origin="rank 0"
     )
-    return Pipeline(plan, Program(captured.capture, captured.module, plan.assignment), target, captured.sample, 0)
+    return Pipeline(plan, captured, target)
 
 
 def _under(plan: Plan, order: Order) -> Plan:

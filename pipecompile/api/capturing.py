@@ -20,9 +20,10 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.plan import Options
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group, belongs
+from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["capture_target"]
+__all__ = ["capture_target", "say"]
 
 
 def capture_target(target: Target, options: Options, *, verify: bool, method: str | None = None) -> Captured:
@@ -37,13 +38,12 @@ def capture_target(target: Target, options: Options, *, verify: bool, method: st
     sample = Arguments(*call)
     if verify and target.has_values:
         captured, module, proof = proven(target.model, sample, options.leaf)
-        _say(chain(_told(captured), [_proof_text(proof)]))
+        say(chain(_told(captured), [_proof_text(proof)]))
     else:
         proof = None
         captured = _by(method, target, sample, options)
         module = captured.instantiate(sample)
-        if method is None:  # else the rank that has proven it says so
-            _say(_told(captured))
+        say(_told(captured))
     _refuse_unknown_names(module.graph, options.groups)
     apply(module.graph, [Group(options.groups)])
     return Captured(captured, module, sample, digest(module), verified=proof is not None)
@@ -66,8 +66,9 @@ def _proof_text(proof: Proof) -> str:
     return f"self-check: the graph is the model, bit for bit, at batches of {batches} ({proof.seconds:.1f} s)"
 
 
-def _say(lines: Iterable[str]) -> None:
-    for line in lines:
+def say(lines: Iterable[str]) -> None:
+    """Lines on standard error, once for all ranks."""
+    for line in lines if world.rank() == 0 else ():
         print(line, file=sys.stderr)
 
 

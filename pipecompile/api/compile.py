@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Unpack
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
 from pipecompile.api.correcting import corrected
-from pipecompile.api.costing import Captured, comparable, cost_graph, cost_model, measured_on
+from pipecompile.api.costing import Captured, comparable, cost_graph, measured_on
 from pipecompile.api.linking import Given, links_for
 from pipecompile.api.measuring import Stopwatch
-from pipecompile.api.ordering import placements
-from pipecompile.api.pipeline import Pipeline, Program, check_world
+from pipecompile.api.options import Choices, options_for
+from pipecompile.api.pipeline import Pipeline, check_world
 from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
-from pipecompile.frontend.captured import batch_size
+from pipecompile.errors import ScheduleError, StalePlanError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.optimizer import OPTIMIZERS
-from pipecompile.ir.plan import GRANULARITIES, Granularity, Options, Plan
+from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
-from pipecompile.ir.size import parse_bytes
 from pipecompile.runtime import world
-from pipecompile.schedule.placement import SHAPES
 
-__all__ = ["check_current", "make_plan", "options_for", "pipecompile", "staleness"]
+__all__ = ["check_current", "make_plan", "pipecompile", "staleness"]
 
 
 def pipecompile(
@@ -42,45 +36,24 @@ def pipecompile(
     sample_input: Any,
     k: int = 4,
     *,
-    microbatches: int | None = None,
-    schedule: str = "1f1b",
-    stages_per_rank: int | None = None,
-    placement: str | None = None,
-    objective: str = "variance",
-    memory: int | str | None = None,
-    optimizer: str | None = None,
-    master_weights: bool = False,
+    loss_fn: LossFunction | None = None,
+    sample_target: Any = None,
     costs: str | CostFunction = "measured",
     links: Given = None,
-    loss_fn: LossFunction | None = None,
-    recompute: str = "none",
-    pin: Mapping[str, int] | None = None,
-    groups: Iterable[Iterable[str]] = (),
-    parameters_everywhere: bool = False,
-    granularity: str = "operators",
-    leaf: Iterable[str] = (),
     self_check: bool = True,
-    sample_target: Any = None,
     plan: Plan | str | Path | None = None,
     seed: int = 0,
+    **choices: Unpack[Choices],
 ) -> Pipeline:
     """Turns `model` into a pipeline of `k` stages.
 
     `sample_input` is one minibatch: a tensor, a tuple of positional arguments or a mapping of keyword arguments, whose
-    tensors have the batch as dimension 0. It is cut into `microbatches` (default k). `loss_fn(output, target)` gives
-    the scalar to train; without it the model's own `loss` output is used. `schedule` is a named one (see
-    docs/schedules.md) or "search"; `stages_per_rank` and `placement` (linear, loop or v) default to what it needs, and
-    a search with several stages a rank tries all placements. `memory` caps each rank ("16GiB", or bytes). `optimizer`
-    (sgd, momentum, rmsprop, adam, adamw or adafactor) counts its state, `master_weights` its float32 copies of
-    parameters of fewer bits. `recompute="stage"` runs each stage's forward again before its backward instead of
-    keeping activations. `pin` fixes the stage of nodes, `groups` keeps nodes or modules together, and with
-    `parameters_everywhere` each stage has a node with parameters. `granularity` is what the model is cut between:
-    operators, modules, blocks, or auto (blocks, opened where balance or memory needs it). `leaf` names modules, by path
-    or class, that are one node each; without `self_check` the graph is not compared with the model. With
-    `sample_target` the costs include the loss. `costs` names a cost model (docs/cost-models.md), or is a function of a
-    node and its call that gives nanoseconds. `links` say how ranks are connected: a file that `pipecompile links`
-    wrote, or its content; without them transfers count as free. `plan` runs a committed plan instead of making one; all
-    other options are then the plan's.
+    tensors have the batch as dimension 0. It is cut into microbatches. `loss_fn(output, target)` gives the scalar to
+    train; without it the model's own `loss` output is used. With `sample_target` the costs include the loss. `costs`
+    names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds. `links`
+    say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers count as
+    free. Without `self_check` the graph is not compared with the model. `plan` runs a committed plan instead of making
+    one; all choices are then the plan's. `choices` are listed in `Choices`: microbatches, schedule, memory and others.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
@@ -88,126 +61,42 @@ def pipecompile(
     priced = costs if callable(costs) else None
     target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target, costs=priced)
     target.check_values("a pipeline")
-    if plan is not None:
-        committed = plan if isinstance(plan, Plan) else read(plan, Plan)
-        options = committed.options
-    else:
-        chosen = partial(
-            options_for,
-            target,
-            k=k,
-            microbatches=microbatches,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            placement=placement,
-            objective=objective,
-            memory=memory,
-            optimizer=optimizer,
-            master_weights=master_weights,
-            costs="function" if callable(costs) else costs,
-            recompute=recompute,
-            pin=pin,
-            groups=groups,
-            parameters_everywhere=parameters_everywhere,
-            granularity=granularity,
-            leaf=leaf,
-        )
+    if plan is None:
+        named = "function" if callable(costs) else costs
         # Only rank 0 need have the files that costs and links name.
-        options = decode(world.shared(lambda: encode(chosen())), Options, origin="rank 0")
+        chosen = world.shared(lambda: encode(options_for(target, k=k, costs=named, **choices)))
+        options = decode(chosen, Options, origin="rank 0")
         connected = world.on_first(lambda: links_for(options, links)) or FREE
+        captured = _captured(target, options, self_check=self_check)
+        committed = _planned(target, options, captured, connected)
+    else:
+        committed = plan if isinstance(plan, Plan) else read(plan, Plan)
+        captured = _captured(target, committed.options, self_check=self_check)
+        _check_sound(committed)
+    check_current(committed, captured)
+    check_world(committed)
+    return Pipeline(committed, captured, target, seed=seed, self_check=self_check)
+
+
+def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:
+    """The same graph on every rank; the first one proves it."""
     captured = world.on_first(lambda: capture_target(target, options, verify=self_check))
     method = world.shared(lambda: captured.capture.method.encode() if captured else b"").decode()
-    if captured is None:
-        captured = capture_target(target, options, verify=False, method=method)
-    if plan is not None:
-        check_current(committed, captured)
-        found = violations(committed)
-        if found:
-            raise ScheduleError(f"the plan is not sound: {found[0]}")
-    else:
-        if world.rank():
-            assist(target, options, captured)
-        made = world.shared(lambda: encode(make_plan(target, options, captured, connected)))
-        committed = decode(made, Plan, origin="rank 0")
-        check_current(committed, captured)
-    check_world(committed)
-    program = Program(captured.capture, captured.module, committed.assignment)
-    return Pipeline(committed, program, target, captured.sample, seed)
+    return captured or capture_target(target, options, verify=False, method=method)
 
 
-def options_for(
-    target: Target,
-    *,
-    k: int,
-    microbatches: int | None = None,
-    schedule: str = "1f1b",
-    stages_per_rank: int | None = None,
-    placement: str | None = None,
-    objective: str = "variance",
-    memory: int | str | None = None,
-    optimizer: str | None = None,
-    master_weights: bool = False,
-    costs: str = "measured",
-    recompute: str = "none",
-    pin: Mapping[str, int] | None = None,
-    groups: Iterable[Iterable[str]] = (),
-    parameters_everywhere: bool = False,
-    granularity: str = "operators",
-    leaf: Iterable[str] = (),
-) -> Options:
-    """The options of a plan, checked: InputError names what was given and what there is."""
-    if k < 1:
-        raise InputError(f"k={k}, but a pipeline has at least one stage")
-    cost_model(costs, target.costs)
-    _one_of("recompute", recompute, ("none", "stage"))
-    _one_of("granularity", granularity, GRANULARITIES)
-    if stages_per_rank is not None and stages_per_rank < 1:
-        raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
-    if placement is not None:
-        _one_of("placement", placement, SHAPES)
-    owner = "optimizer" if optimizer else "the target's optimizer"
-    optimizer = optimizer or target.optimizer
-    if optimizer is not None:
-        _one_of(owner, optimizer, OPTIMIZERS)
-    elif master_weights:
-        raise InputError(f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}")
-    options = Options(
-        k=k,
-        microbatches=_microbatches(target, k if microbatches is None else microbatches),
-        schedule=schedule,
-        objective=objective,
-        recompute="stage" if recompute == "stage" else "none",
-        memory_bytes=None if memory is None else parse_bytes(memory),
-        optimizer=optimizer,
-        master_weights=master_weights,
-        costs=costs,
-        pin=dict(pin or {}),
-        groups=tuple(tuple(names) for names in groups),
-        parameters_everywhere=parameters_everywhere,
-        granularity=cast(Granularity, granularity),
-        leaf=tuple(leaf),
-        stages_per_rank=stages_per_rank,
-        placement=cast(Literal["linear", "loop", "v"] | None, placement),
-    )
-    placements(options)  # refuses what does not go together before anything is captured
-    return options
+def _planned(target: Target, options: Options, captured: Captured, links: Links) -> Plan:
+    """The same plan on every rank; the first one makes it."""
+    if world.rank():
+        assist(target, options, captured)
+    made = world.shared(lambda: encode(make_plan(target, options, captured, links)))
+    return decode(made, Plan, origin="rank 0")
 
 
-def _one_of(what: str, given: str, known: Iterable[str]) -> None:
-    if given not in known:
-        raise InputError(f"{what}={given!r} is not known; choose one of {', '.join(known)}")
-
-
-def _microbatches(target: Target, microbatches: int) -> int:
-    leaves = torch.utils._pytree.tree_leaves((target.call.args, target.call.kwargs))
-    batch = batch_size([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    if microbatches < 1 or batch % microbatches:
-        fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
-        raise InputError(
-            f"a batch of {batch} cannot be cut into {microbatches} microbatches of one size; "
-            f"choose microbatches from {', '.join(fitting)}, or another batch (microbatches is k unless given)"
-        )
-    return microbatches
+def _check_sound(plan: Plan) -> None:
+    found = violations(plan)
+    if found:
+        raise ScheduleError(f"the plan is not sound: {found[0]}")
 
 
 def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:

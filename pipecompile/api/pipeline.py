@@ -12,18 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
+from pipecompile.api.capturing import capture_target, say
+from pipecompile.api.costing import Captured
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer
 from pipecompile.errors import InputError, StalePlanError
-from pipecompile.frontend.capture import capture
-from pipecompile.frontend.selfcheck import proven
-from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
-from pipecompile.passes.contract import apply
-from pipecompile.passes.group import Group
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
@@ -36,7 +34,7 @@ from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.simulate import simulate_plan
 from pipecompile.schedule.stages import problem_of_stages
 
-__all__ = ["Pipeline", "Program"]
+__all__ = ["Pipeline", "check_world"]
 
 
 class Pipeline:
@@ -46,14 +44,16 @@ class Pipeline:
     rank runs the stages that the plan gives it, and only those move to its device.
     """
 
-    def __init__(self, plan: Plan, program: Program, target: Target, sample: Arguments, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, captured: Captured, target: Target, *, seed: int = 0, self_check: bool = True
+    ) -> None:
         self.plan = plan
         self.seed = seed
         self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
-        self._program = program  # the one that was planned
-        self._programs = {program.modes: program}
+        self._program = Program(captured.capture, captured.module, plan.assignment)  # the one that was planned
+        self._programs = {self._program.modes: self._program}
         self._target = target
-        self._sample = sample
+        self._self_check = self_check  # of captures in other modes
         self._device = _local_device(target) if self._distributed else target.device
         self._schedules: dict[int, Schedule] = {}
         self._orders: dict[int, list[Action]] = {}
@@ -301,15 +301,12 @@ class Pipeline:
         """The model in the modes that its modules are in now, cut like the planned graph."""
         modes = modes_of(self._target.model)
         if modes not in self._programs:
-            model, leaf = self._target.model, self.plan.options.leaf
-            if self._distributed:  # no rank has the whole model on its device
-                captured = capture(model, self._sample, leaf)
-                module = captured.instantiate(self._sample)
-            else:
-                captured, module, _ = proven(model, self._sample, leaf)
-            apply(module.graph, [Group(self.plan.options.groups)])
-            stages = transfer(self.plan.assignment, self._planned_graph(), module, self._holders)
-            self._programs[modes] = Program(captured, module, stages)
+            say(["the model is captured again: its modules are in other modes than those planned for"])
+            # Over ranks that goes unproven: no rank has the whole model on its device.
+            verify = self._self_check and not self._distributed
+            found = capture_target(self._target, self.plan.options, verify=verify)
+            stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._holders)
+            self._programs[modes] = Program(found.capture, found.module, stages)
         return self._programs[modes]
 
     def _planned_graph(self) -> fx.Graph:

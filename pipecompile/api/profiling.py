@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
+from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.report.profile import Profile, profile_of

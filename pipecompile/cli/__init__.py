@@ -52,8 +52,9 @@ def commands() -> None:
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
     from pipecompile.api.capturing import capture_target
-    from pipecompile.api.compile import make_plan, options_for
+    from pipecompile.api.compile import make_plan
     from pipecompile.api.linking import links_for
+    from pipecompile.api.options import options_for
     from pipecompile.api.target import load_target, made_with
 
     check_writable(output)

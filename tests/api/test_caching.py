@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipecompile.api.caching import NodeCost, cache_folder, keep, recalled
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
+from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph

@@ -10,8 +10,8 @@ import pytest
 from examples import models
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
-from pipecompile.api.compile import options_for
 from pipecompile.api.costing import cost_graph
+from pipecompile.api.options import options_for
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError

@@ -11,10 +11,11 @@ import torch
 
 from pipecompile.api import measuring
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import make_plan, options_for
+from pipecompile.api.compile import make_plan
 from pipecompile.api.correcting import DoesNotFitError
 from pipecompile.api.costing import cost_graph
 from pipecompile.api.measuring import Stopwatch
+from pipecompile.api.options import options_for
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.errors import PipecompileError

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import make_plan, options_for
+from pipecompile.api.compile import make_plan
 from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.options import options_for
 from pipecompile.api.planning import draft
 from pipecompile.api.target import Target
 from pipecompile.cli import commands

@@ -5,7 +5,8 @@ from __future__ import annotations
 from examples import models
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
-from pipecompile.api.compile import make_plan, options_for
+from pipecompile.api.compile import make_plan
+from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.ir.plan import Plan

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import make_plan, options_for, pipecompile
+from pipecompile.api.compile import make_plan, pipecompile
+from pipecompile.api.options import options_for
 from pipecompile.api.profiling import profiled
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from pipecompile.api.capturing import capture_target
-from pipecompile.api.compile import make_plan, options_for, pipecompile, staleness
+from pipecompile.api.compile import make_plan, pipecompile, staleness
 from pipecompile.api.costing import comparable, cost_graph, cost_model
+from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import Call, Cost
 from pipecompile.errors import InputError, StaleProfileError

@@ -14,7 +14,7 @@ from pipecompile.api import ordering
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.probing import probe_links
 from pipecompile.api.target import Target
-from pipecompile.api.verify import Comparison, reference_for, verify
+from pipecompile.api.verify import Comparison, compare, reference_for, verify
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
@@ -110,6 +110,23 @@ def evaluation(name: str, k: int) -> bool | None:
     pipeline.load_state_dict(load(name).model.state_dict())
     found = pipeline.evaluate(target.call)
     return None if found is None else torch.equal(found, torch.cat(rows))
+
+
+def switched(name: str, k: int) -> list[bool]:
+    """Whether steps in training mode, in eval mode and in training mode again are the unsplit model's."""
+    target = load(name)
+    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    reference = reference_for(target, pipeline.plan)
+    found = []
+    for training in (True, False, True):
+        for model in (target.model, reference.model):
+            model.train(training).zero_grad()
+        wanted = reference.step(target, 4, step=pipeline.steps)
+        loss = pipeline.step(target.call, target.targets)
+        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+        buffers = dict(reference.model.named_buffers())
+        found.append(compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description).passed)
+    return found
 
 
 def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[float], list[str], bool | None]:

@@ -151,6 +151,10 @@ def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) ->
     assert workers.run(4, jobs.evaluation, "unet", 4, folder=str(tmp_path)) == [None, None, None, True]
 
 
+def test_train_and_eval_switch_the_steps_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, jobs.switched, "unet", 2, folder=str(tmp_path)) == [[True] * 3] * 2
+
+
 def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
     assert found[0] == found[1], "measured costs differ from rank to rank, so the plan must be rank 0's"

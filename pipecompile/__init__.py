@@ -1,6 +1,6 @@
 """Cuts one PyTorch model into pipeline stages, proves the plan, and runs its training step.
 
-Importing the package is cheap: `pipecompile` and `Pipeline` bring torch in when they are first asked for.
+Importing the package is cheap: what needs torch brings it in when it is first asked for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from pipecompile.errors import (
 
 if TYPE_CHECKING:
     from pipecompile.api.compile import pipecompile
+    from pipecompile.api.options import Choices
     from pipecompile.api.pipeline import Pipeline
 
 __all__ = [
     "CaptureError",
+    "Choices",
     "FormatError",
     "InfeasibleError",
     "InputError",
@@ -41,7 +43,11 @@ __all__ = [
 __version__ = "0.1.0.dev0"
 
 # What needs torch is loaded when it is first asked for.
-_HOMES = {"Pipeline": "pipecompile.api.pipeline", "pipecompile": "pipecompile.api.compile"}
+_HOMES = {
+    "Choices": "pipecompile.api.options",
+    "Pipeline": "pipecompile.api.pipeline",
+    "pipecompile": "pipecompile.api.compile",
+}
 
 # Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside it, at the root.
 _package = Path(__file__).resolve().parent

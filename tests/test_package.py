@@ -18,6 +18,7 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 PUBLIC = """
     CaptureError
+    Choices
     FormatError
     InfeasibleError
     InputError

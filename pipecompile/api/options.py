@@ -22,22 +22,40 @@ __all__ = ["Choices", "options_for"]
 
 
 class Choices(TypedDict, total=False):
-    """What `pipecompile()` may be asked for besides stages and costs; defaults are those of `options_for`."""
+    """What `pipecompile()` may be asked for besides stages and costs.
 
-    microbatches: int | None  # what the minibatch is cut into; as many as stages unless given
-    schedule: str  # a named one (docs/schedules.md) or "search"
-    stages_per_rank: int | None  # what the schedule needs unless given
-    placement: str | None  # linear, loop or v; what the schedule needs unless given, and a search tries all
-    objective: str  # what the cut minimises (docs/partition.md)
-    memory: int | str | None  # the cap of each rank: "16GiB", or bytes
-    optimizer: str | None  # sgd, momentum, rmsprop, adam, adamw or adafactor, whose state counts
-    master_weights: bool  # count float32 copies of parameters of fewer bits
-    recompute: str  # "stage" runs a stage's forward again before its backward instead of keeping activations; "none"
-    pin: Mapping[str, int] | None  # the stage of nodes; negative ones count from the last
-    groups: Iterable[Iterable[str]]  # nodes or modules that stay together
-    parameters_everywhere: bool  # each stage has a node with parameters
-    granularity: str  # cut between operators, modules or blocks; auto: blocks, opened where balance or memory needs it
-    leaf: Iterable[str]  # modules, by path or class, that are one node each
+    microbatches            what the minibatch is cut into (default: as many as stages)
+    schedule                a named one (docs/schedules.md), or "search" (default: "1f1b")
+    stages_per_rank         how many stages share a rank (default: what the schedule needs)
+    placement               "linear", "loop" or "v" (default: what the schedule needs; a search tries all)
+    objective               "variance", "max-load" or "step-time" (default: "variance")
+    memory                  the cap of each rank, "16GiB" or bytes (default: none)
+    optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
+    master_weights          count float32 copies of parameters of fewer bits (default: no)
+    recompute               "stage" runs each stage's forward again before its backward instead of keeping
+                            activations (default: "none")
+    pin                     the stage of nodes, negative ones from the last (default: {})
+    groups                  nodes or modules that stay together (default: ())
+    parameters_everywhere   whether each stage has a node with parameters (default: no)
+    granularity             what the model is cut between: "operators", "modules", "blocks", or "auto", blocks
+                            that are opened where balance or memory needs it (default: "operators")
+    leaf                    modules, by path or class, that are one node each (default: ())
+    """
+
+    microbatches: int | None
+    schedule: str
+    stages_per_rank: int | None
+    placement: str | None
+    objective: str
+    memory: int | str | None
+    optimizer: str | None
+    master_weights: bool
+    recompute: str
+    pin: Mapping[str, int] | None
+    groups: Iterable[Iterable[str]]
+    parameters_everywhere: bool
+    granularity: str
+    leaf: Iterable[str]
 
 
 def options_for(

@@ -196,10 +196,6 @@ class Tape:
         node = self._nodes.get(id(tensor))
         return id(tensor) in self._names or (node is not None and not node._erased)
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` stands for a parameter or buffer of the model."""
-        return id(tensor) in self._names
-
     # -- going back
 
     def mark(self) -> Mark:

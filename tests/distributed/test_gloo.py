@@ -34,8 +34,7 @@ def workers() -> Iterator[Workers]:
     group.close()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize(("k", "schedule"), [(2, "gpipe"), (4, "1f1b")])  # tests/api/test_step.py has the other pairs
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str, k: int, schedule: str) -> None:
     verdicts = workers.run(k, jobs.verify_model, name, {"k": k, "schedule": schedule}, folder=str(tmp_path))

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.compile import make_plan
+from pipecompile.api.costing import Captured
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.serde import decode, encode
 from pipecompile.runtime import world
@@ -25,6 +26,7 @@ from pipecompile.schedule.stages import problem_of_stages
 
 __all__ = ["BACKWARDS", "Order", "compared", "pipeline_under"]
 
+CUTS: dict[tuple[str, int, int], Plan] = {}
 BACKWARDS = ("whole", "halves", "late", "mixed", "behind")
 
 
@@ -88,10 +90,16 @@ def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipel
     """The target in `order.stages` stages under `order`, whether or not a planner would make that plan."""
     options = options_for(target, k=order.stages, microbatches=microbatches, costs="flops")
     captured = capture_target(target, options, verify=False)
-    plan = decode(
-        world.shared(lambda: encode(_under(make_plan(target, options, captured), order))), Plan, origin="rank 0"
-    )
-    return Pipeline(plan, captured, target)
+    made = world.shared(lambda: encode(_under(_cut(target, options, captured), order)))
+    return Pipeline(decode(made, Plan, origin="rank 0"), captured, target)
+
+
+def _cut(target: Target, options: Options, captured: Captured) -> Plan:
+    """The planned stages: the same for every order of as many."""
+    key = captured.digest, options.k, options.microbatches
+    if key not in CUTS:
+        CUTS[key] = make_plan(target, options, captured)
+    return CUTS[key]
 
 
 def _under(plan: Plan, order: Order) -> Plan:

@@ -27,7 +27,8 @@ def compiled(target: Target, **options: Any) -> Pipeline:
 @pytest.mark.parametrize(("k", "schedule"), [(2, "1f1b"), (4, "gpipe")])  # tests/distributed has the other pairs
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> None:
-    plan, comparisons = verify(example(name), k=k, microbatches=4, schedule=schedule, costs="flops")
+    options = {"k": k, "microbatches": 4, "schedule": schedule, "costs": "flops"}
+    plan, comparisons = verify(example(name), self_check=False, **options)  # this is a check itself
     assert (plan.k, plan.microbatches, plan.schedule.name) == (k, 4, schedule)
     for comparison in comparisons:
         assert comparison.passed
@@ -272,7 +273,7 @@ def test_what_a_plan_predicts_is_simulated() -> None:
     assert len(pipeline.stages) == 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_measured_costs_serve_a_plan(name: str) -> None:
     target = example(name)
     pipeline = pipecompile(

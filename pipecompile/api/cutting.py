@@ -15,9 +15,11 @@ from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.floors import buffers, floors
-from pipecompile.ir.footprint import Footprint, Lives
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.links import Links
+from pipecompile.ir.lives import Lives
 from pipecompile.ir.memory import Moment, moments, rank_memory, room
 from pipecompile.ir.plan import Faster, Options
 from pipecompile.schedule.named import SPLIT, generate
@@ -227,7 +229,7 @@ def _price(
     lives = Lives(graph, options.optimizer, options.master_weights)
 
     def price(candidate: Candidate) -> int | None:
-        stage = {candidate.stage: lives.footprint(candidate.before, candidate.nodes)}
+        stage = {candidate.stage: footprint_of(lives, candidate.before, candidate.nodes)}
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         return None if _missing(graph, within, placement, stage, sparing) else 0
 

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 
-from pipecompile.ir.footprint import NOTHING, Lives
+from pipecompile.ir.footprint import NOTHING
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of
+from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Boundary, Options, OwnedParameter, Route, Stage
 
@@ -51,7 +53,7 @@ def _stage(
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
         recompute=recompute,
-        footprint=lives.footprint(chain.from_iterable(names[:index]), names[index]) if weighed else NOTHING,
+        footprint=footprint_of(lives, chain.from_iterable(names[:index]), names[index]) if weighed else NOTHING,
     )
 
 

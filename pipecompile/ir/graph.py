@@ -23,6 +23,7 @@ class Node(Value, frozen=True, kw_only=True):
     canonical names that the node reads. The split of the backward is None where it was not measured.
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
     began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
+    `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never.
     `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
 
@@ -38,6 +39,7 @@ class Node(Value, frozen=True, kw_only=True):
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
+    packs: Literal["never", "before", "after"] = "after"
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()

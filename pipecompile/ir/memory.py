@@ -1,6 +1,6 @@
 """The one memory model: (what stages hold, order of actions) → bytes by kind, at the moment when most is held.
 
-footprint.py says what a stage holds for a microbatch, and the most that lives while it computes. Here a rank's row of
+holding.py says what a stage holds for a microbatch, and the most that lives while it computes. Here a rank's row of
 actions says how often, at each moment:
 
     parameters    with buffers                           always

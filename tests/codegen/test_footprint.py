@@ -17,8 +17,10 @@ from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.ir.footprint import Footprint, Lives
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of
+from pipecompile.ir.lives import Lives
 from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.stage import EagerStage, Saved
@@ -150,7 +152,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
         f"{number} {index} {what}": figures
         for number, cut in enumerate(cuts)
         for index, nodes in enumerate(cut)
-        for what, figures in expected(Lives(graph).footprint(chain(*cut[:index]), nodes)).items()
+        for what, figures in expected(footprint_of(Lives(graph), chain(*cut[:index]), nodes)).items()
     }
     for _ in range(TRIALS):
         with events() as found:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
 
-__all__ = ["cost_graphs", "stages_of"]
+__all__ = ["cost_graphs", "regions_of", "stages_of"]
 
 SIZES = st.sampled_from([0, 1, 8, 60, 64, 100, 513, 3000])
 
@@ -28,13 +28,15 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGr
     nodes, tensors, storages = list[Node](), list[Tensor](), list[int](draw(st.lists(SIZES, min_size=1, max_size=4)))
     for index, name in enumerate(names):
         known = {t.storage for t in tensors if name in t.consumers and t.storage is not None}
+        before = set(known)
         if index < len(names) - 1 and draw(st.booleans()):
             tensors.append(_tensor(draw, names, index, _storage(draw, known, storages, wild)))
             known |= {tensors[-1].storage} - {None}
         if not wild and draw(st.booleans()):
             known.add(_new(draw, storages))
         own = draw(SIZES) if wild else 0
-        nodes.append(_node(draw, name, index, parameters, range(len(storages)) if wild else sorted(known), own))
+        saveable = range(len(storages)) if wild else sorted(known)
+        nodes.append(_node(draw, name, index, parameters, saveable, known - before, own))
     return CostGraph(
         memory=draw(st.sampled_from(["cpu", "cuda"])),
         nodes=tuple(nodes),
@@ -59,13 +61,21 @@ def _storage(draw: st.DrawFn, read: set[int], storages: list[int], wild: bool) -
 
 
 def _node(
-    draw: st.DrawFn, name: str, index: int, parameters: Sequence[Parameter], known: Sequence[int], own: int
+    draw: st.DrawFn,
+    name: str,
+    index: int,
+    parameters: Sequence[Parameter],
+    known: Sequence[int],
+    new: Iterable[int],
+    own: int,
 ) -> Node:
     read = draw(st.sets(st.sampled_from([p.name for p in parameters]), max_size=2)) if parameters else set()
     placeholder = not read and index < 2 and draw(st.booleans())
+    saved = tuple(sorted(draw(st.sets(st.sampled_from(known), max_size=2)))) if known else ()
+    packs = ["never"] * (not saved) + ["before"] * (not set(saved) & set(new)) + ["after"]
     return Node(
         name=name,
-        forward_ns=1,
+        forward_ns=draw(st.integers(0, 9)),
         backward_ns=1,
         parameter_bytes=own,
         saved_bytes=0,
@@ -74,7 +84,8 @@ def _node(
         backward_peak_bytes=draw(SIZES),
         workspace_bytes=draw(SIZES),
         input_bytes=draw(SIZES) if placeholder else 0,
-        saved=tuple(sorted(draw(st.sets(st.sampled_from(known), max_size=2)))) if known else (),
+        packs=draw(st.sampled_from(packs)),
+        saved=saved,
         parameters=tuple(sorted(read)),
         operator="placeholder" if placeholder else "",
     )
@@ -128,3 +139,10 @@ def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[st
         stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), most - 1))
     members = [tuple(name for name in stage if stage[name] == index) for index in range(most)]
     return [names for names in members if names]
+
+
+@st.composite
+def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Some runs of the nodes of a stage, each computed again."""
+    ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
+    return [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]

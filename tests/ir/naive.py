@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from pipecompile.ir.schedule import COMPUTE, Action, Kind
 __all__ = ["highest"]
 
 Key = tuple[Any, ...]
+NONE: Mapping[int, Sequence[Sequence[str]]] = {}
 
 
 @dataclass
@@ -35,10 +36,12 @@ class _Live:
 
 
 class _Stage:
-    """One of a cut's stages: lives of what it makes, read off the graph."""
+    """One of a cut's stages: lives of what it makes, read off the graph. `regions` are computed again."""
 
-    def __init__(self, graph: CostGraph, cut: Sequence[Sequence[str]], index: int) -> None:
-        self.graph, self.index = graph, index
+    def __init__(
+        self, graph: CostGraph, cut: Sequence[Sequence[str]], index: int, regions: Sequence[Sequence[str]]
+    ) -> None:
+        self.graph, self.index, self.regions = graph, index, regions
         self.of = {name: stage for stage, names in enumerate(cut) for name in names}
         self.nodes = [node for node in graph.nodes if self.of[node.name] == index]
         self.order = [node.name for node in graph.nodes]
@@ -73,9 +76,27 @@ class _Stage:
     def sent(self, storage: int) -> bool:
         return self.later(self.readers(storage))
 
+    def region(self, name: str) -> Sequence[str]:
+        """The region that a node is in; empty if in none."""
+        return next((region for region in self.regions if name in region), ())
+
+    def holders(self, storage: int) -> list[str]:
+        """Whose backwards need what the forward kept: savers outside regions, and regions that begin with it."""
+        home = self.region(self._maker(storage) or "")
+        found = [name for name in self.savers(storage) if not self.region(name)]
+        for region in self.regions:
+            if region is not home and set(region) & (self.readers(storage) | set(self.savers(storage))):
+                found.append(region[0])
+        return self.inside(found)
+
     def forgotten(self, storage: int, done: set[str]) -> bool:
         """Whether nothing needs it once the nodes in `done` have run."""
-        return not self.sent(storage) and not self.savers(storage) and self.readers(storage) <= done
+        return not self.sent(storage) and not self.holders(storage) and self.readers(storage) <= done
+
+    def again(self, storage: int) -> list[str]:
+        """The nodes that save what a region has computed again."""
+        home = self.region(self._maker(storage) or "")
+        return [name for name in self.savers(storage) if name in home]
 
     def trained(self) -> dict[str, list[str]]:
         """The nodes of the stage that read each parameter which gets a gradient."""
@@ -175,6 +196,7 @@ class _Rank:
         second = kind is not Kind.BACKWARD_INPUT
         whole = kind is Kind.BACKWARD or not stage.splits
         for node in reversed(stage.nodes if first or second else []):
+            self._recompute(stage, microbatch, node)
             self._work(node, self._rise(stage, node, whole, kind))
             if first or (second and whole):
                 self._flow(stage, microbatch, node.name, hold=not whole)
@@ -183,8 +205,10 @@ class _Rank:
             if second:
                 self._sum(stage, node)
                 for storage in stage.own():
-                    if not stage.sent(storage) and stage.savers(storage)[:1] == [node.name]:
+                    if not stage.sent(storage) and stage.holders(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
+                    if stage.again(storage)[:1] == [node.name]:
+                        self.live.drop(stage.index, microbatch, "again", storage)
             self.live.need(stage.met(node.name) if first or (second and whole) else 0)
         if first or (second and whole):
             self._return(stage, microbatch)
@@ -193,6 +217,27 @@ class _Rank:
         self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
         if second:
             self._finish(stage, microbatch)
+
+    def _recompute(self, stage: _Stage, microbatch: int, node: Node) -> None:
+        """The forward of the node's region, if it is the last that saves anything; up to what it saves."""
+        region = stage.region(node.name)
+        saving = [name for name in region if stage.graph.by_name[name].packs != "never"]
+        if not saving or saving[-1] != node.name:
+            return
+        done: set[str] = set()
+        for name in region[: region.index(node.name) + (node.packs == "after")]:
+            each = stage.graph.by_name[name]
+            self._work(each, each.forward_peak_bytes)
+            done.add(name)
+            for storage in stage.made(each):
+                self.live.hold((stage.index, microbatch, "again", storage), stage.graph.storages[storage])
+            for storage in stage.own():
+                if not stage.again(storage) and stage.readers(storage) <= done:
+                    self.live.drop(stage.index, microbatch, "again", storage)
+            self.live.need(0)
+        for storage in stage.own():
+            if not stage.again(storage):
+                self.live.drop(stage.index, microbatch, "again", storage)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
         if whole:
@@ -277,10 +322,18 @@ class _Rank:
         self.live.need(0)
 
 
-def highest(graph: CostGraph, cut: Sequence[Sequence[str]], row: Sequence[Action], microbatches: int) -> int:
-    """The most bytes that the rank of `row` holds; without an optimizer."""
+def highest(
+    graph: CostGraph,
+    cut: Sequence[Sequence[str]],
+    row: Sequence[Action],
+    microbatches: int,
+    regions: Mapping[int, Sequence[Sequence[str]]] = NONE,
+) -> int:
+    """The most bytes that the rank of `row` holds; without an optimizer. `regions` are by stage."""
     row = [action for action in row if action.kind in COMPUTE]
-    stages = {index: _Stage(graph, cut, index) for index in sorted({action.stage for action in row})}
+    stages = {
+        index: _Stage(graph, cut, index, regions.get(index, ())) for index in sorted({action.stage for action in row})
+    }
     again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE and a.microbatch is not None}
     rank = _Rank(stages, again)
     for stage in stages.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import strategies as st
 from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
 from pipecompile.ir.floors import floors
-from pipecompile.ir.footprint import Footprint, Lives
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of
+from pipecompile.ir.lives import Lives
 from pipecompile.ir.memory import activation_curve, moments, rank_memory, room
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
 from pipecompile.schedule.placement import place
-from tests.ir.cost_graphs import cost_graphs, stages_of
+from tests.ir.cost_graphs import cost_graphs, regions_of, stages_of
 from tests.ir.naive import highest
 
 CPU = ALLOCATORS["cpu"]
@@ -37,7 +40,7 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
 
 def _footprints(graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None) -> list[Footprint]:
     lives = Lives(graph, optimizer)
-    return [lives.footprint([n for part in cut[:index] for n in part], names) for index, names in enumerate(cut)]
+    return [footprint_of(lives, [n for part in cut[:index] for n in part], names) for index, names in enumerate(cut)]
 
 
 def _held(schedule: Schedule, rank: int, footprints: Sequence[Footprint]) -> dict[int, Footprint]:
@@ -54,6 +57,25 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGr
         held = _held(schedule, rank, footprints)
         memory = rank_memory(held, moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[graph.memory])
         assert memory.total.expected == highest(graph, cut, row, schedule.microbatches), rank
+
+
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs(), st.data())
+def test_so_is_the_peak_of_stages_with_regions(graph: CostGraph, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph))
+    regions = {index: data.draw(regions_of(names)) for index, names in enumerate(cut)}
+    schedule = generate(data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4)))
+    lives = Lives(graph)
+    for index, row in enumerate(schedule.rows):
+        footprint = footprint_of(lives, chain(*cut[:index]), cut[index], regions[index])
+        memory = rank_memory(
+            {index: footprint},
+            moments(row),
+            microbatches=schedule.microbatches,
+            allocator=ALLOCATORS[graph.memory],
+        )
+        assert memory.total.expected == highest(graph, cut, row, schedule.microbatches, regions), index
+        assert memory.total.bound >= memory.total.expected
 
 
 @given(cost_graphs(wild=True), st.sampled_from(["cpu", "cuda"]), st.data())

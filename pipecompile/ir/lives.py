@@ -1,0 +1,106 @@
+"""The storages of a cost graph by the places of its nodes: where each is made, read, saved and let go."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pipecompile.ir.graph import CostGraph, Gradient, Tensor
+
+__all__ = ["GradientLife", "Lives", "Storage"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward."""
+
+    bytes: int
+    readers: tuple[int, ...]
+    savers: tuple[int, ...]
+
+
+class GradientLife(NamedTuple):
+    """A storage of the backward: made in that of `producer`, let go in that of `last`.
+
+    A `sum` of others is new unless these were added in place to one that was made in `origin`. `summed` tells whether
+    others will be added to it in turn.
+    """
+
+    producer: int
+    last: int
+    bytes: int
+    readers: tuple[int, ...]
+    sum: bool
+    origin: int | None
+    summed: bool
+
+
+@dataclass(frozen=True)
+class Lives:
+    """The storages of a cost graph, ready for any stage; `optimizer` and `master_weights` are as in a plan's options.
+
+    Nodes are known by their place in the graph's order.
+    """
+
+    graph: CostGraph
+    optimizer: str | None = None
+    master_weights: bool = False
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """The place of each node."""
+        return {node.name: index for index, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def storages(self) -> dict[int, tuple[Storage, ...]]:
+        """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
+        roots: dict[int, int] = {}
+        readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        for tensor in self.graph.tensors:
+            if tensor.storage is not None:
+                producer = self.place[tensor.producer]
+                roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
+                readers[tensor.storage].update(self.place[name] for name in tensor.consumers)
+        for index, node in enumerate(self.graph.nodes):
+            for storage in node.saved:
+                roots.setdefault(storage, index)
+                savers[storage].add(index)
+        made = defaultdict[int, list[Storage]](list)
+        for storage, root in roots.items():
+            if self.graph.nodes[root].operator != "placeholder":
+                places = (tuple(sorted(found[storage])) for found in (readers, savers))
+                made[root].append(Storage(self.graph.storages[storage], *places))
+        return {root: tuple(storages) for root, storages in made.items()}
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
+        """Each tensor that is read, with the places of its producer and its readers."""
+        return tuple(
+            (tensor, self.place[tensor.producer], tuple(sorted(self.place[name] for name in tensor.consumers)))
+            for tensor in self.graph.tensors
+            if tensor.consumers
+        )
+
+    @cached_property
+    def gradients(self) -> dict[int, tuple[GradientLife, ...]]:
+        """By the node in whose backward they are made, without summands of a parameter's gradient."""
+        made = defaultdict[int, list[GradientLife]](list)
+        every = self.graph.gradients
+        summed = {gradient.continues for gradient in every}
+        for index, gradient in enumerate(every):
+            if not self._is_summand(gradient):
+                before = gradient.continues
+                origin = None if before is None else self.place[every[before].producer]
+                producer, last = self.place[gradient.producer], self.place[gradient.last]
+                readers = tuple(self.place[name] for name in gradient.readers)
+                row = GradientLife(producer, last, gradient.bytes, readers, gradient.sum, origin, index in summed)
+                made[producer].append(row)
+        return {place: tuple(rows) for place, rows in made.items()}
+
+    def _is_summand(self, gradient: Gradient) -> bool:
+        """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
+        by_name = self.graph.by_name
+        shared = set(by_name[gradient.producer].parameters) & set(by_name[gradient.last].parameters)
+        return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)

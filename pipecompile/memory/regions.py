@@ -1,0 +1,192 @@
+"""Every choice of regions that counts, by dynamic programming over the positions of a tape.
+
+A region is a run of nodes computed again before their backwards (gradient checkpointing; Chen et al., arXiv
+1604.06174). What the forward must keep hangs on which storages are needed outside of the region that makes them:
+so a state is a position with the storages that live across it and are kept already, and from it goes either one node
+that is not computed again, or a region of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from pipecompile.ir.tape import Held, Tape
+from pipecompile.memory.front import Front, joined
+
+__all__ = ["Region", "Regions", "State"]
+
+State = frozenset[int]  # indices of storages that are kept already
+
+
+class Region(NamedTuple):
+    """The nodes at positions `start` … `stop` − 1, computed again."""
+
+    start: int
+    stop: int
+
+
+class _Again(NamedTuple):
+    """What a region takes: time, the most that lives in its forward, in its backward, and when that is done."""
+
+    ns: int
+    forward: int
+    backward: int
+
+
+class _Step(NamedTuple):
+    """From one state to another: the region that is computed again, if any."""
+
+    position: int
+    state: State
+    region: Region | None
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The choices for the nodes of `tape` from `start` to `stop`: all that count, or about `most` in each state.
+
+    `fronts` has them by position and by what is kept across it. Bytes are above what was kept before `start`: of that
+    `kept` are the storages that are used from there on.
+    """
+
+    tape: Tape
+    start: int
+    stop: int
+    kept: State = frozenset()
+    most: int | None = None
+    steps: list[_Step] = field(default_factory=list, init=False, compare=False)
+
+    def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
+        """The regions of a choice, in order."""
+        found: list[Region] = []
+        while position > self.start:
+            front = self.fronts[position][state]
+            position, before, region = self.steps[front.left[row]]
+            found += [region] if region else []
+            state, row = before, int(front.right[row])
+        return tuple(reversed(found))
+
+    @cached_property
+    def fronts(self) -> dict[int, dict[State, Front]]:
+        """The choices."""
+        found = {self.start: {self.kept & self._across[self.start]: Front.of(0, 0, 0)}}
+        incoming: dict[int, dict[State, list[Front]]] = {}
+        for position in range(self.start, self.stop + 1):
+            if position in incoming:
+                found[position] = {s: joined(parts, self.most) for s, parts in incoming.pop(position).items()}
+            for state, front in found.get(position, {}).items():
+                for stop, region in self._steps(position):
+                    following, moved = self._moved(position, stop, state, front, region)
+                    incoming.setdefault(stop, {}).setdefault(following, []).append(moved)
+        return found
+
+    def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
+        if position < self.stop:
+            yield position + 1, None
+        if position in self._boundaries:
+            for stop in range(position + 1, self.stop + 1):
+                if stop - 1 in self.tape.fixed:
+                    return
+                if stop in self._boundaries:
+                    yield stop, Region(position, stop)
+
+    def _moved(
+        self, position: int, stop: int, state: State, front: Front, region: Region | None
+    ) -> tuple[State, Front]:
+        """The choices of `front` with one more node, or with one more region."""
+        now = state | self._needed_by(position, stop, again=region is not None)
+        again = _Again(0, self.tape.forward[position], self.tape.before[position])
+        if region is not None:
+            again = self._again(region)
+        kept = front.kept + sum(self.tape.held[index].bytes for index in now - state)
+        waiting = sum(self.tape.held[index].bytes for index in self._across[position] - state)
+        forward = front.kept + (waiting + self._sent_by[position] + again.forward)
+        backward = kept + (self._sent_by[-1] + again.backward)
+        done = front.kept + (self._sent_by[-1] + self.tape.after[position])
+        peak = np.maximum.reduce([front.peak, forward, backward, done])
+        step = np.full(len(front), len(self.steps))
+        self.steps.append(_Step(position, state, region))
+        return now & self._across[stop], Front(kept, peak, front.ns + again.ns, step, np.arange(len(front)))
+
+    def _needed_by(self, start: int, stop: int, *, again: bool) -> State:
+        """What the forward must keep for these nodes: what they save, or what a region of them reads."""
+        if not again:
+            return frozenset(i for i in self._savings[start] if not self.tape.held[i].sent)
+        used = {index for position in range(start, stop) for index in self._uses[position]}
+        return frozenset(i for i in used if self.tape.held[i].made < start and not self.tape.held[i].sent)
+
+    def _again(self, region: Region) -> _Again:
+        """A region by itself, above what was kept for it."""
+        tape = self.tape
+        saving = [p for p in range(*region) if tape.packs[p] != "never"]
+        last = saving[-1] if saving else region.start - 1
+        stop = last + (tape.packs[last] == "after") if saving else region.start
+        inner = [held for p in range(*region) for held in self._made[p]]
+        first = self._walk(region.start, region.stop, inner, lambda held: held.last >= region.stop or held.sent)
+        within = [(held, min((p for p in held.saved if p < region.stop), default=None)) for held in inner]
+        saved = [(held, place) for held, place in within if place is not None]
+        ends = {id(held) for held, _ in saved}
+        entry = self._walk(
+            region.start, stop, inner, lambda held: id(held) in ends or held.last >= region.stop or held.sent
+        )
+        return _Again(sum(tape.ns[region.start : stop]), first, self._backward(region, last, entry, saved))
+
+    def _walk(self, start: int, stop: int, inner: Sequence[Held], stays: Callable[[Held], bool]) -> int:
+        """The most that lives in these forwards, above what lived before."""
+        now = highest = 0
+        for position in range(start, stop):
+            highest = max(highest, now + self.tape.forward[position])
+            now += sum(held.bytes for held in inner if held.made == position)
+            now -= sum(held.bytes for held in inner if not stays(held) and max(held.last, held.made) == position)
+            highest = max(highest, now)
+        return highest
+
+    def _backward(self, region: Region, last: int, entry: int, saved: Sequence[tuple[Held, int]]) -> int:
+        """The most that lives from the last node's backward to the first's, the forward once more at `last`."""
+        now = highest = 0
+        for position in reversed(range(*region)):
+            if position == last:
+                highest = max(highest, self.tape.flowing[position] + entry)
+                now = sum(held.bytes for held, _ in saved)
+            highest = max(highest, now + self.tape.before[position])
+            now -= sum(held.bytes for held, place in saved if place == position)
+            if position > region.start:
+                highest = max(highest, now + self.tape.after[position])
+        return highest
+
+    @cached_property
+    def _across(self) -> list[State]:
+        """By position what was made before and is used there or later; what is sent is kept anyway."""
+        every = [(index, held) for index, held in enumerate(self.tape.held) if not held.sent]
+        return [
+            frozenset(index for index, held in every if held.made < position <= held.last)
+            for position in range(len(self.tape.ns) + 1)
+        ]
+
+    @cached_property
+    def _sent_by(self) -> list[int]:
+        """Bytes that are sent and made before each position."""
+        sent = [held for held in self.tape.held if held.sent]
+        return [sum(held.bytes for held in sent if held.made < p) for p in range(len(self.tape.ns) + 1)]
+
+    @cached_property
+    def _made(self) -> list[list[Held]]:
+        return [[held for held in self.tape.held if held.made == p] for p in range(len(self.tape.ns))]
+
+    @cached_property
+    def _savings(self) -> list[list[int]]:
+        return [[i for i, held in enumerate(self.tape.held) if p in held.saved] for p in range(len(self.tape.ns))]
+
+    @cached_property
+    def _uses(self) -> list[list[int]]:
+        held = self.tape.held
+        return [[i for i, h in enumerate(held) if p in h.uses or p in h.saved] for p in range(len(self.tape.ns))]
+
+    @cached_property
+    def _boundaries(self) -> frozenset[int]:
+        return frozenset(self.tape.boundaries)

@@ -1,0 +1,73 @@
+"""Choices of regions against all there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of, tape_of
+from pipecompile.ir.lives import Lives
+from pipecompile.memory.regions import Regions
+from tests.ir.cost_graphs import cost_graphs, stages_of
+
+Choice = tuple[int, int, int]
+
+
+def every_choice(boundaries: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """All sets of disjoint regions between boundaries."""
+    runs = list(combinations(boundaries, 2))
+
+    def extended(after: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        yield ()
+        for run in runs:
+            if run[0] >= after:
+                yield from ((run, *rest) for rest in extended(run[1]))
+
+    yield from extended(0)
+
+
+def price(graph: CostGraph, before: Sequence[str], names: Sequence[str], regions: Sequence[Sequence[str]]) -> Choice:
+    """What is kept, the peak and the extra time, by the memory model and by hand."""
+    footprint = footprint_of(Lives(graph), before, names, regions)
+    kept = footprint.kept.bound
+    highest = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
+    return kept, highest, sum(extra_ns(graph, region) for region in regions)
+
+
+def extra_ns(graph: CostGraph, region: Sequence[str]) -> int:
+    """The forward once more, up to the last node that saves anything; without its kernels if it saves before them."""
+    nodes = [graph.by_name[name] for name in region]
+    while nodes and nodes[-1].packs == "never":
+        nodes.pop()
+    if nodes and nodes[-1].packs == "before":
+        nodes.pop()
+    return sum(node.forward_ns for node in nodes)
+
+
+def undominated(choices: set[Choice]) -> set[Choice]:
+    return {a for a in choices if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in choices)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(cost_graphs(), st.data())
+def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph, most=2))
+    index = data.draw(st.integers(0, len(cut) - 1))
+    before, names = list(chain(*cut[:index])), cut[index]
+    tape = tape_of(Lives(graph), before, names, summed=True)
+    sent = sum(held.bytes for held in tape.held if held.sent)
+    search = Regions(tape, 0, len(names))
+    found: set[Choice] = set()
+    for state, front in search.fronts[len(names)].items():
+        for row in range(len(front)):
+            kept = int(front.kept[row]) + sent
+            figures = kept, max(kept, int(front.peak[row])), int(front.ns[row])
+            regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
+            assert price(graph, before, names, regions) == figures, regions
+            found.add(figures)
+    every = {price(graph, before, names, [names[a:b] for a, b in runs]) for runs in every_choice(tape.boundaries)}
+    assert undominated(found) == undominated(every)

@@ -1,0 +1,261 @@
+"""What autograd saves in a run of nodes lies in another form between forward and backward.
+
+    shelf = Shelf()                                                      # one for a stage
+    with saving("mask", "relu", "pool", shelf=shelf, spared=parameters):
+        value = run(value)                                               # the forward; the backward is as ever
+
+Policies by name. `relu` and `pool` are taken where they apply, then the first of the others that fits:
+
+    mask       dropout's masks, and all else that is zero or one constant, as bits         exact
+    relu       what ReLU keeps of its output, as bits, where no other node keeps it        exact
+    pool       what pooling keeps of its input, as a size; its indices, as small integers  exact
+    offload    everything in host memory                                                   exact
+    half       float32 as bfloat16                                  a relative error of up to 2⁻⁸ in each element
+
+Autograd calls a hook for each tensor that it saves, and another when the backward needs it. Between the two, `_Kept`
+holds the tensor by reference, or its storage encoded. What is not as a policy expects stays by reference.
+
+Without hooks autograd raises where a saved tensor was written to before the backward. With hooks it does not, so
+`_Kept` does: an alias of the tensor, whose memory is let go, still shares its version counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from pipecompile.errors import InputError
+from pipecompile.runtime.encodings import Encoded, Encoder, half, mask, narrow, shape, sign
+from pipecompile.runtime.offload import Run, Traffic, move
+
+__all__ = ["POLICIES", "Policy", "Shelf", "saving"]
+
+Policy = Literal["mask", "relu", "pool", "offload", "half"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+# Autograd's nodes of pooling, by how many dimensions they pool. Of the input their backwards read the layout alone.
+_MAX_POOLS = {
+    "MaxPool2DWithIndicesBackward0": 2,
+    "MaxPool3DWithIndicesBackward0": 3,
+    "AdaptiveMaxPool2DBackward0": 2,
+    "AdaptiveMaxPool3DBackward0": 3,
+}
+_AVERAGE_POOLS = frozenset({"AvgPool2DBackward0", "AvgPool3DBackward0", "AdaptiveAvgPool2DBackward0"})
+_NOTHING = torch.empty(0)
+
+
+class Shelf:
+    """What the runs of one stage keep encoded: each storage once, whichever of them save views of it.
+
+    `traffic` counts what was moved to the host and back.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        # By policy, storage, version and type. The key keeps a storage's address, not its memory, from being reused.
+        self._shared: WeakValueDictionary[tuple[Policy, StorageWeakRef, int, torch.dtype], _Shared]
+        self._shared = WeakValueDictionary()
+
+    def encoded(self, value: Tensor, policy: Policy, encoder: Encoder) -> _Shared | None:
+        """The storage of `value`, encoded now or before; None where it is not what `encoder` is for."""
+        dtype = torch.uint8 if policy == "offload" else value.dtype
+        key = policy, StorageWeakRef(value.untyped_storage()), value._version, dtype
+        if (shared := self._shared.get(key)) is not None:
+            shared.sharers += 1
+        elif (encoded := encoder(_flat(value, dtype))) is not None:
+            self._shared[key] = shared = _Shared(encoded)
+        return shared
+
+
+class _Shared:
+    """An encoded storage, and how many saved tensors lie in it."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        self._encoded = encoded
+        self._restored: Tensor | None = None
+        self.sharers = 1
+
+    def restore(self) -> Tensor:
+        """Its elements, which stay for the other sharers."""
+        if self._restored is not None:
+            return self._restored
+        restored = self._encoded.restore()
+        self._restored = restored if self.sharers > 1 else None
+        return restored
+
+
+class _Kept:
+    """One saved tensor, from the hook of its saving to that of its use."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value.detach()  # the value itself would hold the node that holds this
+        self._version = value._version
+        self._shared: _Shared | None = None
+        self.shape = value.shape
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nobody has written to it since it was saved."""
+        return self.value._version == self._version
+
+    def let_go(self, shared: _Shared) -> None:
+        """Its elements are those of `shared` from now on."""
+        value = self.value
+        self._dtype, self._device = value.dtype, value.device
+        self._place = value.storage_offset(), value.shape, value.stride()
+        self._shared = shared
+        value.data = _NOTHING
+
+    def unpack(self) -> Tensor:
+        """The tensor, laid out as it was."""
+        if not self.is_current:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.shape)} that the backward needs was written to in place after it was "
+                f"saved: it is at version {self.value._version}, expected {self._version}; write to a copy instead"
+            )
+        if self._shared is None:
+            return self.value
+        storage = self._shared.restore().untyped_storage()
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
+
+
+@contextmanager
+def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterator[None]:
+    """What is saved in the block is kept by `policies`; `spared` tensors, and views of them, as they are.
+
+    Spare what stays in memory anyway: the parameters and what the stage was given; and the buffers, because batch
+    normalisation writes to its statistics without counting a version. Enter it around the forward of the nodes it is
+    for; a block inside it takes its place there. With `relu` or `pool` all is encoded at the end of the block, where
+    it is known who keeps what; otherwise when it is saved. What others keep too, outside the block, exists twice.
+
+    In the backward a RuntimeError says that a saved tensor was written to. InputError if there is no such policy.
+    """
+    for name in policies:
+        if name not in POLICIES:
+            raise InputError(f"no policy {name!r} for saved tensors: expected one of {', '.join(POLICIES)}")
+    block = _Block(policies, shelf, {value.untyped_storage()._cdata for value in spared})
+    with saved_tensors_hooks(block.pack, _Kept.unpack), block.roots if block.by_node else nullcontext():
+        yield
+    block.settle()
+
+
+class _Block:
+    """What one run of nodes saves."""
+
+    def __init__(self, policies: Sequence[Policy], shelf: Shelf, spared: set[int]) -> None:
+        self.by_node = {policy for policy in policies if policy in ("relu", "pool")}
+        self.roots = _Roots()
+        run: Run = []
+        encoders = {"mask": mask, "half": half, "offload": partial(move, traffic=shelf.traffic, run=run)}
+        self._encoders = [(policy, encoders[policy]) for policy in policies if policy in encoders]
+        self._shelf, self._spared = shelf, spared
+        self._since = torch._C._autograd._get_sequence_nr()
+        self._waiting: list[_Kept] = []
+
+    def pack(self, value: Tensor) -> _Kept:
+        """The hook of saving."""
+        kept = _Kept(value)
+        if _is_plain(value) and value.untyped_storage()._cdata not in self._spared:
+            if self.by_node:
+                self._waiting.append(kept)
+            else:
+                self._encode(kept)
+        return kept
+
+    def settle(self) -> None:
+        """Encodes what waits."""
+        waiting, self._waiting = self._waiting, []
+        found = {id(kept): encoder for kept, encoder in self._known_uses()}
+        held = {_address(kept) for kept in waiting if id(kept) not in found}
+        for kept in filter(lambda kept: kept.is_current, waiting):
+            encoder = None if _address(kept) in held else found.get(id(kept))
+            encoded = None if encoder is None else encoder(_flat(kept.value, kept.value.dtype))
+            if encoded is not None:
+                kept.let_go(_Shared(encoded))
+            else:
+                self._encode(kept)
+
+    def _encode(self, kept: _Kept) -> None:
+        for policy, encoder in self._encoders:
+            if (shared := self._shelf.encoded(kept.value, policy, encoder)) is not None:
+                kept.let_go(shared)
+                return
+
+    def _known_uses(self) -> Iterator[tuple[_Kept, Encoder]]:
+        """What this block's nodes of known kinds keep, encoded as their backwards read it."""
+        for node in _made_since(self._since, self.roots.nodes):
+            name = node.name()
+            if "relu" in self.by_node and name == "ReluBackward0":
+                yield from _encoded_in(node, result=sign)
+            elif "pool" in self.by_node and name in _MAX_POOLS:
+                for image, _ in _encoded_in(node, self=shape):
+                    bound = math.prod(image.shape[-_MAX_POOLS[name] :])
+                    yield from _encoded_in(node, self=shape, result1=partial(narrow, bound=bound))
+            elif "pool" in self.by_node and name in _AVERAGE_POOLS:
+                yield from _encoded_in(node, self=shape)
+
+
+class _Roots(TorchFunctionMode):
+    """Collects the autograd nodes of all that torch's functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                self.nodes.append(value.grad_fn)
+        return result
+
+
+def _made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
+    """The nodes of this sequence number and later ones that `roots` lead to."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen and node._sequence_nr() >= number:
+            seen.add(node)
+            yield node
+            stack += [child for child, _ in node.next_functions if child is not None]
+
+
+def _encoded_in(node: Node, **encoders: Encoder) -> Iterator[tuple[_Kept, Encoder]]:
+    """What a hook made of the tensors that `node` saves under these names."""
+    for name, encoder in encoders.items():
+        if isinstance(kept := getattr(node, f"_raw_saved_{name}").data, _Kept):
+            yield kept, encoder
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether it is its elements and nothing more."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type in ("cpu", "cuda")
+        and value.numel() > 0
+        and not (value.is_quantized or value.is_conj() or value.is_neg())
+    )
+
+
+def _flat(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """All elements of the storage in which `value` lies."""
+    storage = value.untyped_storage()
+    count = storage.nbytes() // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=value.device).set_(storage, 0, (count,), (1,))
+
+
+def _address(kept: _Kept) -> int:
+    return kept.value.untyped_storage()._cdata

@@ -1,0 +1,130 @@
+"""What a policy of saving.py leaves of a saved storage, and what it takes; without PyTorch, for planners."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+__all__ = ["SavedStorage", "SavingCost", "Use", "saving_cost"]
+
+Use = Literal["relu", "pool input", "pool indices", "other"]
+_POLICY_OF: Mapping[Use, str] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
+_NARROW = ((2**8, 1), (2**15, 2), (2**31, 4))  # below what these bytes of an integer hold
+# Kernels of pack_bits and unpack_bits read and write so many bytes for each element, beside the bits themselves.
+_GATHERED, _SPREAD = 5, 11
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """A storage of so many `bytes` that backwards keep, as elements of `dtype`, by torch's name without `torch.`.
+
+    `uses` say what each saved tensor in it is for. `is_mask` where it holds zero and one constant, as booleans always
+    do; `bound` is above all indices that it holds: the elements of one plane of what was pooled.
+    """
+
+    bytes: int
+    dtype: str
+    uses: tuple[Use, ...] = ("other",)
+    is_mask: bool = False
+    bound: int = 2**63
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return self.bytes // _ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class SavingCost:
+    """What one storage takes, for one microbatch.
+
+    `kept_bytes` lie on the device between forward and backward, `host_bytes` on the host, and have crossed the link to
+    it once each way; on a CPU both are one memory. `packing_bytes` and `unpacking_bytes` are what kernels read and
+    write in the forward and in the backward, where the storage exists again, in its full size, while it is read.
+    """
+
+    kept_bytes: int
+    host_bytes: int = 0
+    packing_bytes: int = 0
+    unpacking_bytes: int = 0
+
+    def __add__(self, other: SavingCost) -> SavingCost:
+        return SavingCost(
+            self.kept_bytes + other.kept_bytes,
+            self.host_bytes + other.host_bytes,
+            self.packing_bytes + other.packing_bytes,
+            self.unpacking_bytes + other.unpacking_bytes,
+        )
+
+    def compute_ns(self, memory_bytes_per_s: int) -> tuple[int, int]:
+        """The time of the forward's and of the backward's kernels, which nothing else can use."""
+        return _ns(self.packing_bytes, memory_bytes_per_s), _ns(self.unpacking_bytes, memory_bytes_per_s)
+
+    def link_ns(self, link_bytes_per_s: int) -> tuple[int, int]:
+        """The time on the link to the host, out and back; computation may go on beside it."""
+        one_way = _ns(self.host_bytes, link_bytes_per_s)
+        return one_way, one_way
+
+
+def saving_cost(policies: Collection[str], storage: SavedStorage, memory: Literal["cpu", "cuda"]) -> SavingCost:
+    """What `storage` takes under `policies`, given in the order of `saving`, on a device of this kind.
+
+    A storage that others keep outside the block, or that is spared, is kept besides.
+    """
+    by_use = [_by_use(use, storage) if _POLICY_OF.get(use) in policies else None for use in storage.uses]
+    costs = [cost for cost in by_use if cost is not None]
+    if len(costs) == len(by_use):
+        return sum(costs, SavingCost(0))
+    by_policy = (_by_policy(policy, storage, memory) for policy in policies)
+    return next((cost for cost in by_policy if cost is not None), SavingCost(storage.bytes))
+
+
+def _by_use(use: Use, storage: SavedStorage) -> SavingCost | None:
+    """As the backward of this use reads it; None for indices that no smaller integer holds."""
+    size, count = storage.bytes, storage.elements
+    if use == "pool input":
+        return SavingCost(0)
+    if use == "relu":
+        return _bits(count, packing=size + 3 * count, unpacking=count + size)
+    width = next((width for bound, width in _NARROW if storage.bound <= bound), None)
+    return None if width is None else _cast(size, count * width)
+
+
+def _by_policy(policy: str, storage: SavedStorage, memory: Literal["cpu", "cuda"]) -> SavingCost | None:
+    """Whatever it is for; None where it is not what the policy expects."""
+    size, count = storage.bytes, storage.elements
+    if policy == "offload":
+        return SavingCost(0, host_bytes=size, packing_bytes=size, unpacking_bytes=size)
+    if policy == "half" and storage.dtype == "float32":
+        return _cast(size, size // 2)
+    if policy == "mask" and storage.dtype == "bool":
+        return _bits(count, packing=2 * count, unpacking=0)
+    if policy == "mask" and storage.is_mask and memory == "cpu" and size <= 8 * count:
+        return _bits(count, packing=4 * size + 7 * count, unpacking=3 * size + count)
+    return None
+
+
+def _bits(count: int, *, packing: int, unpacking: int) -> SavingCost:
+    kept = ceil(count / 8)
+    return SavingCost(
+        kept,
+        packing_bytes=packing + _GATHERED * count + kept,
+        unpacking_bytes=unpacking + _SPREAD * count + kept,
+    )
+
+
+def _cast(size: int, kept: int) -> SavingCost:
+    return SavingCost(kept, packing_bytes=size + kept, unpacking_bytes=size + kept)
+
+
+def _ns(size: int, bytes_per_s: int) -> int:
+    return -(-size * 10**9 // bytes_per_s)

@@ -13,7 +13,7 @@ from torch import fx
 
 from pipecompile.passes.relay import origin_of
 
-__all__ = ["Moment", "Seed", "at", "reseed"]
+__all__ = ["Moment", "Seed", "at", "now", "reseed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,14 @@ def at(moment: Moment, devices: tuple[int, ...] = ()) -> Iterator[None]:
         _now.reset(token)
 
 
+def now() -> Moment | None:
+    """The moment as of which random nodes draw here; None outside `at`."""
+    return _now.get()
+
+
 def reseed(node: str) -> None:
     """Seeds the generators for the node of this name at the current moment."""
-    moment = _now.get()
+    moment = now()
     assert moment is not None, "a seeded graph runs inside `at(moment)`"
     text = f"{moment.seed}:{moment.step}:{moment.microbatch}:{node}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

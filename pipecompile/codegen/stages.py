@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, fx
 
+from pipecompile.codegen.regions import Regions, check_regions, enclose
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
@@ -66,17 +68,23 @@ class StageModule:
     random: bool
 
 
-def emit(module: fx.GraphModule, assignment: Mapping[str, int]) -> tuple[StageModule, ...]:
+def emit(
+    module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions = MappingProxyType({})
+) -> tuple[StageModule, ...]:
     """The stages of `module` (an instantiated capture) under `assignment`, node name → stage.
 
-    `module` is rewritten on the way: its nodes get their stages, and relays for tensors that skip stages.
+    `regions` of a stage are runs of its nodes, reads of parameters aside, that are computed again in its backward; they
+    require groups (`meta["group"]`), and InputError names those that cannot be. `module` is rewritten on the way: its
+    nodes get their stages, and relays for tensors that skip stages.
     """
+    if regions:
+        check_regions(module, assignment, regions)
     apply(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
-    return tuple(_stage(module, index, count) for index in range(count))
+    return tuple(_stage(module, index, count, regions.get(index, ())) for index in range(count))
 
 
-def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
+def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Sequence[str]]) -> StageModule:
     mine = [node for node in module.graph.nodes if stage_of(node) == index]
     received = _crossing(module.graph, index - 1) if index else []
     sent = _crossing(module.graph, index) if index < count - 1 else []
@@ -95,10 +103,14 @@ def _stage(module: fx.GraphModule, index: int, count: int) -> StageModule:
         (output,) = (node for node in mine if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
     random = any(node.meta["random"] for node in mine)
+    staged = fx.GraphModule(module, graph, class_name=f"Stage{index}")  # holds all that is read, in regions too
+    named = {node.name: copy for node, copy in copies.items()}
+    enclose(module, graph, [[named[name] for name in region] for region in regions])
     apply(graph, [Held(), Seed(), EnterRegions()])
+    staged.recompile()
     return StageModule(
         index=index,
-        module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
+        module=staged,
         inputs=tuple(map(Edge.of, received)),
         outputs=tuple(map(Edge.of, sent)),
         gradient_inputs=tuple(n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"),

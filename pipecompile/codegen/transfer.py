@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from torch import fx
 
+from pipecompile.codegen.regions import Regions, fault_of, stage_order, uncheckable
 from pipecompile.errors import CaptureError
 from pipecompile.passes.ties import reads_of
 
-__all__ = ["transfer"]
+__all__ = ["transfer", "transfer_regions"]
 
 Key = tuple[str, str, str]
 
@@ -26,12 +27,7 @@ def transfer(
     """
     old = [node for node in source.nodes if node.op != "get_attr"]
     new = [node for node in module.graph.nodes if node.op != "get_attr"]
-    matcher = SequenceMatcher(None, list(map(_key, old)), list(map(_key, new)), autojunk=False)
-    found = {
-        new[block.b + offset]: assignment[old[block.a + offset].name]
-        for block in matcher.get_matching_blocks()
-        for offset in range(block.size)
-    }
+    found = {node: assignment[twin.name] for node, twin in _twins(old, new).items()}
     stages: dict[fx.Node, int] = {}
     for node in new:
         earliest = max((stages[source] for source in node.all_input_nodes if source in stages), default=0)
@@ -46,6 +42,34 @@ def transfer(
         stages[node] = choices[0]
     _gather(stages, module, holders)
     return {node.name: stage for node, stage in stages.items()}
+
+
+def transfer_regions(
+    regions: Regions, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
+) -> dict[int, list[list[str]]]:
+    """Regions for `module`, whose nodes have the stages of `assignment`: from the first node of each to its last.
+
+    One that is not possible there is left out: its nodes then keep what they save. Requires `meta["group"]`.
+    """
+    limits = uncheckable(module)
+    twins = _twins(*([node for node in graph.nodes if node.op != "get_attr"] for graph in (source, module.graph)))
+    names = {node.name: twin.name for node, twin in twins.items()}
+    found: dict[int, list[list[str]]] = {}
+    for stage, chosen in regions.items():
+        order = stage_order(module.graph, assignment, stage)
+        for region in map(frozenset, chosen):
+            places = [place for place, name in enumerate(order) if names.get(name) in region]
+            moved = order[places[0] : places[-1] + 1] if places else []
+            if fault_of(limits, order, moved) is None and moved not in found.get(stage, ()):
+                found.setdefault(stage, []).append(moved)
+    return found
+
+
+def _twins(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Nodes of `new` that do the same in the same place as one of `old`."""
+    matcher = SequenceMatcher(None, list(map(_key, old)), list(map(_key, new)), autojunk=False)
+    blocks = matcher.get_matching_blocks()
+    return {new[block.b + offset]: old[block.a + offset] for block in blocks for offset in range(block.size)}
 
 
 def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 from pipecompile.passes.propagate import swapped
+from pipecompile.passes.recompute import has_regions
 from pipecompile.passes.seed import Moment, at
 from pipecompile.runtime.halves import Carried, Part, first_half, second_half
 
@@ -118,6 +119,7 @@ class EagerStage:
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
+        assert not has_regions(self.module), "each half would compute the regions again: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         wanted = [value for value in saved.inputs if value.requires_grad]
         found, live = first_half(roots, seeds, wanted, self.gathered)

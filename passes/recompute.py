@@ -1,0 +1,103 @@
+"""Regions of a stage that keep only what they read: what their nodes save for the backward is computed again there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipecompile.passes import ambient
+from pipecompile.passes.propagate import swapped
+from pipecompile.passes.seed import at, now
+
+__all__ = ["Recomputed", "enter", "has_regions"]
+
+
+class Recomputed:
+    """Calls the body of a region through `torch.utils.checkpoint`.
+
+    It is a function that a graph calls and no module of it: parameters come as arguments, and leaf modules are those
+    of the stage, which keeps them under their names. The first `written` arguments are buffers that the body writes
+    to, and `writers` are leaf modules that write to buffers of their own: the second run works on copies of these, made
+    before the first. `random` tells whether nodes of the body draw: the second run does so at the same moment.
+    """
+
+    def __init__(
+        self, name: str, body: fx.GraphModule, *, written: int, writers: Sequence[nn.Module], random: bool
+    ) -> None:
+        self.__name__ = name  # fx names nodes and globals of its code by it
+        self.body = body
+        self.written = written
+        self.writers = nn.ModuleList(writers)
+        self.random = random
+
+    def __call__(self, *values: Any) -> Any:
+        """The tuple that the body returns."""
+        if not torch.is_grad_enabled():
+            return self.compute(values)
+        runs = _Runs(self, values[: self.written])
+        # Our seeds decide every number that is drawn: torch need not keep the generators' state.
+        return checkpoint(runs, *values[self.written :], use_reentrant=False, preserve_rng_state=False)
+
+    def compute(self, values: Sequence[Any]) -> Any:
+        """One run of the body. It may end early, by an exception of torch's: what it entered is left then too."""
+        with ExitStack() as entered:
+            return self.body.forward(entered, *values)
+
+
+class _Runs:
+    """The runs of a region for one microbatch: one in the forward, and one whenever its backward needs it.
+
+    Buffers are not among checkpoint's arguments, which may not be written to before the backward.
+    """
+
+    def __init__(self, region: Recomputed, buffers: Sequence[Tensor]) -> None:
+        self._region = region
+        self._buffers = buffers
+        self._before = _copied([*buffers, *region.writers.buffers()])
+        self._moment = now() if region.random else None
+        self._first = True
+
+    def __call__(self, *values: Any) -> Any:
+        if self._first:
+            self._first = False
+            return self._region.compute((*self._buffers, *values))
+        return self._again(values)
+
+    def _again(self, values: Sequence[Any]) -> Any:
+        fresh = _copied(self._before)
+        count = len(self._buffers)
+        # By position: within a region that is computed again itself, others are in the modules now than were before.
+        own = self._region.writers.buffers()
+        twins = {id(buffer): copy for buffer, copy in zip(own, fresh[count:], strict=True)}
+        with ExitStack() as stack:
+            stack.enter_context(swapped(self._region.writers, twins))
+            if self._moment is not None:
+                stack.enter_context(at(self._moment, _cuda_devices(values)))
+            return self._region.compute((*fresh[:count], *values))
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies; one of a tensor that is there twice."""
+    copies = {id(tensor): tensor.detach().clone() for tensor in tensors}
+    return [copies[id(tensor)] for tensor in tensors]
+
+
+def _cuda_devices(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(sorted({v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"}))
+
+
+def enter(entered: ExitStack, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> ambient.Region:
+    """Enters a region of the model, to be left with `entered` at the latest."""
+    region = ambient.Region(grad, autocast)
+    entered.callback(region.leave)
+    return region
+
+
+def has_regions(module: nn.Module) -> bool:
+    """Whether a stage has nodes that are computed again in its backward."""
+    return isinstance(module, fx.GraphModule) and any(isinstance(n.target, Recomputed) for n in module.graph.nodes)

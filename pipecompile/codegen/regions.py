@@ -1,0 +1,249 @@
+"""Which nodes of a stage may be computed again in its backward, and how a region of them becomes one node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pipecompile.errors import InputError
+from pipecompile.passes.ambient import Ambient, EnterRegions
+from pipecompile.passes.ambient import Region as Entered
+from pipecompile.passes.asked import Held
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import storage_key
+from pipecompile.passes.recompute import Recomputed, enter
+from pipecompile.passes.relay import origin_of
+from pipecompile.passes.seed import Seed
+from pipecompile.passes.ties import reads_of
+
+__all__ = ["Limits", "Regions", "check_regions", "enclose", "fault_of", "stage_order", "uncheckable"]
+
+Regions = Mapping[int, Sequence[Sequence[str]]]
+"""Stage → its regions, each the names of its nodes, in order. A region may lie within another."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What no region may do.
+
+    `never` tells, by name, why a node may lie in none. Of each of `together` a region has all nodes or no node.
+    """
+
+    never: Mapping[str, str]
+    together: tuple[tuple[str, ...], ...]
+
+
+def uncheckable(module: fx.GraphModule) -> Limits:
+    """The limits of regions in an instantiated capture, wherever it is cut. Requires `meta["group"]` (Group)."""
+    nodes = _operations(module.graph)
+    parameters = _storages_of_parameters(module.graph)
+    never = {node.name: why for node in module.graph.nodes if (why := _hindrance(node, parameters))}
+    together = [*_groups(nodes), *_casts(module, nodes)]
+    bound = tuple(dict.fromkeys(tuple(node.name for node in members) for members in together if len(members) > 1))
+    return Limits(_spread(never, bound), bound)
+
+
+def _operations(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def _storages_of_parameters(graph: fx.Graph) -> set[int]:
+    values = [node.meta["val"] for node in graph.nodes if node.op == "get_attr"]
+    return {storage_key(value) for value in values if isinstance(value, nn.Parameter)}
+
+
+def _hindrance(node: fx.Node, parameters: Collection[int]) -> str | None:
+    """Why `node` may not run twice; `parameters` are the storages of those that the graph reads."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return "it computes nothing"
+    if node.target is torch.autograd.grad:
+        return "it goes back through the nodes before it while the forward runs"
+    if node.meta.get("hook") and node.all_input_nodes[0].op in ("placeholder", "get_attr"):
+        return f"it acts on {node.all_input_nodes[0].name} itself, which no region makes anew"
+    if any(isinstance(value, nn.Parameter) or storage_key(value) in parameters for value in node.meta["mutates"]):
+        return "it writes to a parameter"
+    return None
+
+
+def _spread(never: Mapping[str, str], together: Sequence[Sequence[str]]) -> dict[str, str]:
+    """`never`, and all that is bound to one of its nodes."""
+    found = dict(never)
+    growing = True
+    while growing:
+        growing = False
+        for members in together:
+            cause = next((name for name in members if name in found), None)
+            missing = [name for name in members if name not in found] if cause else []
+            found.update((name, f"it goes with {cause}, of which {found[str(cause)]}") for name in missing)
+            growing = growing or bool(missing)
+    return found
+
+
+def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Groups without inputs and output: they only keep a first and a last operation on a stage with these."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if node.meta["group"] is not None:
+            found.setdefault(node.meta["group"], []).append(node)
+    return iter(found.values())
+
+
+def _casts(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Readers of one parameter in one autocast region of the model: it is cast once, and its gradient summed as cast.
+
+    A region of theirs and of nodes outside would end that autocast region between them.
+    """
+    for ambient, run in groupby(nodes, key=lambda node: node.meta["ambient"]):
+        readers: dict[int, list[fx.Node]] = {}
+        for node in run if _casts_in(ambient) else ():
+            for parameter in _parameters(module, node):
+                readers.setdefault(id(parameter), []).append(node)
+        yield from readers.values()
+
+
+def _casts_in(ambient: Ambient | None) -> bool:
+    return ambient is not None and any(enabled for _, enabled, _ in ambient.autocast)
+
+
+def _parameters(module: fx.GraphModule, node: fx.Node) -> set[nn.Parameter]:
+    parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
+    values = [operator.attrgetter(name)(module) for part in parts for name in reads_of(module, part)]
+    return {value for value in values if isinstance(value, nn.Parameter)}
+
+
+def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> list[str]:
+    """The nodes of a stage in its order, reads of parameters aside."""
+    return [node.name for node in graph.nodes if node.op != "get_attr" and assignment[node.name] == stage]
+
+
+def check_regions(module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions) -> None:
+    """InputError names the nodes of the first region that is not possible under `assignment`."""
+    limits = uncheckable(module)
+    for stage, chosen in regions.items():
+        order = stage_order(module.graph, assignment, stage)
+        for region in chosen:
+            if fault := fault_of(limits, order, region):
+                raise InputError(f"region {_listed(region)} of stage {stage} {fault}")
+        for one, other in combinations(map(frozenset, chosen), 2):
+            if one == other or (one & other and not one < other and not other < one):
+                raise InputError(
+                    f"two regions of stage {stage} share {_listed(sorted(one & other))}; regions lie apart, or one "
+                    "within the other"
+                )
+
+
+def fault_of(limits: Limits, order: Sequence[str], region: Sequence[str]) -> str | None:
+    """What is wrong with a region of the stage whose nodes are those of `order`, and what to do."""
+    inside, known = frozenset(region), frozenset(order)
+    if not region:
+        return "is empty; leave it out"
+    if hindered := [name for name in region if name in limits.never]:
+        return f"may not hold {hindered[0]}: {limits.never[hindered[0]]}; leave it out"
+    if strange := [name for name in region if name not in known]:
+        return f"names {strange[0]}, which is no node of the stage"
+    first = order.index(region[0])
+    if list(region) != list(order[first : first + len(region)]):
+        return "is no run of the stage's nodes; name nodes that follow each other, in their order"
+    for members in limits.together:
+        missing = [name for name in members if name not in inside]
+        if 0 < len(missing) < len(members):
+            held = next(name for name in members if name in inside)
+            return f"parts {held} from {_listed(missing)}; a region holds all of them or none"
+    return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 5 else f"{names[0]}, …, {names[-1]}"
+
+
+def enclose(module: fx.GraphModule, graph: fx.Graph, regions: Iterable[Sequence[fx.Node]]) -> None:
+    """Makes each of `regions`, nodes of `graph`, one node that calls a `Recomputed` with leaf modules of `module`.
+
+    Requires a stage before `Held`, `Seed` and `EnterRegions`: these are applied to the regions' bodies here.
+    """
+    left = [_Region(module, nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
+    for number, region in enumerate(left):
+        made = region.replace(graph, f"region_{number}")
+        for outer in left[number + 1 :]:
+            outer.adopt(region, made)
+
+
+class _Region:
+    """A region on its way to be one node. What it does is known before those within it are replaced."""
+
+    def __init__(self, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
+        self._module = module
+        self.nodes = list(nodes)
+        calls = [node for node in nodes if node.op == "call_module" and node.meta["mutates"]]
+        self._writers = list(dict.fromkeys(module.get_submodule(str(node.target)) for node in calls))
+        self._written = {storage_key(value) for node in nodes for value in node.meta["mutates"]}
+        self._random = any(node.meta["random"] for node in nodes)
+        ambients = {node.meta["ambient"] for node in nodes}
+        # Within an autocast region it stays entered, so that weights that were cast before are not cast again.
+        self._ambient = ambients.pop() if len(ambients) == 1 else None
+
+    def adopt(self, inner: _Region, made: Sequence[fx.Node]) -> None:
+        """Puts the nodes that stand for `inner` in the place of its nodes, if they lie in this region."""
+        if inner.nodes[0] in self.nodes:
+            first = self.nodes.index(inner.nodes[0])
+            self.nodes[first : first + len(inner.nodes)] = made
+
+    def replace(self, graph: fx.Graph, name: str) -> list[fx.Node]:
+        """The nodes that stand in the place of the region's now: the call, and what takes its result apart."""
+        inside = set(self.nodes)
+        sources = dict.fromkeys(s for node in self.nodes for s in node.all_input_nodes if s not in inside)
+        reads = sorted(sources, key=lambda source: not self._is_written(source))  # a stable sort
+        results = [node for node in self.nodes if any(user not in inside for user in node.users)]
+        body = fx.GraphModule(self._module, _body(self.nodes, reads, results), class_name=name)
+        target = Recomputed(
+            name, body, written=sum(map(self._is_written, reads)), writers=self._writers, random=self._random
+        )
+        with graph.inserting_after(self.nodes[-1]):
+            call = graph.call_function(target, tuple(reads))
+        call.meta.update(self._notes(), val=tuple(node.meta["val"] for node in results))
+        made = [call, *self._take_apart(graph, call, results)]
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+        return made
+
+    def _is_written(self, source: fx.Node) -> bool:
+        return source.op == "get_attr" and storage_key(source.meta["val"]) in self._written
+
+    def _notes(self) -> dict[str, Any]:
+        return {"random": False, "mutates": (), "ambient": self._ambient, "answers": None}
+
+    def _take_apart(self, graph: fx.Graph, call: fx.Node, results: Sequence[fx.Node]) -> list[fx.Node]:
+        """Nodes for the values that are read outside of the region."""
+        made: list[fx.Node] = []
+        for index, node in enumerate(results):
+            with graph.inserting_after(made[-1] if made else call):
+                made.append(graph.call_function(operator.getitem, (call, index)))
+            made[-1].meta.update(node.meta, **self._notes())
+            node.replace_all_uses_with(made[-1], delete_user_cb=lambda user: user not in self.nodes)
+        return made
+
+
+def _body(nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
+    """The graph from `reads` to `results`, whose first argument leaves the regions of the model that it enters."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    entered = graph.placeholder("entered")
+    entered.meta["val"] = None
+    for node in reads:
+        copies[node] = graph.placeholder(origin_of(node))
+        copies[node].meta["val"] = node.meta["val"]
+    for placeholder in graph.nodes:
+        placeholder.meta.update(random=False, mutates=(), ambient=None)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(tuple(copies[node] for node in results))
+    output.meta.update(random=False, mutates=(), ambient=None, val=None)
+    apply(graph, [Held(), Seed(), EnterRegions()])
+    for node in graph.find_nodes(op="call_function", target=Entered):
+        node.target, node.args = enter, (entered, *node.args)
+    return graph

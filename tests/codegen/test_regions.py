@@ -1,0 +1,573 @@
+"""Stages whose regions are computed again in the backward train as they do without."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from allocations import events
+from stages import Case, case_of, loss_of
+from torch import Tensor, fx, nn
+from torch.profiler import record_function
+from zoo import first, same
+from zoo.models import MODELS as ZOO
+
+from examples import models as examples
+from pipecompile.api.target import Target
+from pipecompile.codegen.regions import Limits, Regions, stage_order, uncheckable
+from pipecompile.codegen.stages import StageModule, emit
+from pipecompile.codegen.transfer import transfer, transfer_regions
+from pipecompile.errors import InputError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.schedule import Action
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
+from pipecompile.passes.recompute import Recomputed
+from pipecompile.passes.relay import origin_of
+from pipecompile.passes.seed import Moment, at
+from pipecompile.passes.ties import ties_of
+from pipecompile.runtime.local import step
+from pipecompile.runtime.stage import EagerStage
+from tests.codegen.test_footprint import MODELS as SMALL
+
+NOW = Moment(seed=5, step=3, microbatch=0)
+IN_FLIGHT = {
+    1: "0F0 0F1 0B0 0B1",
+    2: "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
+}
+ZOO_NAMES = (
+    "autocast", "in_place", "custom_function", "ties", "data_branch", "buffers", "hooks", "no_grad", "checkpointed",
+    "parametrized", "dispatch_moe", "lstm", "nested", "resnet",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a step of two microbatches in flight can be seen by."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    names: list[list[str]]
+    generator: Tensor
+
+
+def instantiated(made: Case) -> fx.GraphModule:
+    module = made.capture.instantiate(made.call)
+    apply(module.graph, [Group()])
+    return module
+
+
+def assignment_of(made: Case, cuts: Sequence[int]) -> dict[str, int]:
+    return {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
+
+
+def eager(made: Case, assignment: dict[str, int], regions: Regions) -> tuple[list[EagerStage], tuple[StageModule, ...]]:
+    """The stages as one process runs them, with the gradients of tied parameters handed on."""
+    module = instantiated(made)
+    emitted = emit(module, assignment, regions)
+    by_name = dict(made.capture.model.named_parameters())
+    tied: list[list[nn.Parameter]] = [[] for _ in emitted]
+    gathered: list[list[nn.Parameter]] = [[] for _ in emitted]
+    for name, tie in ties_of(module, module.graph, made.capture.first_names).items():
+        for earlier, later in pairwise(tie.stages if name in by_name else ()):
+            gathered[earlier].append(by_name[name])
+            tied[later].append(by_name[name])
+    last = len(emitted) - 1
+    found = [
+        EagerStage(
+            stage.module,
+            gradient_inputs=stage.gradient_inputs,
+            loss=loss_of if stage.index == last else None,
+            buffers=stage.buffers,
+            random=stage.random,
+            tied=tied[stage.index],
+            gathered=gathered[stage.index],
+        )
+        for stage in emitted
+    ]
+    return found, emitted
+
+
+def outcome(made: Case, assignment: dict[str, int], regions: Regions, order: str | None = None) -> Outcome:
+    """A step on the state of the model, which is as before afterwards."""
+    model = made.capture.model
+    start = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    stages, emitted = eager(made, assignment, regions)
+    actions = [Action.parse(text) for text in (order or IN_FLIGHT[len(stages)]).split()]
+    rows = [made.inputs, [value.flip(0) for value in made.inputs]]
+    torch.manual_seed(11)
+    try:
+        losses = step(stages, actions, rows, [None, None], seed=NOW.seed, step=NOW.step)
+        return Outcome(
+            losses,
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            {name: buffer.clone() for name, buffer in model.named_buffers()},
+            [list(stage.module.state_dict()) for stage in emitted],
+            torch.get_rng_state(),
+        )
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(start[name])
+
+
+def differences(wanted: Outcome, got: Outcome) -> list[str]:
+    found = [] if same(wanted.losses, got.losses) else ["losses"]
+    for left, right in ((wanted.gradients, got.gradients), (wanted.buffers, got.buffers)):
+        found += [
+            n for n in left.keys() | right.keys() if n not in left or n not in right or not same(left[n], right[n])
+        ]
+    found += [] if wanted.names == got.names else ["names"]
+    return found + ([] if torch.equal(wanted.generator, got.generator) else ["the generator"])
+
+
+# -- any regions
+
+
+def units(order: Sequence[str], limits: Limits) -> Iterator[list[str]]:
+    """Runs of a stage's nodes that lie in a region together or not at all; what may lie in none is left out."""
+    place = {name: index for index, name in enumerate(order)}
+    until, run = 0, list[str]()
+    for index, name in enumerate(order):
+        run.append(name)
+        bound = [members for members in limits.together if name in members]
+        until = max([until, index, *(place[m] for members in bound for m in members)])
+        if index == until:
+            yield [] if any(n in limits.never for n in run) else run
+            run = []
+    assert not run
+
+
+def drawn(order: Sequence[str], limits: Limits, seed: int, *, nested: bool = False) -> list[list[str]]:
+    """Regions of random lengths, and with `nested` others within them."""
+    dice, regions, current = random.Random(seed), list[list[list[str]]](), list[list[str]]()
+    for unit in units(order, limits):
+        if current and (not unit or dice.random() < 0.3):
+            regions.append(current)
+            current = []
+        if unit and dice.random() < 0.9:
+            current = [*current, unit]
+        elif current:
+            regions.append(current)
+            current = []
+    found = [region for region in [*regions, current] if region]
+    inner = []
+    for region in found if nested else ():
+        begin = dice.randrange(len(region))
+        part = region[begin : begin + 1 + dice.randrange(len(region))]
+        inner += [part] if 0 < len(part) < len(region) else []
+    return [[name for unit in region for name in unit] for region in (*found, *inner)]
+
+
+def drawn_for(made: Case, assignment: dict[str, int], seed: int, *, nested: bool = False) -> dict[int, list[list[str]]]:
+    module = instantiated(made)
+    limits = uncheckable(module)
+    orders = {stage: stage_order(module.graph, assignment, stage) for stage in set(assignment.values())}
+    return {stage: drawn(order, limits, seed + stage, nested=nested) for stage, order in orders.items()}
+
+
+@cache
+def case(name: str) -> Case:
+    torch.manual_seed(0)
+    if name in SMALL:
+        return case_of(SMALL[name](), Arguments((torch.randn(4, 6, 32),), {}))
+    target = Target.of((getattr(examples, name, None) or ZOO[name])(), name)
+    target.model.train()
+    return case_of(target.model, first(4, target.call))
+
+
+@cache
+def plain(name: str, cuts: tuple[int, ...]) -> Outcome:
+    return outcome(case(name), assignment_of(case(name), cuts), {})
+
+
+@pytest.mark.parametrize("name", [*SMALL, *ZOO_NAMES, "gpt2"])
+def test_any_regions_train_as_none(name: str) -> None:
+    """Several in each stage, side by side and within each other."""
+    made = case(name)
+    again = 0
+    for cuts in ((len(made.units) // 2,), ()) if name in SMALL else ((len(made.units) // 2,),):
+        assignment = assignment_of(made, cuts)
+        for seed in range(2):
+            regions = drawn_for(made, assignment, seed, nested=seed % 2 == 1)
+            with patch.object(Recomputed, "compute", autospec=True, side_effect=Recomputed.compute) as runs:
+                found = outcome(made, assignment, regions)
+            again += runs.call_count - 2 * sum(map(len, regions.values()))
+            assert differences(plain(name, cuts), found) == [], regions
+    assert again > 0 or name == "in_place"
+
+
+def test_a_stage_that_is_one_region() -> None:
+    made = case("buffers")
+    regions = {0: [[n for unit in units(list(made_order(made)), uncheckable(instantiated(made))) for n in unit]]}
+    assert differences(plain("buffers", ()), outcome(made, assignment_of(made, ()), regions)) == []
+
+
+def made_order(made: Case) -> list[str]:
+    return stage_order(instantiated(made).graph, assignment_of(made, ()), 0)
+
+
+def test_a_stage_with_regions_may_be_recomputed_as_a_whole() -> None:
+    made = case("buffers")
+    assignment = assignment_of(made, ())
+    found = outcome(made, assignment, drawn_for(made, assignment, 0), "0F0 0F1 0R0 0B0 0R1 0B1")
+    assert differences(plain("buffers", ()), found) == []
+
+
+# -- what runs, and how often
+
+
+def counted(layers: Sequence[nn.Module], regions: Sequence[Sequence[int]], *, evaluate: bool = False) -> list[int]:
+    """How often each layer runs for a microbatch."""
+    torch.manual_seed(0)
+    calls = Counter[int]()
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    made = case_of(nn.Sequential(*layers), Arguments((torch.randn(4, 8),), {}))
+    names = {str(node.target): node.name for node in instantiated(made).graph.nodes if node.op == "call_module"}
+    chosen = [[names[str(index)] for index in region] for region in regions]
+    (stage,), _ = eager(made, assignment_of(made, ()), {0: chosen})
+    calls.clear()
+    if evaluate:
+        stage.loss = None
+        stage.evaluate(made.inputs, NOW)
+    else:
+        _, saved = stage.forward(made.inputs, NOW)
+        assert set(calls.values()) == {1}
+        stage.backward(saved, (), {})
+    return [calls[index] for index in range(len(layers))]
+
+
+def test_a_region_runs_twice_up_to_the_last_that_saves() -> None:
+    """A linear saves what comes in, before it computes: torch stops there. tanh saves what it gives."""
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Identity(), nn.Dropout(0.5), nn.Linear(8, 8)]
+
+    assert counted(layers(), []) == [1] * 6
+    assert counted(layers(), [[1, 2, 3, 4]]) == [1, 2, 2, 2, 2, 1]
+    assert counted(layers(), [[1, 2, 3]]) == [1, 2, 2, 1, 1, 1]
+    assert counted(layers(), [[0, 1], [2, 3]]) == [2, 2, 2, 1, 1, 1]
+    assert counted(layers(), [[3]]) == [1] * 6
+
+
+def test_within_another_a_region_runs_three_times() -> None:
+    layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.Tanh() for index in range(6)]
+    assert counted(layers, [[0, 1, 2, 3, 4, 5], [2, 3]]) == [2, 2, 3, 3, 2, 2]
+
+
+def test_an_evaluation_computes_once() -> None:
+    assert counted([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)], [[0, 1, 2]], evaluate=True) == [1, 1, 1]
+
+
+# -- what it keeps
+
+
+class Normed(nn.Module):
+    """Random numbers and running statistics between layers that keep much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.BatchNorm1d(24), nn.Linear(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.norm(self.first(value)).tanh(), 0.5)).sin()
+
+
+KEPT: dict[str, Callable[[], nn.Module]] = {**SMALL, "normed": lambda: nn.Sequential(Normed(), Normed(), nn.Tanh())}
+SMALL_BYTES = 2048  # of sums that kernels make inside, and of copies of statistics
+TRIALS = 3  # on a busy machine the profiler loses events
+
+
+class Keeping(fx.Interpreter):
+    """Notes which storages each node saves for the backward."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.saved: dict[str, dict[int, int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        own = self.saved.setdefault(origin_of(n), {})
+
+        def pack(tensor: Tensor) -> Tensor:
+            own.update(storages([tensor]))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return super().run_node(n)
+
+
+def storages(values: Sequence[Any]) -> dict[int, int]:
+    """Storage → bytes."""
+    tensors = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in tensors}
+
+
+def expected_bytes(stage: StageModule, inputs: Sequence[Tensor], regions: Sequence[Sequence[str]]) -> int:
+    """Saved outside of regions, read by regions that save anything, or sent on."""
+    run = Keeping(stage.module)
+    leaves = [
+        value.detach().requires_grad_(needed) for value, needed in zip(inputs, stage.gradient_inputs, strict=True)
+    ]
+    with at(NOW):
+        outputs = run.run(*leaves)
+    inside = {name for region in regions for name in region}
+    held = storages(outputs)
+    for name, own in run.saved.items():
+        held |= {} if name in inside else own
+    for region in regions:
+        nodes = [node for node in stage.module.graph.nodes if origin_of(node) in region and node.op != "placeholder"]
+        if any(run.saved[name] for name in region):
+            held |= storages([run.env[s] for node in nodes for s in node.all_input_nodes if s not in nodes])
+    for owned in storages([*leaves, *stage.module.parameters(), *stage.module.buffers()]):
+        held.pop(owned, None)
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_between_forward_and_backward_a_stage_keeps_what_regions_read(name: str) -> None:
+    torch.manual_seed(0)
+    call = Arguments((torch.randn(16, 24, 32),), {})
+    made = case_of(KEPT[name](), call)
+    wanted: dict[str, int] = {}
+    trials: list[tuple[str, EagerStage, list[Tensor]]] = []
+    for cut in {1, len(made.units) // 2}:
+        assignment = assignment_of(made, [cut])
+        for seed in range(4):
+            regions = drawn_for(made, assignment, seed)
+            plain_stages = emit(instantiated(made), assignment)
+            stages, _ = eager(made, assignment, regions)
+            stages[-1].loss = None
+            values = list(made.inputs)
+            for stage, plain_stage in zip(stages, plain_stages, strict=True):
+                label = f"cut {cut} seed {seed} stage {plain_stage.index}"
+                wanted[label] = expected_bytes(plain_stage, values, regions[plain_stage.index])
+                trials.append((label, stage, values))
+                values = list(stage.forward(values, NOW)[0])
+    for _ in range(TRIALS):
+        kept = []
+        with events() as found:
+            for label, stage, values in trials:
+                with record_function(label):
+                    kept.append(stage.forward(values, NOW))
+        wrong = {n: (wanted[n], sum(found[n])) for n in wanted if not 0 <= sum(found[n]) - wanted[n] <= SMALL_BYTES}
+        if not wrong:
+            break
+    assert wrong == {}
+    assert len({sum(found[label]) for label in wanted}) > 2
+
+
+# -- what no region may be
+
+
+class Inner(nn.Module):
+    """Takes a gradient while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x).tanh()
+        (slope,) = torch.autograd.grad(hidden.sin().sum(), hidden, create_graph=True)
+        return self.head(hidden + slope).tanh().cos()
+
+
+class Written(nn.Module):
+    """Keeps its weight in bounds while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return self.head((x @ self.weight).tanh()).sin().cos()
+
+
+class OnInput(nn.Module):
+    """Asks for the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad = True
+        return self.head(self.stem(x).tanh()).sin().cos()
+
+
+class Parts(nn.Module):
+    """Takes a tuple apart, and writes into what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.stem(x).tanh().chunk(2, dim=-1)
+        hidden = self.head(torch.cat([right.exp(), left.exp()], -1))
+        hidden.mul_(2)
+        return hidden.sin().cos().exp()
+
+
+class CastOnce(nn.Module):
+    """Reads one weight twice in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.twice(self.twice(x).tanh())
+        return x.float().sin().cos()
+
+
+REFUSED: dict[str, tuple[type[nn.Module], list[list[str]], str]] = {
+    "an input": (Parts, [["x", "stem"]], "may not hold x: it computes nothing"),
+    "the output": (Parts, [["cos", "exp_2", "output"]], "may not hold output"),
+    "a parameter": (Written, [["weight", "clamp_"]], "may not hold weight: it computes nothing"),
+    "written parameters": (Written, [["clamp_", "matmul"]], "may not hold clamp_: it writes to a parameter"),
+    "a change of an input": (OnInput, [["requires_grad_", "stem"]], "it acts on x itself"),
+    "a gradient": (Inner, [["grad"]], "goes back through the nodes before it"),
+    "on the way of a gradient": (Inner, [["tanh", "sin"]], "it goes with grad, of which it goes back"),
+    "half a tuple": (Parts, [["tanh", "chunk"]], "parts chunk from getitem, getitem_1"),
+    "half a write": (Parts, [["cat", "head"]], "parts head from mul_"),
+    "half a cast": (CastOnce, [["tanh", "twice"]], "parts twice from twice_1"),
+    "nothing": (Parts, [[]], "is empty"),
+    "a stranger": (Parts, [["stem", "nobody"]], "names nobody, which is no node of the stage"),
+    "gaps": (Parts, [["stem", "exp"]], "is no run of the stage's nodes"),
+    "another order": (Parts, [["sin", "mul_"]], "is no run of the stage's nodes"),
+    "an overlap": (Parts, [["head", "mul_", "sin"], ["sin", "cos"]], "two regions of stage 0 share sin"),
+    "one twice": (Parts, [["sin"], ["sin"]], "two regions of stage 0 share sin"),
+}
+
+
+def graph_of(kind: type[nn.Module]) -> fx.GraphModule:
+    torch.manual_seed(0)
+    call = Arguments((torch.randn(4, 8),), {})
+    module = capture(kind(), call).instantiate(call)
+    apply(module.graph, [Group()])
+    return module
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_impossible_region_is_refused(what: str) -> None:
+    kind, regions, message = REFUSED[what]
+    module = graph_of(kind)
+    assignment = {node.name: 0 for node in module.graph.nodes if node.op != "get_attr"}
+    with pytest.raises(InputError) as raised:
+        emit(module, assignment, {0: regions})
+    assert message in str(raised.value)
+
+
+def test_a_region_of_another_stage_is_refused() -> None:
+    module = graph_of(Parts)
+    names = stage_order(module.graph, {n.name: 0 for n in module.graph.nodes if n.op != "get_attr"}, 0)
+    assignment = {name: int(index >= names.index("sin")) for index, name in enumerate(names)}
+    with pytest.raises(InputError, match="of stage 0 names sin"):
+        emit(module, assignment, {0: [["sin"]]})
+
+
+def test_weights_that_are_cast_once_are_bound_for_a_reason() -> None:
+    """Cast for each reader, their gradient would be summed in another type."""
+    torch.manual_seed(0)
+    made = case_of(CastOnce(), Arguments((torch.randn(4, 8),), {}))
+    assignment = assignment_of(made, ())
+    wanted = outcome(made, assignment, {})
+    assert differences(wanted, outcome(made, assignment, {0: [["tanh", "twice", "tanh_1", "twice_1"]]})) == []
+    with patch("pipecompile.codegen.stages.check_regions"):
+        apart = outcome(made, assignment, {0: [["tanh", "twice"]]})
+        assert set(differences(wanted, apart)) == {"twice.bias", "twice.weight"}
+
+
+def test_a_region_that_ends_early_leaves_autocast_and_the_cache_of_its_casts() -> None:
+    """Torch stops a second run in its middle, by an exception, perhaps where autocast is on."""
+    made = case("autocast")
+    assignment = assignment_of(made, ())
+    order = made_order(made)
+    limits = uncheckable(instantiated(made))
+    whole = [name for unit in units(order, limits) for name in unit]
+    for end in range(3, len(whole) - 1):
+        outcome(made, assignment, {0: [whole[:end]]})
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
+        assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+
+
+# -- what else happens to stages
+
+
+def test_the_first_half_of_a_backward_is_refused() -> None:
+    made = case("residuals")
+    assignment = assignment_of(made, ())
+    stages, _ = eager(made, assignment, drawn_for(made, assignment, 0))
+    _, saved = stages[0].forward(made.inputs, NOW)
+    with pytest.raises(AssertionError, match="go back as a whole"):
+        stages[0].backward_input(saved, ())
+
+
+def test_values_loaded_and_types_changed_reach_the_regions() -> None:
+    """Buffers become other tensors by `.to`, parameters keep being the same."""
+
+    def trained(regions: bool) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(0)
+        made = case_of(KEPT["normed"](), Arguments((torch.randn(4, 24, 32),), {}))
+        assignment = assignment_of(made, ())
+        (stage,), (emitted,) = eager(made, assignment, drawn_for(made, assignment, 0) if regions else {})
+        emitted.module.to(torch.float64)
+        state = emitted.module.state_dict()
+        emitted.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
+        rows = [value.double() for value in made.inputs]
+        flights = [stage.forward(rows, Moment(0, 0, microbatch)) for microbatch in range(2)]
+        for _, saved in flights:
+            stage.backward(saved, (), {})
+        module = emitted.module
+        return [p.grad for p in module.parameters() if p.grad is not None], list(module.buffers())
+
+    assert same(trained(False), trained(True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "bert"])
+def test_regions_are_found_again_in_the_graph_of_another_mode(name: str) -> None:
+    """A step in eval mode (frozen statistics, no dropout), cut and recomputed like the training graph."""
+    made = case(name)
+    assignment = assignment_of(made, (len(made.units) // 2,))
+    regions = drawn_for(made, assignment, 0)
+    module = instantiated(made)
+    emit(module, assignment)
+    first_names = made.capture.first_names
+    ties = ties_of(module, module.graph, first_names)
+    holders = {alias: ties[name].stages for alias, name in first_names.items() if name in ties}
+    model = made.capture.model.eval()
+    try:
+        other = case_of(model, made.call)
+        graph = instantiated(other)
+        stages = transfer(assignment, made.capture.graph, graph, holders)
+        moved = transfer_regions(regions, made.capture.graph, graph, stages)
+        held = [name for chosen in moved.values() for region in chosen for name in region]
+        assert len(held) > 0.8 * sum(len(region) for chosen in regions.values() for region in chosen)
+        assert differences(outcome(other, stages, {}), outcome(other, stages, moved)) == []
+    finally:
+        model.train()
+
+
+def test_regions_stay_where_the_graph_stays() -> None:
+    made = case("gpt2")
+    assignment = assignment_of(made, (len(made.units) // 2,))
+    regions = drawn_for(made, assignment, 1, nested=True)
+    assert transfer_regions(regions, made.capture.graph, instantiated(made), assignment) == regions

@@ -9,9 +9,10 @@ from typing import Literal
 
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["FUSED_ATTENTION", "CostGraph", "FusedType", "Gradient", "Node", "Parameter", "Tensor"]
+__all__ = ["FUSED_ATTENTION", "CostGraph", "FusedType", "Gradient", "Node", "Packs", "Parameter", "Tensor"]
 
 FusedType = Literal["bfloat16", "float16", "float32"]
+Packs = Literal["never", "before", "after"]
 FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
 """The types for which PyTorch fuses attention on GPUs of compute capability 8.0 and above."""
 
@@ -39,7 +40,7 @@ class Node(Value, frozen=True, kw_only=True):
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
-    packs: Literal["never", "before", "after"] = "after"
+    packs: Packs = "after"
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()

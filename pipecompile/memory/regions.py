@@ -85,6 +85,11 @@ class Regions:
                     incoming.setdefault(stop, {}).setdefault(following, []).append(moved)
         return found
 
+    def whole(self) -> tuple[State, Front]:
+        """All nodes as one region."""
+        kept = self.kept & self._across[self.start]
+        return self._moved(self.start, self.stop, kept, Front.of(0, 0, 0), Region(self.start, self.stop))
+
     def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
         if position < self.stop:
             yield position + 1, None

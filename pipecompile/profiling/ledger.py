@@ -49,13 +49,14 @@ class Ledger(TorchDispatchMode):
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
     which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
-    says of an operator in it. `shared` are the shapes of parameters with several
-    readers.
+    says of an operator in it. `kernels` counts operators that compute, views aside. `shared` are the shapes of
+    parameters with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.scratch: dict[int, int] = {}
+        self.kernels = 0
         self._scratch_of = scratch_of
         self.lives: list[Life] = []
         self.rises: dict[int, int] = {}
@@ -103,9 +104,11 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if summand is not None:
             self._sum_up(args[0].untyped_storage()._cdata, summand, result.untyped_storage(), in_place)
+        made = len(self.lives)
         if hidden := hidden_bytes(func, args, result):
             self._bear(hidden[0].untyped_storage(), hidden[1])
         self.indices(tensors(result))
+        self.kernels += len(self.lives) > made or func._schema.is_mutable
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
         return result

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
 from pipecompile.ir.allocator import AllocatorName
+from pipecompile.ir.graph import Packs
 from pipecompile.passes.propagate import named_state
 from pipecompile.profiling.caller import Caller
 from pipecompile.profiling.ledger import Ledger
@@ -30,7 +31,7 @@ class Facts:
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
     ones it lies in. `saved` is in order of first use. Storages of parameters and buffers appear nowhere.
     `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
-    `scratch` is what its kernels take beside that.
+    `scratch` is what its kernels take beside that. `packs` is as in the cost graph's `Node`.
     `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
     """
 
@@ -42,6 +43,7 @@ class Facts:
     forward_peak: int
     backward_peak: int
     scratch: int
+    packs: Packs
     parameters: tuple[str, ...]
     differentiable: tuple[bool, ...]
     mutates: bool
@@ -105,7 +107,7 @@ class _Observer(Caller):
         self.ledger.enter(tick)
         self.numbers.append(torch._C._autograd._get_sequence_nr())
         versions = [argument._version for argument in call.arguments]
-        value, saved = self._kept(call)
+        value, saved, packs = self._kept(call)
         outputs = tensors(value)
         differentiable = tuple(output for output in outputs if output.requires_grad)
         facts = Facts(
@@ -117,6 +119,7 @@ class _Observer(Caller):
             forward_peak=0,
             backward_peak=0,
             scratch=0,
+            packs=packs,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             differentiable=call.differentiable,
             mutates=versions != [argument._version for argument in call.arguments],
@@ -126,17 +129,21 @@ class _Observer(Caller):
             self.roots = differentiable
         return value
 
-    def _kept(self, call: Call) -> tuple[Any, tuple[int, ...]]:
-        """The value of a node, and the storages that its backward keeps."""
+    def _kept(self, call: Call) -> tuple[Any, tuple[int, ...], Packs]:
+        """The value of a node, the storages that its backward keeps, and when it was given the last of them."""
         saved: dict[int, None] = {}
+        begin = self.ledger.kernels
+        packed: list[int] = []
 
         def keep(value: Tensor) -> Tensor:
             saved.update(dict.fromkeys(self.ledger.indices([value])))
+            packed.append(self.ledger.kernels)
             return value
 
         with saved_tensors_hooks(keep, lambda value: value), self.ledger:
             value = super().perform(call)
-        return value, tuple(saved)
+        packs: Packs = "never" if not packed else "before" if packed[-1] == begin else "after"
+        return value, tuple(saved), packs
 
     def differentiate(self) -> None:
         """The backward of one microbatch, from the loss, or from all outputs where there is none."""

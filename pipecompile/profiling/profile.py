@@ -125,6 +125,7 @@ def _nodes(
             saved=tuple(known[storage] for storage in facts.saved),
             forward_peak_bytes=facts.forward_peak,
             backward_peak_bytes=facts.backward_peak,
+            packs=facts.packs,
             workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,

@@ -1,4 +1,4 @@
-"""Choices of regions against all there are."""
+"""Choices of regions against all there are, and those put together from segments."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of, tape_of
 from pipecompile.ir.lives import Lives
+from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Regions
 from tests.ir.cost_graphs import cost_graphs, stages_of
 
@@ -71,3 +72,24 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
             found.add(figures)
     every = {price(graph, before, names, [names[a:b] for a, b in runs]) for runs in every_choice(tape.boundaries)}
     assert undominated(found) == undominated(every)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cost_graphs(), st.data())
+def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObject) -> None:
+    """Kept bytes and times are exact, peaks no lower than they are; nothing is recomputed for nothing."""
+    cut = data.draw(stages_of(graph, most=2))
+    index = data.draw(st.integers(0, len(cut) - 1))
+    before, names = list(chain(*cut[:index])), cut[index]
+    tape = tape_of(Lives(graph), before, names, summed=True)
+    inner = [place for place in tape.boundaries if 0 < place < len(names)]
+    cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
+    found = menu(tape, cuts, frozenset(), None)
+    sent = sum(held.bytes for held in tape.held if held.sent)
+    for state, front in found.fronts.items():
+        for row in range(len(front)):
+            regions = [names[a:b] for a, b in found.regions(state, row)]
+            kept, peak, ns = price(graph, before, names, regions)
+            assert (kept, ns) == (int(front.kept[row]) + sent, int(front.ns[row])), regions
+            assert peak <= max(kept, int(front.peak[row])), regions
+    assert min(int(front.ns.min()) for front in found.fronts.values()) == 0

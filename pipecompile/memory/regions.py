@@ -90,6 +90,17 @@ class Regions:
         kept = self.kept & self._across[self.start]
         return self._moved(self.start, self.stop, kept, Front.of(0, 0, 0), Region(self.start, self.stop))
 
+    def along(self, regions: Sequence[Region]) -> Front:
+        """The choice of these regions, which are in order."""
+        position, state, front = self.start, self.kept & self._across[self.start], Front.of(0, 0, 0)
+        begins = {region.start: region for region in regions}
+        while position < self.stop:
+            region = begins.get(position)
+            following = region.stop if region else position + 1
+            state, front = self._moved(position, following, state, front, region)
+            position = following
+        return front
+
     def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
         if position < self.stop:
             yield position + 1, None

@@ -1,0 +1,86 @@
+"""The regions of a stage: those of least extra time that fit, or those of a policy chosen by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import ceil, sqrt
+
+from pipecompile.ir.tape import Tape
+from pipecompile.memory.menus import menu
+from pipecompile.memory.regions import Region, Regions
+from pipecompile.memory.segments import segments
+
+__all__ = ["Choice", "cheapest", "per_block", "priced", "square_root", "whole"]
+
+MOST = 400  # choices that are kept for each state
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Regions, by what they cost: extra time, bytes kept of each microbatch in flight, and the peak of one."""
+
+    regions: tuple[Region, ...]
+    ns: int
+    kept: int
+    peak: int
+
+
+def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) -> Choice | None:
+    """The regions of least extra time whose `in_flight` microbatches, one at its peak, fit; None if none do.
+
+    They are from the menu of the tape or those of a policy. `blocks` says of each position which block of the model it
+    lies in, `available` is in bytes.
+    """
+    known = [priced(tape, regions) for regions in (whole(tape), per_block(tape, blocks), square_root(tape, blocks))]
+    found = menu(tape, segments(tape, blocks), frozenset(), MOST)
+    ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
+    row = front.cheapest(in_flight, available - (in_flight - 1) * _sent(tape))
+    known += [] if row is None else [priced(tape, found.regions(state, row))]
+    fitting = [choice for choice in known if (in_flight - 1) * choice.kept + choice.peak <= available]
+    return min(fitting, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+
+
+def priced(tape: Tape, regions: Sequence[Region]) -> Choice:
+    """These regions, exactly."""
+    front = Regions(tape, 0, len(tape.ns)).along(regions)
+    return Choice(tuple(regions), int(front.ns[0]), int(front.kept[0]) + _sent(tape), int(front.peak[0]))
+
+
+def _sent(tape: Tape) -> int:
+    return sum(held.bytes for held in tape.held if held.sent)
+
+
+def whole(tape: Tape) -> tuple[Region, ...]:
+    """Everything that may be computed again (GPipe, arXiv 1811.06965, section 2.3)."""
+    return _between(tape, [0, len(tape.ns)])
+
+
+def per_block(tape: Tape, blocks: Sequence[str]) -> tuple[Region, ...]:
+    """Each block of the model by itself."""
+    return _between(tape, _ends(blocks))
+
+
+def square_root(tape: Tape, blocks: Sequence[str]) -> tuple[Region, ...]:
+    """Of n blocks about √n regions of √n blocks (Chen et al., arXiv 1604.06174, section 4.3)."""
+    ends = _ends(blocks)
+    each = ceil(sqrt(len(ends) - 1))
+    return _between(tape, [*ends[:-1:each], ends[-1]])
+
+
+def _ends(blocks: Sequence[str]) -> list[int]:
+    """Where blocks begin, and the end."""
+    lengths = [len(list(run)) for _, run in groupby(blocks)]
+    return [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+
+
+def _between(tape: Tape, ends: Sequence[int]) -> tuple[Region, ...]:
+    """Regions between `ends` that are boundaries, without nodes that must not be computed again."""
+    allowed = [place for place in ends if place in set(tape.boundaries)]
+    found: list[Region] = []
+    for start, stop in pairwise(allowed):
+        fixed = sorted(place for place in tape.fixed if start <= place < stop)
+        edges = [start, *(edge for place in fixed for edge in (place, place + 1)), stop]
+        found += [Region(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    return tuple(found)

@@ -22,7 +22,7 @@ from pipecompile.runtime.encodings import Encoded
 
 __all__ = ["Traffic", "move"]
 
-Run = list["weakref.ref[_Crossed]"]
+Run = list[weakref.ref["_Crossed"]]
 
 
 @dataclass

@@ -103,11 +103,6 @@ class _Kept:
         self._shared: _Shared | None = None
         self.shape = value.shape
 
-    @property
-    def is_current(self) -> bool:
-        """Whether nobody has written to it since it was saved."""
-        return self.value._version == self._version
-
     def let_go(self, shared: _Shared) -> None:
         """Its elements are those of `shared` from now on."""
         value = self.value
@@ -118,7 +113,7 @@ class _Kept:
 
     def unpack(self) -> Tensor:
         """The tensor, laid out as it was."""
-        if not self.is_current:
+        if self.value._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.shape)} that the backward needs was written to in place after it was "
                 f"saved: it is at version {self.value._version}, expected {self._version}; write to a copy instead"
@@ -144,9 +139,12 @@ def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterato
         if name not in POLICIES:
             raise InputError(f"no policy {name!r} for saved tensors: expected one of {', '.join(POLICIES)}")
     block = _Block(policies, shelf, {value.untyped_storage()._cdata for value in spared})
-    with saved_tensors_hooks(block.pack, _Kept.unpack), block.roots if block.by_node else nullcontext():
-        yield
-    block.settle()
+    try:
+        with saved_tensors_hooks(block.pack, _Kept.unpack), block.roots if block.by_node else nullcontext():
+            yield
+        block.settle()
+    finally:
+        block.forget()
 
 
 class _Block:
@@ -156,7 +154,11 @@ class _Block:
         self.by_node = {policy for policy in policies if policy in ("relu", "pool")}
         self.roots = _Roots()
         run: Run = []
-        encoders = {"mask": mask, "half": half, "offload": partial(move, traffic=shelf.traffic, run=run)}
+        encoders: dict[str, Encoder] = {
+            "mask": mask,
+            "half": half,
+            "offload": partial(move, traffic=shelf.traffic, run=run),
+        }
         self._encoders = [(policy, encoders[policy]) for policy in policies if policy in encoders]
         self._shelf, self._spared = shelf, spared
         self._since = torch._C._autograd._get_sequence_nr()
@@ -172,12 +174,16 @@ class _Block:
                 self._encode(kept)
         return kept
 
+    def forget(self) -> None:
+        """Lets go of the graph, which itself holds this: its hook."""
+        self._waiting.clear()
+        self.roots.nodes.clear()
+
     def settle(self) -> None:
         """Encodes what waits."""
-        waiting, self._waiting = self._waiting, []
         found = {id(kept): encoder for kept, encoder in self._known_uses()}
-        held = {_address(kept) for kept in waiting if id(kept) not in found}
-        for kept in filter(lambda kept: kept.is_current, waiting):
+        held = {_address(kept) for kept in self._waiting if id(kept) not in found}
+        for kept in self._waiting:
             encoder = None if _address(kept) in held else found.get(id(kept))
             encoded = None if encoder is None else encoder(_flat(kept.value, kept.value.dtype))
             if encoded is not None:
@@ -246,7 +252,7 @@ def _is_plain(value: Tensor) -> bool:
         and value.layout == torch.strided
         and value.device.type in ("cpu", "cuda")
         and value.numel() > 0
-        and not (value.is_quantized or value.is_conj() or value.is_neg())
+        and not (value.is_conj() or value.is_neg())
     )
 
 
@@ -258,4 +264,5 @@ def _flat(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _address(kept: _Kept) -> int:
-    return kept.value.untyped_storage()._cdata
+    address: int = kept.value.untyped_storage()._cdata
+    return address

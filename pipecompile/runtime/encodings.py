@@ -80,13 +80,15 @@ def mask(flat: Tensor) -> Encoded | None:
     if flat.device.type != "cpu" or flat.dtype.itemsize not in _INTEGERS:
         return None
     elements = flat.view(_INTEGERS[flat.dtype.itemsize])
-    if _constant(elements[:_PREFIX]) is None or (constant := _constant(elements)) is None:
+    if (constant := _constant(elements)) is None:
         return None
     return _Mask(pack_bits(elements != 0), flat.numel(), flat.dtype, constant)
 
 
 def _constant(elements: Tensor) -> int | None:
     """The constant beside which there are only zeros."""
+    if len({0, *elements[:_PREFIX].tolist()}) > 2:
+        return None
     low, high = (int(value) for value in elements.aminmax())
     constant = low or high
     return constant if bool(((elements == 0) | (elements == constant)).all()) else None

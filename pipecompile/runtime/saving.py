@@ -1,8 +1,8 @@
 """What autograd saves in a run of nodes lies in another form between forward and backward.
 
     shelf = Shelf()                                                      # one for a stage
-    with saving("mask", "relu", "pool", shelf=shelf, spared=parameters):
-        value = run(value)                                               # the forward; the backward is as ever
+    with saving("mask", "relu", "pool", shelf=shelf, spared=parameters) as ends:
+        value = ends(run(value))                                         # the forward; the backward is as ever
 
 Policies by name. `relu` and `pool` are taken where they apply, then the first of the others that fits:
 
@@ -22,18 +22,18 @@ Without hooks autograd raises where a saved tensor was written to before the bac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
+from pipecompile.cost_models.protocol import tensors
 from pipecompile.errors import InputError
 from pipecompile.runtime.encodings import Encoded, Encoder, half, mask, narrow, shape, sign
 from pipecompile.runtime.offload import Run, Traffic, move
@@ -41,6 +41,7 @@ from pipecompile.runtime.offload import Run, Traffic, move
 __all__ = ["POLICIES", "Policy", "Shelf", "saving"]
 
 Policy = Literal["mask", "relu", "pool", "offload", "half"]
+T = TypeVar("T")
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 # Autograd's nodes of pooling, by how many dimensions they pool. Of the input their backwards read the layout alone.
@@ -125,13 +126,15 @@ class _Kept:
 
 
 @contextmanager
-def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterator[None]:
+def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterator[Callable[[T], T]]:
     """What is saved in the block is kept by `policies`; `spared` tensors, and views of them, as they are.
 
     Spare what stays in memory anyway: the parameters and what the stage was given; and the buffers, because batch
     normalisation writes to its statistics without counting a version. Enter it around the forward of the nodes it is
     for; a block inside it takes its place there. With `relu` or `pool` all is encoded at the end of the block, where
     it is known who keeps what; otherwise when it is saved. What others keep too, outside the block, exists twice.
+
+    It gives a function that hands on the block's results: through them pooling is found that nothing follows.
 
     In the backward a RuntimeError says that a saved tensor was written to. InputError if there is no such policy.
     """
@@ -140,8 +143,8 @@ def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterato
             raise InputError(f"no policy {name!r} for saved tensors: expected one of {', '.join(POLICIES)}")
     block = _Block(policies, shelf, {value.untyped_storage()._cdata for value in spared})
     try:
-        with saved_tensors_hooks(block.pack, _Kept.unpack), block.roots if block.by_node else nullcontext():
-            yield
+        with saved_tensors_hooks(block.pack, _Kept.unpack):
+            yield block.ends
         block.settle()
     finally:
         block.forget()
@@ -151,24 +154,30 @@ class _Block:
     """What one run of nodes saves."""
 
     def __init__(self, policies: Sequence[Policy], shelf: Shelf, spared: set[int]) -> None:
-        self.by_node = {policy for policy in policies if policy in ("relu", "pool")}
-        self.roots = _Roots()
-        run: Run = []
-        encoders: dict[str, Encoder] = {
-            "mask": mask,
-            "half": half,
-            "offload": partial(move, traffic=shelf.traffic, run=run),
-        }
+        self._by_node = {policy for policy in policies if policy in ("relu", "pool")}
+        self._roots: list[Node] = []
+        offload = partial(move, traffic=shelf.traffic, run=Run())
+        encoders: dict[str, Encoder] = {"mask": mask, "half": half, "offload": offload}
         self._encoders = [(policy, encoders[policy]) for policy in policies if policy in encoders]
         self._shelf, self._spared = shelf, spared
         self._since = torch._C._autograd._get_sequence_nr()
         self._waiting: list[_Kept] = []
 
+    def ends(self, results: T) -> T:
+        """`results` as they are: all nodes lead to them."""
+        self._note(tensors(results))
+        return results
+
+    def _note(self, values: Iterable[Tensor]) -> None:
+        if self._by_node:
+            self._roots += [value.grad_fn for value in values if value.grad_fn is not None]
+
     def pack(self, value: Tensor) -> _Kept:
         """The hook of saving."""
         kept = _Kept(value)
+        self._note([value])
         if _is_plain(value) and value.untyped_storage()._cdata not in self._spared:
-            if self.by_node:
+            if self._by_node:
                 self._waiting.append(kept)
             else:
                 self._encode(kept)
@@ -177,11 +186,12 @@ class _Block:
     def forget(self) -> None:
         """Lets go of the graph, which itself holds this: its hook."""
         self._waiting.clear()
-        self.roots.nodes.clear()
+        self._roots.clear()
 
     def settle(self) -> None:
         """Encodes what waits."""
-        found = {id(kept): encoder for kept, encoder in self._known_uses()}
+        nodes = _made_since(self._since, self._roots)
+        found = {id(kept): encoder for node in nodes for kept, encoder in _known_uses(node, self._by_node)}
         held = {_address(kept) for kept in self._waiting if id(kept) not in found}
         for kept in self._waiting:
             encoder = None if _address(kept) in held else found.get(id(kept))
@@ -197,34 +207,6 @@ class _Block:
                 kept.let_go(shared)
                 return
 
-    def _known_uses(self) -> Iterator[tuple[_Kept, Encoder]]:
-        """What this block's nodes of known kinds keep, encoded as their backwards read it."""
-        for node in _made_since(self._since, self.roots.nodes):
-            name = node.name()
-            if "relu" in self.by_node and name == "ReluBackward0":
-                yield from _encoded_in(node, result=sign)
-            elif "pool" in self.by_node and name in _MAX_POOLS:
-                for image, _ in _encoded_in(node, self=shape):
-                    bound = math.prod(image.shape[-_MAX_POOLS[name] :])
-                    yield from _encoded_in(node, self=shape, result1=partial(narrow, bound=bound))
-            elif "pool" in self.by_node and name in _AVERAGE_POOLS:
-                yield from _encoded_in(node, self=shape)
-
-
-class _Roots(TorchFunctionMode):
-    """Collects the autograd nodes of all that torch's functions return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                self.nodes.append(value.grad_fn)
-        return result
-
 
 def _made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
     """The nodes of this sequence number and later ones that `roots` lead to."""
@@ -238,11 +220,16 @@ def _made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
             stack += [child for child, _ in node.next_functions if child is not None]
 
 
-def _encoded_in(node: Node, **encoders: Encoder) -> Iterator[tuple[_Kept, Encoder]]:
-    """What a hook made of the tensors that `node` saves under these names."""
-    for name, encoder in encoders.items():
-        if isinstance(kept := getattr(node, f"_raw_saved_{name}").data, _Kept):
-            yield kept, encoder
+def _known_uses(node: Any, policies: Collection[Policy]) -> Iterator[tuple[object, Encoder]]:
+    """What hooks made of the tensors that `node` saves, and encoders for what its backward reads of them."""
+    name = node.name()
+    if "relu" in policies and name == "ReluBackward0":
+        yield node._raw_saved_result.data, sign
+    elif "pool" in policies and name in _AVERAGE_POOLS:
+        yield node._raw_saved_self.data, shape
+    elif "pool" in policies and name in _MAX_POOLS and isinstance(image := node._raw_saved_self.data, _Kept):
+        yield image, shape
+        yield node._raw_saved_result1.data, partial(narrow, bound=math.prod(image.shape[-_MAX_POOLS[name] :]))
 
 
 def _is_plain(value: Tensor) -> bool:

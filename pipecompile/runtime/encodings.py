@@ -80,18 +80,18 @@ def mask(flat: Tensor) -> Encoded | None:
     if flat.device.type != "cpu" or flat.dtype.itemsize not in _INTEGERS:
         return None
     elements = flat.view(_INTEGERS[flat.dtype.itemsize])
-    if (constant := _constant(elements)) is None:
-        return None
-    return _Mask(pack_bits(elements != 0), flat.numel(), flat.dtype, constant)
-
-
-def _constant(elements: Tensor) -> int | None:
-    """The constant beside which there are only zeros."""
     if len({0, *elements[:_PREFIX].tolist()}) > 2:
         return None
-    low, high = (int(value) for value in elements.aminmax())
-    constant = low or high
-    return constant if bool(((elements == 0) | (elements == constant)).all()) else None
+    low, high = _extremes(elements)
+    constant, flags = low or high, elements.to(torch.bool)
+    rest = flags.to(elements.dtype).mul_(constant).bitwise_xor_(elements)
+    return None if any(_extremes(rest)) else _Mask(pack_bits(flags), flat.numel(), flat.dtype, constant)
+
+
+def _extremes(elements: Tensor) -> tuple[int, int]:
+    """The lowest and the highest; on a CPU this takes a fraction of the time of comparisons."""
+    low, high = elements.aminmax()
+    return int(low), int(high)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _by_policy(policy: str, storage: SavedStorage, memory: Literal["cpu", "cuda"
     if policy == "mask" and storage.dtype == "bool":
         return _bits(count, packing=2 * count, unpacking=0)
     if policy == "mask" and storage.is_mask and memory == "cpu" and size <= 8 * count:
-        return _bits(count, packing=4 * size + 7 * count, unpacking=3 * size + count)
+        return _bits(count, packing=9 * size + 2 * count, unpacking=3 * size + count)
     return None
 
 

@@ -20,28 +20,26 @@ __all__ = ["Recomputed", "enter", "has_regions"]
 class Recomputed:
     """Calls the body of a region through `torch.utils.checkpoint`.
 
-    It is a function that a graph calls and no module of it: parameters come as arguments, and leaf modules are those
-    of the stage, which keeps them under their names. The first `written` arguments are buffers that the body writes
-    to, and `writers` are leaf modules that write to buffers of their own: the second run works on copies of these, made
-    before the first. `random` tells whether nodes of the body draw: the second run does so at the same moment.
+    It is a function that a graph calls and no module of it: parameters and leaf modules come as arguments, so they stay
+    the stage's, under their names. The first arguments are `buffers` tensors that the body writes to, then as many
+    modules as `writers` that write to buffers of their own: the second run works on copies of these, made before the
+    first. `random` tells whether nodes of the body draw: the second run does so at the same moment.
     """
 
-    def __init__(
-        self, name: str, body: fx.GraphModule, *, written: int, writers: Sequence[nn.Module], random: bool
-    ) -> None:
+    def __init__(self, name: str, body: fx.GraphModule, *, buffers: int, writers: int, random: bool) -> None:
         self.__name__ = name  # fx names nodes and globals of its code by it
         self.body = body
-        self.written = written
-        self.writers = nn.ModuleList(writers)
+        self.buffers = buffers
+        self.writers = writers
         self.random = random
 
     def __call__(self, *values: Any) -> Any:
         """The tuple that the body returns."""
         if not torch.is_grad_enabled():
             return self.compute(values)
-        runs = _Runs(self, values[: self.written])
+        runs = _Runs(self, values)
         # Our seeds decide every number that is drawn: torch need not keep the generators' state.
-        return checkpoint(runs, *values[self.written :], use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(runs, *values[self.buffers :], use_reentrant=False, preserve_rng_state=False)
 
     def compute(self, values: Sequence[Any]) -> Any:
         """One run of the body. It may end early, by an exception of torch's: what it entered is left then too."""
@@ -55,10 +53,11 @@ class _Runs:
     Buffers are not among checkpoint's arguments, which may not be written to before the backward.
     """
 
-    def __init__(self, region: Recomputed, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, region: Recomputed, values: Sequence[Any]) -> None:
         self._region = region
-        self._buffers = buffers
-        self._before = _copied([*buffers, *region.writers.buffers()])
+        self._buffers = values[: region.buffers]
+        self._writers = nn.ModuleList(values[region.buffers : region.buffers + region.writers])
+        self._before = _copied([*self._buffers, *self._writers.buffers()])
         self._moment = now() if region.random else None
         self._first = True
 
@@ -72,10 +71,10 @@ class _Runs:
         fresh = _copied(self._before)
         count = len(self._buffers)
         # By position: within a region that is computed again itself, others are in the modules now than were before.
-        own = self._region.writers.buffers()
+        own = self._writers.buffers()
         twins = {id(buffer): copy for buffer, copy in zip(own, fresh[count:], strict=True)}
         with ExitStack() as stack:
-            stack.enter_context(swapped(self._region.writers, twins))
+            stack.enter_context(swapped(self._writers, twins))
             if self._moment is not None:
                 stack.enter_context(at(self._moment, _cuda_devices(values)))
             return self._region.compute((*fresh[:count], *values))

@@ -162,12 +162,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 5 else f"{names[0]}, …, {names[-1]}"
 
 
-def enclose(module: fx.GraphModule, graph: fx.Graph, regions: Iterable[Sequence[fx.Node]]) -> None:
-    """Makes each of `regions`, nodes of `graph`, one node that calls a `Recomputed` with leaf modules of `module`.
+def enclose(graph: fx.Graph, regions: Iterable[Sequence[fx.Node]]) -> None:
+    """Makes each of `regions`, nodes of `graph`, one node that calls a `Recomputed`.
 
     Requires a stage before `Held`, `Seed` and `EnterRegions`: these are applied to the regions' bodies here.
     """
-    left = [_Region(module, nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
+    left = [_Region(nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
     for number, region in enumerate(left):
         made = region.replace(graph, f"region_{number}")
         for outer in left[number + 1 :]:
@@ -177,11 +177,9 @@ def enclose(module: fx.GraphModule, graph: fx.Graph, regions: Iterable[Sequence[
 class _Region:
     """A region on its way to be one node. What it does is known before those within it are replaced."""
 
-    def __init__(self, module: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
-        self._module = module
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = list(nodes)
-        calls = [node for node in nodes if node.op == "call_module" and node.meta["mutates"]]
-        self._writers = list(dict.fromkeys(module.get_submodule(str(node.target)) for node in calls))
+        self._writers = {node.target for node in nodes if node.op == "call_module" and node.meta["mutates"]}
         self._written = {storage_key(value) for node in nodes for value in node.meta["mutates"]}
         self._random = any(node.meta["random"] for node in nodes)
         ambients = {node.meta["ambient"] for node in nodes}
@@ -196,37 +194,51 @@ class _Region:
 
     def replace(self, graph: fx.Graph, name: str) -> list[fx.Node]:
         """The nodes that stand in the place of the region's now: the call, and what takes its result apart."""
-        inside = set(self.nodes)
+        inside = frozenset(self.nodes)
         sources = dict.fromkeys(s for node in self.nodes for s in node.all_input_nodes if s not in inside)
-        reads = sorted(sources, key=lambda source: not self._is_written(source))  # a stable sort
-        results = [node for node in self.nodes if any(user not in inside for user in node.users)]
-        body = fx.GraphModule(self._module, _body(self.nodes, reads, results), class_name=name)
-        target = Recomputed(
-            name, body, written=sum(map(self._is_written, reads)), writers=self._writers, random=self._random
-        )
+        reads = sorted((*self._modules(graph), *sources), key=self._rank)  # a stable sort
+        results = [node for node in self.nodes if not inside.issuperset(node.users)]
+        body = fx.GraphModule({}, _body(self.nodes, reads, results), class_name=name)
+        ranks = list(map(self._rank, reads))
+        target = Recomputed(name, body, buffers=ranks.count(0), writers=ranks.count(1), random=self._random)
         with graph.inserting_after(self.nodes[-1]):
             call = graph.call_function(target, tuple(reads))
         call.meta.update(self._notes(), val=tuple(node.meta["val"] for node in results))
-        made = [call, *self._take_apart(graph, call, results)]
+        made = [call]
+        for index, node in enumerate(results):  # the values that are read outside
+            with graph.inserting_after(made[-1]):
+                made.append(graph.call_function(operator.getitem, (call, index)))
+            made[-1].meta.update(node.meta, **self._notes())
+            node.replace_all_uses_with(made[-1], delete_user_cb=lambda user: user not in inside)
         for node in reversed(self.nodes):
             graph.erase_node(node)
         return made
 
-    def _is_written(self, source: fx.Node) -> bool:
-        return source.op == "get_attr" and storage_key(source.meta["val"]) in self._written
+    def _modules(self, graph: fx.Graph) -> list[fx.Node]:
+        """Reads of the leaf modules that the region calls, where it calls them first: parameters keep their order."""
+        calls = [node for node in self.nodes if node.op == "call_module"]
+        found: dict[Any, fx.Node] = {}
+        for node in calls:
+            if node.target not in found:
+                with graph.inserting_before(node):
+                    found[node.target] = graph.get_attr(str(node.target))
+                found[node.target].meta.update(val=None, random=False, mutates=(), ambient=None)
+        return list(found.values())
+
+    def _rank(self, source: fx.Node) -> int:
+        """First come buffers that the region writes to, then modules with such buffers, then the rest."""
+        if source.op != "get_attr":
+            return 2
+        if _is_module(source):
+            return 1 if source.target in self._writers else 2
+        return 0 if storage_key(source.meta["val"]) in self._written else 2
 
     def _notes(self) -> dict[str, Any]:
         return {"random": False, "mutates": (), "ambient": self._ambient, "answers": None}
 
-    def _take_apart(self, graph: fx.Graph, call: fx.Node, results: Sequence[fx.Node]) -> list[fx.Node]:
-        """Nodes for the values that are read outside of the region."""
-        made: list[fx.Node] = []
-        for index, node in enumerate(results):
-            with graph.inserting_after(made[-1] if made else call):
-                made.append(graph.call_function(operator.getitem, (call, index)))
-            made[-1].meta.update(node.meta, **self._notes())
-            node.replace_all_uses_with(made[-1], delete_user_cb=lambda user: user not in self.nodes)
-        return made
+
+def _is_module(read: fx.Node) -> bool:
+    return read.op == "get_attr" and read.meta["val"] is None
 
 
 def _body(nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
@@ -246,4 +258,10 @@ def _body(nodes: Sequence[fx.Node], reads: Sequence[fx.Node], results: Sequence[
     apply(graph, [Held(), Seed(), EnterRegions()])
     for node in graph.find_nodes(op="call_function", target=Entered):
         node.target, node.args = enter, (entered, *node.args)
+    modules = {read.target: copies[read] for read in reads if _is_module(read)}
+    for node in graph.find_nodes(op="call_module"):
+        with graph.inserting_before(node):
+            call = graph.call_function(operator.call, (modules[node.target], *node.args), node.kwargs)
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
     return graph

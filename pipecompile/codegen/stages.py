@@ -103,14 +103,12 @@ def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Seq
         (output,) = (node for node in mine if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
     random = any(node.meta["random"] for node in mine)
-    staged = fx.GraphModule(module, graph, class_name=f"Stage{index}")  # holds all that is read, in regions too
     named = {node.name: copy for node, copy in copies.items()}
-    enclose(module, graph, [[named[name] for name in region] for region in regions])
+    enclose(graph, [[named[name] for name in region] for region in regions])
     apply(graph, [Held(), Seed(), EnterRegions()])
-    staged.recompile()
     return StageModule(
         index=index,
-        module=staged,
+        module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
         inputs=tuple(map(Edge.of, received)),
         outputs=tuple(map(Edge.of, sent)),
         gradient_inputs=tuple(n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"),

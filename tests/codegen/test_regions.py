@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -676,6 +677,22 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
         return [p.grad for p in module.parameters() if p.grad is not None], list(module.buffers())
 
     assert same(trained(False), trained(True))
+
+
+def test_a_copy_of_a_stage_works_on_tensors_of_its_own() -> None:
+    torch.manual_seed(0)
+    made = case_of(KEPT["normed"](), Arguments((torch.randn(4, 24, 32),), {}))
+    assignment = assignment_of(made, ())
+    (stage,) = emit(instantiated(made), assignment, drawn_for(made, assignment, 1, nested=True))
+    twin = copy.deepcopy(stage.module)
+    assert list(twin.state_dict()) == list(stage.module.state_dict())
+    with at(NOW):
+        loss_of(twin(*made.inputs), None).backward()
+    assert all(p.grad is None for p in stage.module.parameters())
+    with at(NOW):
+        loss_of(stage.module(*made.inputs), None).backward()
+    assert same([p.grad for p in twin.parameters()], [p.grad for p in stage.module.parameters()])
+    assert same(dict(twin.named_buffers()), dict(stage.module.named_buffers()))
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "buffers"])

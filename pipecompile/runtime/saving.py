@@ -58,7 +58,8 @@ _NOTHING = torch.empty(0)
 class Shelf:
     """What the runs of one stage keep encoded: each storage once, whichever of them save views of it.
 
-    `traffic` counts what was moved to the host and back.
+    `traffic` counts what was moved to the host and back. A write that no version counts, as through `.data`, between
+    two savings of one storage is not seen; without a policy the first of them would be wrong for it.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from pipecompile.passes.relay import origin_of
 from pipecompile.passes.seed import Seed
 from pipecompile.passes.ties import reads_of
 
-__all__ = ["Limits", "Regions", "check_regions", "enclose", "fault_of", "stage_order", "uncheckable"]
+__all__ = ["Limits", "Regions", "casts", "check_regions", "enclose", "fault_of", "stage_order", "uncheckable"]
 
 Regions = Mapping[int, Sequence[Sequence[str]]]
 """Stage → its regions, each the names of its nodes, in order. A region may lie within another."""
@@ -101,13 +101,14 @@ def _casts(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[list[fx
     """
     for ambient, run in groupby(nodes, key=lambda node: node.meta["ambient"]):
         readers: dict[int, list[fx.Node]] = {}
-        for node in run if _casts_in(ambient) else ():
+        for node in run if casts(ambient) else ():
             for parameter in _parameters(module, node):
                 readers.setdefault(id(parameter), []).append(node)
         yield from readers.values()
 
 
-def _casts_in(ambient: Ambient | None) -> bool:
+def casts(ambient: Ambient | None) -> bool:
+    """Whether autocast is on in a region of the model."""
     return ambient is not None and any(enabled for _, enabled, _ in ambient.autocast)
 
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from pipecompile.codegen.regions import Regions, check_regions, enclose
-from pipecompile.passes.ambient import EnterRegions
+from pipecompile.codegen.regions import Regions, casts, check_regions, enclose
+from pipecompile.passes.ambient import EnterRegions, observed
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
 from pipecompile.passes.group import storage_key
@@ -92,7 +92,7 @@ def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Seq
     # First all placeholders, under names that nothing else in the stage has taken yet.
     arrived = [graph.placeholder(origin_of(node)) for node in received]
     for node, value in zip(received, arrived, strict=True):
-        copies[node] = _receive(graph, node, value)
+        copies[node] = _receive(graph, node, value, [user for user in node.users if stage_of(user) == index])
     for node in mine:
         if node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -124,9 +124,13 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
     return sorted(crossing, key=lambda node: int(node.meta["order"]))
 
 
-def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
     edge = Edge.of(node)
     value.meta.update(_plain(node))
+    if edge.gradient and any(casts(reader.meta["ambient"] or observed()) for reader in readers):
+        # Autocast casts a leaf once for all readers, and sums their gradients as cast; this is none in the whole model.
+        value = graph.call_method("view_as", (value, value))
+        value.meta.update(_plain(node))
     if edge.permuted:
         inverse = sorted(range(len(edge.order)), key=edge.order.__getitem__)
         value = graph.call_method("permute", (value, inverse))

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from allocations import events
-from stages import Case, case_of, loss_of
+from stages import Case, assert_equal, case_of, loss_of
 from torch import Tensor, fx, nn
 from torch.profiler import record_function
 from zoo import first, same
@@ -630,6 +631,36 @@ def test_weights_that_are_cast_once_are_bound_for_a_reason() -> None:
     with patch("pipecompile.codegen.stages.check_regions"):
         apart = outcome(made, assignment, {0: [["tanh", "twice"]]})
         assert set(differences(wanted, apart)) == {"twice.bias", "twice.weight"}
+
+
+class CastInParts(nn.Module):
+    """A value of a layer that computes in float32 has several readers in bfloat16."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if self.own else nullcontext():
+            x = self.norm(x)
+            x = self.query(x) * self.key(x).tanh() + self.value(x)
+        return x.float().sin()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_stage_receives_is_cast_as_in_the_whole_model(own: bool) -> None:
+    """A leaf would be cast once for all readers: between two of them lies the cut, or the end of a region."""
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not own):
+        made = case_of(CastInParts(own=own), Arguments((torch.randn(16, 32),), {}))
+        for cut in range(1, len(made.units)):
+            assert_equal(made, [cut])
+            assignment = assignment_of(made, [cut])
+            regions = drawn_for(made, assignment, cut)
+            assert differences(outcome(made, assignment, {}), outcome(made, assignment, regions)) == []
 
 
 def test_a_region_that_ends_early_leaves_autocast_and_the_cache_of_its_casts() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["STATE", "Attributes", "same", "unchanged"]
+__all__ = ["STATE", "Attributes", "same", "settings", "unchanged"]
 
 STATE = ("_parameters", "_buffers", "_modules")  # tables whose entries have watchers of their own: names count
+TABLES = (*STATE, "_forward_hooks", "_forward_pre_hooks")
+INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -71,6 +73,15 @@ class Attributes:
     def _seen(self, module: nn.Module, name: str) -> Any:
         value = self.copies[module].get(name, self.values[module].get(name, ABSENT))
         return list(value) if name in STATE else value
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """What a forward may read of a module besides the values of tensors, to be compared by `same` later.
+
+    That is its own attributes, and its tables of submodules, parameters, buffers and hooks.
+    """
+    own = vars(module)
+    return {name: _copied(value) for name, value in own.items() if name in TABLES or name not in INTERNAL}
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import ScheduleError, StalePlanError, StaleProfileError
+from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
@@ -53,10 +53,14 @@ def pipecompile(
     names a cost model (docs/cost-models.md), or is a function of a node and its call that gives nanoseconds. `links`
     say how ranks are connected: a file that `pipecompile links` wrote, or its content; without them transfers count as
     free. Without `self_check` the graph is not compared with the model. `plan` runs a committed plan instead of making
-    one; all choices are then the plan's. `choices` are listed in `Choices`: microbatches, schedule, memory and others.
+    one; k and costs are then the plan's, and choices must not be given. `choices` are listed in `Choices`:
+    microbatches, schedule, memory and others.
 
     Under torchrun rank 0 plans for all. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
     """
+    unknown = sorted(choices.keys() - Choices.__annotations__.keys())
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is no choice; there are {', '.join(Choices.__annotations__)}")
     world.join()
     priced = costs if callable(costs) else None
     target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target, costs=priced)
@@ -70,6 +74,11 @@ def pipecompile(
         captured = _captured(target, options, self_check=self_check)
         committed = _planned(target, options, captured, connected)
     else:
+        if choices or links is not None:
+            given = ", ".join(sorted(choices)) or "links"
+            raise InputError(
+                f"a committed plan has its choices already; leave out {given}, or plan anew without `plan`"
+            )
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
         captured = _captured(target, committed.options, self_check=self_check)
         _check_sound(committed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ def options_for(
     leaf: Iterable[str] = (),
 ) -> Options:
     """The options of a plan, checked: InputError names what was given and what there is."""
+    _check_kinds(k=k, microbatches=microbatches, stages_per_rank=stages_per_rank)
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
     cost_model(costs, target.costs)
@@ -105,15 +106,28 @@ def options_for(
         master_weights=master_weights,
         costs=costs,
         pin=dict(pin or {}),
-        groups=tuple(tuple(names) for names in groups),
+        groups=tuple(_names("groups", names) for names in groups),
         parameters_everywhere=parameters_everywhere,
         granularity=cast(Granularity, granularity),
-        leaf=tuple(leaf),
+        leaf=_names("leaf", leaf),
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
     placements(options)  # refuses what does not go together before anything is captured
     return options
+
+
+def _check_kinds(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and type(value) is not int:
+            raise InputError(f"{name}={value!r} must be a whole number")
+
+
+def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    names = () if isinstance(given, str) else tuple(given)
+    if isinstance(given, str) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{what}={given!r} is not a list of names")
+    return names
 
 
 def _one_of(what: str, given: str, known: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
+from pipecompile.passes.propagate import named_state
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
@@ -62,6 +63,7 @@ class Pipeline:
         self._evaluators: dict[Program, DistributedPipeline] = {}
         if self._distributed:
             self._move_stages()
+            self._program.remember()  # on a GPU buffers are others now
             self._equalise_ties()
 
     # -- what it is
@@ -183,9 +185,12 @@ class Pipeline:
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:
+        return self._tied_in(self._program)
+
+    def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
         """Parameters that several stages read."""
         by_name = dict(self._target.model.named_parameters())
-        return {n: by_name[n] for n, tie in self._program.ties.items() if n in by_name and len(tie.stages) > 1}
+        return {n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1}
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -257,10 +262,10 @@ class Pipeline:
         if program not in self._eager_stages:
             tied: list[list[nn.Parameter]] = [[] for _ in program.stages]
             gathered: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            for name in self._tied.keys() & program.ties.keys():
+            for name, parameter in self._tied_in(program).items():
                 for earlier, later in pairwise(program.ties[name].stages):
-                    gathered[earlier].append(self._tied[name])
-                    tied[later].append(self._tied[name])
+                    gathered[earlier].append(parameter)
+                    tied[later].append(parameter)
             self._eager_stages[program] = [
                 _eager(s, loss=self._loss_of(program, s.index), tied=tied[s.index], gathered=gathered[s.index])
                 for s in program.stages
@@ -290,7 +295,8 @@ class Pipeline:
     def _in_eval_mode(self) -> Program:
         model = self._target.model
         flags = {part: part.training for part in model.modules()}
-        model.eval()
+        for part in flags:  # not by `.eval()`, which a model may make more of
+            part.training = False
         try:
             return self._current()
         finally:
@@ -301,13 +307,19 @@ class Pipeline:
         """The model in the modes that its modules are in now, cut like the planned graph."""
         modes = modes_of(self._target.model)
         if modes not in self._programs:
+            self._program.check_surroundings()
             say(["the model is captured again: its modules are in other modes than those planned for"])
             # Over ranks that goes unproven: no rank has the whole model on its device.
             verify = self._self_check and not self._distributed
             found = capture_target(self._target, self.plan.options, verify=verify)
-            stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._holders)
+            stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._held_by(found))
             self._programs[modes] = Program(found.capture, found.module, stages)
         return self._programs[modes]
+
+    def _held_by(self, found: Captured) -> dict[str, tuple[int, ...]]:
+        """The stages that hold what a graph reads; over ranks what no planned stage reads lies with the first."""
+        names = named_state(found.module) if self._distributed else ()
+        return {**{name: (0,) for name, _ in names}, **self._holders}
 
     def _planned_graph(self) -> fx.Graph:
         """The training graph as it was before it was cut: the nodes that the plan names, in order."""

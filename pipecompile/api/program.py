@@ -13,13 +13,13 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Outputs
 from pipecompile.passes.ambient import observed
-from pipecompile.passes.attributes import PLAIN
+from pipecompile.passes.attributes import same, settings
 from pipecompile.passes.ties import Tie, ties_of
 from pipecompile.runtime.distributed import Shape
 
 __all__ = ["Program", "modes_of"]
 
-TABLES = ("_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+GONE = object()
 
 
 class Program:
@@ -28,8 +28,7 @@ class Program:
     def __init__(self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int]) -> None:
         self.captured = captured
         self._surroundings = observed()
-        self._settings = dict(_settings(captured))
-        self._trainable = {name: p.requires_grad for name, p in captured.model.named_parameters()}
+        self.remember()
         self.modes = modes_of(captured.model)
         self.stages: tuple[StageModule, ...] = emit(module, assignment)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
@@ -50,7 +49,12 @@ class Program:
         """The tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
 
-    def _check_surroundings(self) -> None:
+    def remember(self) -> None:
+        """From now on the model must stay as it is, but for the values of its tensors and what its forward sets."""
+        self._settings = dict(_settings(self.captured))
+        self._trainable = {name: p.requires_grad for name, p in self.captured.model.named_parameters()}
+
+    def check_surroundings(self) -> None:
         """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
         if observed().autocast != self._surroundings.autocast:
             raise InputError(
@@ -58,12 +62,12 @@ class Program:
                 "or put it into the model's forward"
             )
         now = dict(_settings(self.captured))
-        if now != self._settings:
-            names = sorted(self._settings.keys() | now.keys())
-            name = next(n for n in names if self._settings.get(n) != now.get(n))
+        names = self._settings.keys() | now.keys()
+        different = [name for name in names if not same(self._settings.get(name, GONE), now.get(name, GONE))]
+        if different:
             raise InputError(
-                f"{name} is not what it was when the model was compiled, and the graph has it as it was; compile the "
-                "model again, or keep what changes in a buffer"
+                f"{min(different)} is not what it was when the model was compiled, and the graph has it as it was; "
+                "compile the model again, or keep what changes in a buffer"
             )
         changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
         if changed:
@@ -83,7 +87,7 @@ class Program:
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Modules are in the modes of this program in the block."""
-        self._check_surroundings()
+        self.check_surroundings()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
         for path, part in model.named_modules():
@@ -103,20 +107,12 @@ def modes_of(model: nn.Module) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """What a forward may read of the modules besides tensors: plain attributes, submodules, parameters, hooks.
-
-    Without what the forward sets for itself.
-    """
+    """What a forward may read of the modules besides the values of tensors, without what it sets for itself."""
     for path, module in captured.model.named_modules():
-        own = vars(module)
-        for name, value in own.items():
+        for name, value in settings(module).items():
             full = f"{path}.{name}" if path else name
-            if full in captured.sets or name == "training":
-                continue
-            if isinstance(value, PLAIN):
+            if full not in captured.sets:
                 yield full, value
-            elif name in TABLES:
-                yield full, [id(item) for item in value.values()]
 
 
 def _shape(edge: Edge) -> Shape:

@@ -37,10 +37,17 @@ def transfer(
         if not choices:
             raise CaptureError(
                 f"in this mode {node.name} ({node.meta['source']}) needs its parameters in stage {wanted} or later, "
-                f"but they lie in {sorted(allowed or ())}; group its module with the one before it"
+                f"but they lie in {sorted(allowed or ())}; group its module with the one before it, or compile the "
+                "model in this mode"
             )
         stages[node] = choices[0]
     _gather(stages, module, holders)
+    empty = sorted(set(assignment.values()) - set(stages.values()))
+    if empty:
+        raise CaptureError(
+            f"in this mode stage {empty[0]} has nothing to run, since the forward leaves its modules out; use fewer "
+            "stages, or compile the model in this mode"
+        )
     return {node.name: stage for node, stage in stages.items()}
 
 
@@ -90,7 +97,8 @@ def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping
         if allowed is not None and stage not in allowed:
             raise CaptureError(
                 f"in this mode {node.name} ({node.meta['source'] or 'an input'}) must lie with others in stage "
-                f"{stage}, but what it needs lies in {sorted(allowed)}; keep these modules together (groups)"
+                f"{stage}, but what it needs lies in {sorted(allowed)}; keep these modules together (groups), or "
+                "compile the model in this mode"
             )
 
 

@@ -118,7 +118,10 @@ def _original(model: nn.Module, written: Sequence[Tensor], call: Arguments) -> _
     try:
         step = _step(model, written, lambda: model(*call.args, **call.kwargs))
     except Exception as error:
-        raise ModelFailsError(f"a training step of the model itself fails on the sample input: {error}") from error
+        raise ModelFailsError(
+            f"a training step of the model itself fails on the sample input: {error}; if it is only to be evaluated, "
+            "leave the self-check out (self_check=False)"
+        ) from error
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(
             "the model keeps tensors where no module shows them (a cache in a global or a closure), and now those of "
@@ -178,15 +181,20 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
     """The gradients of a fixed loss, by a whole backward: parts of models, as reentrant checkpoints, know no other."""
     differentiable = [value for value in outputs if value.requires_grad]
     held = [parameter.grad for parameter in parameters]
+    hooks = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in parameters]  # they may take a step
     try:
-        for parameter in parameters:
+        for parameter, own in zip(parameters, hooks, strict=True):
             parameter.grad = None
+            if own:
+                parameter._post_accumulate_grad_hooks.clear()
         if differentiable:
             torch.stack([value.abs().square().sum().float() for value in differentiable]).sum().backward()
         return [parameter.grad for parameter in parameters]
     finally:
-        for parameter, gradient in zip(parameters, held, strict=True):
+        for parameter, gradient, own in zip(parameters, held, hooks, strict=True):
             parameter.grad = gradient
+            if own:
+                parameter._post_accumulate_grad_hooks.update(own)
 
 
 def _written_parameters(module: fx.GraphModule) -> list[Tensor]:

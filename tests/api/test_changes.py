@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
-from pipecompile.errors import InputError
+from pipecompile.errors import CaptureError, InputError
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -20,11 +20,13 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8)
         self.scale = 2.0
+        self.factors = [1.0]
+        self.register_buffer("shift", torch.zeros(8))
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x.dim()
-        return self.last(self.drop(self.first(x).tanh()) * self.scale)
+        return self.last(self.drop(self.first(x).tanh()) * self.scale * self.factors[0] + self.shift)
 
 
 def compiled(model: nn.Module, sample: Tensor = X, **options: Any) -> Pipeline:
@@ -52,6 +54,22 @@ def dropped(model: Scaled) -> None:
     model.drop.p = 0.5
 
 
+def reordered(model: Scaled) -> None:
+    model.factors[0] = 3.0
+
+
+def buffered(model: Scaled) -> None:
+    model.shift = torch.ones(8)
+
+
+def patched(model: Scaled) -> None:
+    model.first.forward = torch.relu
+
+
+def grown(model: Scaled) -> None:
+    model.added = nn.Linear(8, 8)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -60,15 +78,108 @@ def dropped(model: Scaled) -> None:
         (untied, "last._parameters"),
         (scaled, "scale"),
         (dropped, "drop.p"),
+        (reordered, "factors"),
+        (buffered, "_buffers"),
+        (patched, "first.forward"),
+        (grown, "_modules"),
     ],
 )
 def test_a_model_that_changed_since_it_was_compiled(change: Any, name: str) -> None:
+    """Also if it is to be captured anew, for other modes."""
     model = Scaled()
     pipeline = compiled(model)
     pipeline.step(X, X)
     change(model)
-    with pytest.raises(InputError, match=rf"^{name} is not what it was when the model was compiled"):
+    for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
+        with pytest.raises(InputError, match=rf"^{name} is not what it was when the model was compiled"):
+            run()
+
+
+def test_a_hook_in_the_place_of_another() -> None:
+    model = Scaled()
+    handle = model.first.register_forward_hook(lambda module, args, output: output * 2)
+    pipeline = compiled(model)
+    handle.remove()
+    model.first.register_forward_hook(lambda module, args, output: output * 3)
+    with pytest.raises(InputError, match=r"^first._forward_hooks is not what it was"):
         pipeline.step(X, X)
+
+
+class Merging(Scaled):
+    """Does more than set flags in `.eval()`."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if self.training != mode:
+            with torch.no_grad():
+                self.first.weight.mul_(2)
+        return super().train(mode)
+
+
+def test_evaluation_changes_no_more_than_the_modes() -> None:
+    model = Merging()
+    before = model.first.weight.clone()
+    compiled(model).evaluate(X)
+    assert model.training and torch.equal(model.first.weight, before)
+
+
+def test_hooks_that_take_a_step_do_not_see_the_self_check() -> None:
+    model = Scaled()
+    seen: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    pipeline = compiled(model)
+    pipeline.evaluate(X)
+    assert not seen
+    pipeline.step(X, X)
+    assert len(seen) == 2 * len(list(model.parameters()))
+
+
+class Head(nn.Module):
+    """In eval mode another head, which reads what the first layers made too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.other = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for layer in self.layers:
+            made.append(x := layer(x).tanh())
+        return x if self.training else self.other(x) + self.other(made[0])
+
+
+def test_what_only_evaluation_shares_is_summed_in_order() -> None:
+    model = Head()
+    pipeline = compiled(model)
+    model.eval()
+    pipeline.step(X, X)
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for rows in X.split(2):
+        nn.functional.mse_loss(model(rows), rows).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], parameter.grad / 2), name
+
+
+class Shorter(nn.Module):
+    """In eval mode its middle is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training or index < 2 or index > 5:
+                x = layer(x).tanh()
+        return x
+
+
+def test_a_stage_that_another_mode_leaves_empty_is_refused() -> None:
+    loss = nn.functional.mse_loss
+    pipeline = pipecompile(Shorter(), X, 4, microbatches=2, costs="flops", loss_fn=loss, sample_target=X)
+    with pytest.raises(CaptureError, match=r"stage 1 has nothing to run.*compile the model in this mode"):
+        pipeline.evaluate(X)
 
 
 def test_what_the_forward_sets_for_itself_may_change() -> None:

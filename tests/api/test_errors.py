@@ -291,3 +291,24 @@ def test_a_stale_plan(plan_file: Path) -> None:
 
 def test_a_bad_pin_is_told_as_it_was_written(output: Path) -> None:
     assert refused(planned(output, "--pin", "head"), 2) == "--pin head: write NODE=STAGE, for example lm_head=-1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatch": 4}, "'microbatch' is no choice; there are microbatches, schedule"),
+        ({"leaf": "Linear"}, "leaf='Linear' is not a list of names"),
+        ({"groups": ["0"]}, "groups='0' is not a list of names"),
+        ({"stages_per_rank": "2"}, "stages_per_rank='2' must be a whole number"),
+        ({"k": 2.0}, r"k=2\.0 must be a whole number"),
+    ],
+)
+def test_choices_that_are_none(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compiled(**options)
+
+
+def test_a_committed_plan_takes_no_choices() -> None:
+    plan = compiled(k=2, costs="flops", microbatches=2).plan
+    with pytest.raises(InputError, match="a committed plan has its choices already; leave out schedule"):
+        compiled(plan=plan, schedule="gpipe")

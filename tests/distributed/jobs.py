@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from examples import models
 from pipecompile.api import ordering
@@ -128,6 +129,29 @@ def switched(name: str, k: int) -> list[bool]:
         buffers = dict(reference.model.named_buffers())
         found.append(compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description).passed)
     return found
+
+
+class Head(nn.Module):
+    """In eval mode another head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.other = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return x if self.training else self.other(x)
+
+
+def head_of_evaluation() -> str:
+    """What each rank says of a parameter that no stage of the plan holds."""
+    x = torch.ones(4, 8)
+    pipeline = pipecompile(Head(), x, 2, microbatches=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    try:
+        pipeline.evaluate(x)
+    except PipecompileError as error:
+        return str(error)
+    return "accepted"
 
 
 def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[float], list[str], bool | None]:

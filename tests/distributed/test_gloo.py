@@ -156,6 +156,11 @@ def test_train_and_eval_switch_the_steps_of_all_ranks(workers: Workers, tmp_path
     assert workers.run(2, jobs.switched, "unet", 2, folder=str(tmp_path)) == [[True] * 3] * 2
 
 
+def test_what_no_planned_stage_holds_is_refused_by_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(2, jobs.head_of_evaluation, folder=str(tmp_path)):
+        assert "in this mode other" in text and "compile the model in this mode" in text
+
+
 def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
     assert found[0] == found[1], "measured costs differ from rank to rank, so the plan must be rank 0's"

@@ -55,8 +55,8 @@ class StageModule:
     """One stage: `module` maps the tensors of `inputs` to those of `outputs`.
 
     The first stage takes the model's input tensors, the last gives the model's output tensors: there `inputs` or
-    `outputs` are empty. `gradient_inputs` tells which of the module's arguments carry a gradient back, `buffers` are
-    those that its forward writes to, `random` whether it draws random numbers.
+    `outputs` are empty. `gradient_inputs` tells which of the module's arguments carry a gradient back, `written` names
+    the buffers that its forward writes to, `random` tells whether it draws random numbers.
     """
 
     index: int
@@ -64,8 +64,14 @@ class StageModule:
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     gradient_inputs: tuple[bool, ...]
-    buffers: tuple[Tensor, ...]
+    written: tuple[str, ...]
     random: bool
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The buffers that its forward writes to; others after `.to` than before."""
+        buffers = map(self.module.get_buffer, self.written)
+        return tuple({id(buffer): buffer for buffer in buffers}.values())
 
 
 def emit(
@@ -112,7 +118,7 @@ def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Seq
         inputs=tuple(map(Edge.of, received)),
         outputs=tuple(map(Edge.of, sent)),
         gradient_inputs=tuple(n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"),
-        buffers=_written_buffers(module, mine),
+        written=_written_buffers(module, mine),
         random=random,
     )
 
@@ -181,14 +187,14 @@ def _dense_order(value: Tensor) -> tuple[int, ...]:
     return order if value.permute(order).is_contiguous() and not value.is_contiguous() else own
 
 
-def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
-    """The buffers that a forward of `nodes` writes to, as the real tensors."""
+def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The names of the buffers that a forward of `nodes` writes to."""
     written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
-    found: dict[int, Tensor] = {}
+    found: dict[str, None] = {}
     for node in nodes:
+        target = str(node.target)
         if node.op == "call_module" and node.meta["mutates"]:
-            found.update((id(buffer), buffer) for buffer in module.get_submodule(str(node.target)).buffers())
+            found |= dict.fromkeys(f"{target}.{name}" for name, _ in module.get_submodule(target).named_buffers())
         elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
-            buffer = module.get_buffer(str(node.target))
-            found[id(buffer)] = buffer
-    return tuple(found.values())
+            found[target] = None
+    return tuple(found)

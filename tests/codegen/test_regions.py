@@ -710,6 +710,24 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
     assert same(trained(False), trained(True))
 
 
+def test_statistics_move_once_also_after_buffers_were_moved() -> None:
+    """`.to` makes other tensors of buffers: those that a recompute of the whole stage works on copies of."""
+
+    def average(*, recompute: bool) -> Tensor:
+        torch.manual_seed(0)
+        made = case_of(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), Arguments((torch.randn(4, 8),), {}))
+        (emitted,) = emit(instantiated(made), assignment_of(made, ()))
+        emitted.module.to(torch.float64)
+        stage = EagerStage(emitted.module, gradient_inputs=(False,), loss=loss_of, buffers=emitted.buffers)
+        _, saved = stage.forward([value.double() for value in made.inputs], NOW, recompute=recompute)
+        if recompute:
+            stage.recompute(saved)
+        stage.backward(saved, (), {})
+        return made.capture.model.get_buffer("1.running_mean")
+
+    assert torch.equal(average(recompute=True), average(recompute=False))
+
+
 def test_a_copy_of_a_stage_works_on_tensors_of_its_own() -> None:
     torch.manual_seed(0)
     made = case_of(KEPT["normed"](), Arguments((torch.randn(4, 24, 32),), {}))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipecompile.errors import InputError
 from pipecompile.passes import ambient
 from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import at, now
@@ -59,12 +60,19 @@ class _Runs:
         self._writers = nn.ModuleList(values[region.buffers : region.buffers + region.writers])
         self._before = _copied([*self._buffers, *self._writers.buffers()])
         self._moment = now() if region.random else None
+        self._versions = _versions(values)
         self._first = True
 
     def __call__(self, *values: Any) -> Any:
         if self._first:
             self._first = False
             return self._region.compute((*self._buffers, *values))
+        # Parameters that come by themselves are watched by autograd, which would not see those within modules.
+        if _versions(values) != self._versions:
+            raise InputError(
+                f"{self._region.__name__} is computed again in the backward, but its parameters were written to since "
+                "the forward; let the optimizer step after the whole step, not in a hook"
+            )
         return self._again(values)
 
     def _again(self, values: Sequence[Any]) -> Any:
@@ -78,6 +86,11 @@ class _Runs:
             if self._moment is not None:
                 stack.enter_context(at(self._moment, _cuda_devices(values)))
             return self._region.compute((*fresh[:count], *values))
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    """How often each parameter of the modules was written to."""
+    return [p._version for value in values if isinstance(value, nn.Module) for p in value.parameters()]
 
 
 def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:

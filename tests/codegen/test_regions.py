@@ -710,6 +710,23 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
     assert same(trained(False), trained(True))
 
 
+@pytest.mark.parametrize(("regions", "error"), [({}, RuntimeError), ({0: [["_0", "_1", "_2"]]}, InputError)])
+def test_parameters_written_to_before_the_backward_are_an_error(regions: Regions, error: type[Exception]) -> None:
+    """Without regions autograd says so; what is computed again would silently be another step's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    made = case_of(model, Arguments((torch.randn(4, 8),), {}))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_stepped)
+    with pytest.raises(error):
+        outcome(made, assignment_of(made, ()), regions)
+
+
+@torch.no_grad()
+def _stepped(parameter: Tensor) -> None:
+    parameter.sub_(parameter.grad)
+
+
 def test_statistics_move_once_also_after_buffers_were_moved() -> None:
     """`.to` makes other tensors of buffers: those that a recompute of the whole stage works on copies of."""
 

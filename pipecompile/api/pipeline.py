@@ -180,8 +180,14 @@ class Pipeline:
         return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(self._local)
 
     def _move_stages(self) -> None:
+        """To this rank's device; buffers are other objects there, so the model gets those of its stages."""
+        own = {name for name, _ in self._target.model.named_buffers(remove_duplicate=False)}
         for stage in self.stages:
             stage.to(self._device)
+            for name, buffer in stage.named_buffers(remove_duplicate=False):
+                path, _, last = name.rpartition(".")
+                if name in own:
+                    self._target.model.get_submodule(path)._buffers[last] = buffer
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:

@@ -22,7 +22,8 @@ X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
-    return pipecompile(model, X, costs="flops", loss_fn=sum_of_squares, **{"k": 2, "microbatches": 4, **options})
+    choices = options if "plan" in options else {"k": 2, "microbatches": 4, **options}
+    return pipecompile(model, X, costs="flops", loss_fn=sum_of_squares, **choices)
 
 
 def linears(count: int = 3) -> nn.Sequential:

@@ -21,6 +21,7 @@ from pipecompile.frontend.captured import Capture, batch_size
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.faults import UnsupportedError
 from pipecompile.frontend.hearing import cuda_devices
+from pipecompile.frontend.locating import first_leaf, reader
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.attributes import unchanged
@@ -111,7 +112,29 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     _refuse_sparse(original.gradients)
     captured = _step(model, written, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in ("outputs", "gradients", "buffers"):
-        _compare(kind, getattr(original, kind), getattr(captured, kind))
+        name = _different(getattr(original, kind), getattr(captured, kind))
+        if name is not None:
+            where = _where(capture, runnable, written, call, kind, name)
+            raise DifferenceError(
+                f"the captured graph is not the model: {kind} differ in {name!r} for the same seed{where}; the model "
+                "may keep state outside its buffers, or branch on something that was not recorded: keep it in a "
+                "buffer, or make that module one node (leaf)"
+            )
+
+
+def _where(
+    capture: Capture, module: fx.GraphModule, written: Sequence[Tensor], call: Arguments, kind: str, name: str
+) -> str:
+    """The module and the line at which the difference is first seen, as part of a sentence."""
+    if kind == "outputs":
+        with _untouched(capture.model, written):
+            node = first_leaf(capture.model, module, capture.inputs.flatten(call), call, _same)
+    else:
+        node = reader(module, name)
+    if node is None:
+        node = next(each for each in reversed(module.graph.nodes) if each.op not in ("output", "get_attr"))
+    path = node.meta.get("module") or "the model's forward"
+    return f", first seen in {path} ({node.meta['source']})" if node.meta.get("source") else f", first seen in {path}"
 
 
 def _original(model: nn.Module, written: Sequence[Tensor], call: Arguments) -> _Step:
@@ -147,13 +170,12 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
             )
 
 
-def _compare(kind: str, original: dict[str, Tensor], captured: dict[str, Tensor]) -> None:
-    for name in original.keys() | captured.keys():
+def _different(original: dict[str, Tensor], captured: dict[str, Tensor]) -> str | None:
+    """The first name under which there is not the same."""
+    for name in [*original, *(captured.keys() - original.keys())]:
         if name not in original or name not in captured or not _same(original[name], captured[name]):
-            raise DifferenceError(
-                f"the captured graph is not the model: {kind} differ in {name!r} for the same seed; "
-                "the model may keep state outside its buffers, or branch on something that was not recorded"
-            )
+            return name
+    return None
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

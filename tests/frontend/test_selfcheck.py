@@ -42,7 +42,7 @@ def test_state_in_an_object() -> None:
     where = r"outputs differ in 'output 0' for the same seed, first seen in 2\b"
     with pytest.raises(CaptureError, match=rf"the captured graph is not the model: {where}"):
         captured(model, X)
-    with pytest.raises(CaptureError, match=r"first seen in the model's forward \(test_selfcheck\.py:\d+\)"):
+    with pytest.raises(CaptureError, match=r"first seen in the model's forward \(.*test_selfcheck\.py:\d+\)"):
         captured(Stateful(), X)
 
 
@@ -56,7 +56,7 @@ def test_a_graph_with_another_value() -> None:
         wrong.meta.update(relu.meta)
         relu.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
     module.recompile()
-    with pytest.raises(CaptureError, match="outputs differ.*first seen in 2"):
+    with pytest.raises(CaptureError, match=r"outputs differ.*first seen in 2"):
         check_capture(found, module, Arguments((X,), {}))
 
 

@@ -27,7 +27,8 @@ def reader(module: fx.GraphModule, name: str) -> fx.Node | None:
     """The first node that reads a parameter or buffer."""
     for node in module.graph.nodes:
         if name in reads_of(module, node):
-            return next(iter(node.users), node) if node.op == "get_attr" else node
+            user: fx.Node = next(iter(node.users), node) if node.op == "get_attr" else node
+            return user
     return None
 
 

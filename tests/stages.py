@@ -80,41 +80,38 @@ def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
     return tuple(units)
 
 
-Shared = list[list[nn.Parameter]]
-
-
-def split(made: Case, cuts: Sequence[int]) -> tuple[tuple[StageModule, ...], Shared, Shared]:
-    """The stages that begin at these units, and the parameters that each shares with earlier and with later ones."""
+def split(made: Case, cuts: Sequence[int]) -> tuple[fx.GraphModule, tuple[StageModule, ...]]:
+    """The graph, and its stages that begin at these units."""
     module = made.capture.instantiate(made.call)
     stages = {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
-    emitted = emit(module, stages)
-    canonical = {alias: name for name, aliases in made.capture.aliases.items() for alias in (name, *aliases)}
+    return module, emit(module, stages)
+
+
+def eager_stages(made: Case, module: fx.GraphModule, emitted: Sequence[StageModule]) -> list[EagerStage]:
+    """The stages as one process runs them, with the gradients of tied parameters handed on; `module` was cut."""
     by_name = dict(made.capture.model.named_parameters())
-    ties = ties_of(module, module.graph, canonical).items()
+    ties = ties_of(module, module.graph, made.capture.first_names).items()
     shared = [(by_name[name], tie.stages) for name, tie in ties if name in by_name]
-    tied = [[p for p, where in shared if index in where[1:]] for index in range(len(emitted))]
-    gathered = [[p for p, where in shared if index in where[:-1]] for index in range(len(emitted))]
-    return emitted, tied, gathered
+    return [
+        EagerStage(
+            stage.module,
+            gradient_inputs=stage.gradient_inputs,
+            loss=loss_of if stage is emitted[-1] else None,
+            buffers=stage.buffers,
+            random=stage.random,
+            tied=[parameter for parameter, where in shared if stage.index in where[1:]],
+            gathered=[parameter for parameter, where in shared if stage.index in where[:-1]],
+        )
+        for stage in emitted
+    ]
 
 
 def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Loss, gradients and buffers after a forward and backward of one microbatch; the model is as before afterwards."""
     model = made.capture.model
     start = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    emitted, tied, gathered = split(made, cuts)
-    last = len(emitted) - 1
-    eager = [
-        EagerStage(
-            stage.module,
-            gradient_inputs=stage.gradient_inputs,
-            loss=loss_of if stage.index == last else None,
-            buffers=stage.buffers,
-            random=stage.random,
-            tied=tied[stage.index],
-            gathered=gathered[stage.index],
-        )
-        for stage in emitted
-    ]
+    eager = eager_stages(made, *split(made, cuts))
+    last = len(eager) - 1
     order = [Action(s, Kind.FORWARD, 0) for s in range(last + 1)]
     order += [Action(s, Kind.BACKWARD, 0) for s in reversed(range(last + 1))]
     try:

@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from allocations import events
-from stages import Case, assert_equal, case_of, loss_of
+from stages import Case, assert_equal, case_of, eager_stages, loss_of
 from torch import Tensor, fx, nn
 from torch.profiler import record_function
 from zoo import first, same
@@ -94,27 +93,7 @@ def eager(made: Case, assignment: dict[str, int], regions: Regions) -> tuple[lis
     """The stages as one process runs them, with the gradients of tied parameters handed on."""
     module = instantiated(made)
     emitted = emit(module, assignment, regions)
-    by_name = dict(made.capture.model.named_parameters())
-    tied: list[list[nn.Parameter]] = [[] for _ in emitted]
-    gathered: list[list[nn.Parameter]] = [[] for _ in emitted]
-    for name, tie in ties_of(module, module.graph, made.capture.first_names).items():
-        for earlier, later in pairwise(tie.stages if name in by_name else ()):
-            gathered[earlier].append(by_name[name])
-            tied[later].append(by_name[name])
-    last = len(emitted) - 1
-    found = [
-        EagerStage(
-            stage.module,
-            gradient_inputs=stage.gradient_inputs,
-            loss=loss_of if stage.index == last else None,
-            buffers=stage.buffers,
-            random=stage.random,
-            tied=tied[stage.index],
-            gathered=gathered[stage.index],
-        )
-        for stage in emitted
-    ]
-    return found, emitted
+    return eager_stages(made, module, emitted), emitted
 
 
 def outcome(made: Case, assignment: dict[str, int], regions: Regions, order: str | None = None) -> Outcome:

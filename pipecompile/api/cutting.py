@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from pipecompile.api.ordering import flights, named_schedule, placements, stand_in
+from pipecompile.api.recomputing import Recomputing, moments_of
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.floors import buffers, floors
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.links import Links
-from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import Moment, moments, rank_memory, room
-from pipecompile.ir.plan import Faster, Options
-from pipecompile.schedule.named import SPLIT, generate
+from pipecompile.ir.memory import rank_memory, room
+from pipecompile.ir.plan import Faster, Options, Stage
+from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
@@ -117,21 +115,38 @@ def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Pa
 
 def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partition, sparing: bool) -> list[int]:
     """Per rank the bytes over its cap."""
-    held: list[dict[int, Footprint]] = [{} for _ in range(problem.ranks)]
-    for index, stage in enumerate(stages_of(graph, found.assignment, options)):
-        held[problem.stage_ranks[index]][index] = stage.footprint
-    return [_missing(graph, options, problem.stage_ranks, stages, sparing) for stages in held]
+    held: list[dict[int, Stage]] = [{} for _ in range(problem.ranks)]
+    recomputing = Recomputing(graph, options, problem.stage_ranks)
+    for index, stage in enumerate(stages_of(graph, found.assignment, recomputing)):
+        held[problem.stage_ranks[index]][index] = stage
+    return [
+        _missing(
+            graph,
+            options,
+            problem.stage_ranks,
+            {index: stage.footprint for index, stage in stages.items()},
+            {index for index, stage in stages.items() if stage.recompute == "stage"},
+            sparing=sparing,
+        )
+        for stages in held
+    ]
 
 
 def _missing(
-    graph: CostGraph, options: Options, placement: Sequence[int], stages: Mapping[int, Footprint], sparing: bool
+    graph: CostGraph,
+    options: Options,
+    placement: Sequence[int],
+    stages: Mapping[int, Footprint],
+    again: Collection[int],
+    *,
+    sparing: bool,
 ) -> int:
-    """The bytes that these stages, all those of their rank, need over the cap.
+    """The bytes that these stages, all those of their rank, need over the cap; those `again` recompute as a whole.
 
     By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
     """
     assert options.memory_bytes is not None
-    allocator, again = ALLOCATORS[graph.memory], options.recompute == "stage"
+    allocator = ALLOCATORS[graph.memory]
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
         left = room(
@@ -139,19 +154,13 @@ def _missing(
             options.memory_bytes,
             microbatches=options.microbatches,
             allocator=allocator,
-            recomputed=set(stages) - {options.k - 1} if again else (),
+            recomputed=again,
         )
         return max(0, needed - left)
     name = stand_in(options, placement)
-    at = _moments(name, tuple(placement), options.microbatches, again)[placement[min(stages)]]
+    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[placement[min(stages)]]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
     return max(0, memory.total.bound - options.memory_bytes)
-
-
-@lru_cache(maxsize=8)
-def _moments(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank the moments of a named schedule at which it may hold most."""
-    return tuple(map(moments, generate(name, placement, microbatches, again).rows))
 
 
 def problem_of(
@@ -202,7 +211,7 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparin
     return Memory(
         (options.memory_bytes,) * ranks,
         tuple(in_flight),
-        *floors(graph, recompute=options.recompute == "stage", gradients=summed and not sparing),
+        *floors(graph, options.recompute, gradients=summed and not sparing),
         price=_price(graph, options, placement, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
     )
@@ -225,13 +234,18 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
 def _price(
     graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool
 ) -> Callable[[Candidate], int | None]:
-    """A stage fits its budget by the plan's memory model, or it does not: nothing is recomputed to make it fit."""
-    lives = Lives(graph, options.optimizer, options.master_weights)
+    """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
+    recomputing = Recomputing(graph, options, tuple(placement))
 
     def price(candidate: Candidate) -> int | None:
-        stage = {candidate.stage: footprint_of(lives, candidate.before, candidate.nodes)}
+        found = recomputing.of(candidate.stage, candidate.before, candidate.nodes, candidate.budget)
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
-        return None if _missing(graph, within, placement, stage, sparing) else 0
+        if found is None:
+            return None
+        again = (candidate.stage,) if found.kind == "stage" else ()
+        if _missing(graph, within, placement, {candidate.stage: found.footprint}, again, sparing=sparing):
+            return None
+        return 0 if options.recompute == "stage" else found.ns
 
     return price
 
@@ -246,7 +260,8 @@ def step_ns(
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
     placement = placement or placements(options)[0]
     # Only where recomputes are placed does the time hang on what stages hold.
-    stages = stages_of(graph, assignment, options, weighed=options.recompute != "none")
+    recomputing = Recomputing(graph, options, tuple(placement))
+    stages = stages_of(graph, assignment, recomputing, weighed=options.recompute != "none")
     problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 

@@ -14,7 +14,7 @@ from pipecompile.api.target import Target
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
-from pipecompile.ir.plan import GRANULARITIES, Granularity, Options
+from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
 from pipecompile.ir.size import parse_bytes
 from pipecompile.schedule.placement import SHAPES
 
@@ -83,7 +83,7 @@ def options_for(
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
     cost_model(costs, target.costs)
-    _one_of("recompute", recompute, ("none", "stage"))
+    _one_of("recompute", recompute, RECOMPUTES)
     _one_of("granularity", granularity, GRANULARITIES)
     if stages_per_rank is not None and stages_per_rank < 1:
         raise InputError(f"stages_per_rank={stages_per_rank}, but a rank has at least one stage")
@@ -100,7 +100,7 @@ def options_for(
         microbatches=_microbatches(target, k if microbatches is None else microbatches),
         schedule=schedule,
         objective=objective,
-        recompute="stage" if recompute == "stage" else "none",
+        recompute=cast(Recompute, recompute),
         memory_bytes=None if memory is None else parse_bytes(memory),
         optimizer=optimizer,
         master_weights=master_weights,

@@ -9,6 +9,7 @@ import msgspec
 
 from pipecompile.api.cutting import cut
 from pipecompile.api.ordering import ordered, placements
+from pipecompile.api.recomputing import Recomputing
 from pipecompile.api.staging import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.allocator import AllocatorName
@@ -63,7 +64,7 @@ def _drafted(
 ) -> Plan:
     """The plan with its stages on these ranks."""
     partition = cut(graph, options, links, placement, assignment)
-    stages = stages_of(graph, partition.assignment, options)
+    stages = stages_of(graph, partition.assignment, Recomputing(graph, options, tuple(placement)))
     schedule, ordering = ordered(options, stages, links, placement, graph.memory)
     prediction = predicted(stages, schedule, links, options.memory_bytes, graph.memory)
     return Plan(

@@ -6,55 +6,64 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 
-from pipecompile.ir.footprint import NOTHING
+from pipecompile.api.recomputing import NOTHING_AGAIN, Again, Recomputing
+from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of
-from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
-from pipecompile.ir.plan import Boundary, Options, OwnedParameter, Route, Stage
+from pipecompile.ir.plan import Boundary, OwnedParameter, Route, Stage
 
 __all__ = ["owners_of", "routes_of", "stages_of"]
 
 
 def stages_of(
-    graph: CostGraph, assignment: Mapping[str, int], options: Options, *, weighed: bool = True
+    graph: CostGraph, assignment: Mapping[str, int], recomputing: Recomputing, *, weighed: bool = True
 ) -> tuple[Stage, ...]:
-    """The stages that `assignment` (node to stage) makes of the graph; what they hold is left out unless `weighed`."""
-    names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(options.k)]
-    lives = Lives(graph, options.optimizer, options.master_weights)
-    boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, options.k)]
-    return tuple(_stage(lives, names, index, boundaries, options, weighed) for index in range(options.k))
+    """The stages that `assignment` (node to stage) makes of the graph; what they hold is left out unless `weighed`.
+
+    InfeasibleError if a stage has to compute something again to fit its rank, and cannot.
+    """
+    k = recomputing.options.k
+    names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(k)]
+    boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, k)]
+    return tuple(_stage(recomputing, names, index, boundaries, weighed) for index in range(k))
 
 
 def _stage(
-    lives: Lives,
+    recomputing: Recomputing,
     names: Sequence[tuple[str, ...]],
     index: int,
     boundaries: Sequence[tuple[Boundary, ...]],
-    options: Options,
     weighed: bool,
 ) -> Stage:
-    graph = lives.graph
+    graph = recomputing.graph
     nodes = [graph.by_name[name] for name in names[index]]
-    forward_ns = sum(node.forward_ns for node in nodes)
-    recompute = options.recompute if index < options.k - 1 else "none"
+    again = _again(recomputing, names, index) if weighed else NOTHING_AGAIN
     parameters = tuple(sorted({name for node in nodes for name in node.parameters}))
     return Stage(
         nodes=names[index],
         modules=tuple(module_ranges(node.module for node in nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
         parameters=parameters,
-        forward_ns=forward_ns,
+        forward_ns=sum(node.forward_ns for node in nodes),
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
-        recompute_ns=forward_ns if recompute == "stage" else 0,
+        recompute_ns=again.ns,
         finish_ns=sum(node.finish_ns for node in nodes),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
-        recompute=recompute,
-        footprint=footprint_of(lives, chain.from_iterable(names[:index]), names[index]) if weighed else NOTHING,
+        recompute=again.kind,
+        regions=again.regions,
+        footprint=again.footprint,
     )
+
+
+def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: int) -> Again:
+    cap = recomputing.options.memory_bytes
+    found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
+    if found is None:
+        raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again")
+    return found
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.graph import CostGraph, Tensor
+from pipecompile.ir.plan import Recompute
 
 __all__ = ["buffers", "floors"]
 
 
-def floors(graph: CostGraph, *, recompute: bool, gradients: bool) -> tuple[dict[str, int], dict[str, int]]:
+def floors(graph: CostGraph, recompute: Recompute, *, gradients: bool) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
 
     A parameter counts in equal parts for the nodes that read it, with its gradient if `gradients` are there when most
     microbatches are in flight; a saved storage for its producer, whose stage keeps it until the backward: as often as
-    microbatches are in flight, or once if stages recompute.
+    microbatches are in flight, once if stages recompute as a whole, not at all if regions of them do.
     """
     resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
     rounded = ALLOCATORS[graph.memory].rounded
@@ -32,8 +33,8 @@ def floors(graph: CostGraph, *, recompute: bool, gradients: bool) -> tuple[dict[
         parameter = graph.parameter_by_name[name]
         for reader in nodes:
             resident[reader] += rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
-    kept = resident if recompute else saved
-    for producer, storage in _roots(graph, savers):
+    kept = resident if recompute == "stage" else saved
+    for producer, storage in _roots(graph, savers) if recompute in ("none", "stage") else ():
         if graph.by_name[producer].operator != "placeholder":
             kept[producer] += rounded(graph.storages[storage])
     return resident, saved

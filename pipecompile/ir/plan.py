@@ -13,6 +13,7 @@ from pipecompile.ir.serde import NonNegative, Positive, Value
 
 __all__ = [
     "GRANULARITIES",
+    "RECOMPUTES",
     "Boundary",
     "Faster",
     "Fingerprint",
@@ -22,6 +23,7 @@ __all__ = [
     "OwnedParameter",
     "Plan",
     "Prediction",
+    "Recompute",
     "Route",
     "Search",
     "Stage",
@@ -29,6 +31,8 @@ __all__ = [
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+Recompute = Literal["auto", "none", "stage", "block", "sqrt"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Options(Value, frozen=True, kw_only=True):
@@ -36,14 +40,15 @@ class Options(Value, frozen=True, kw_only=True):
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
-    `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
+    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, or regions by
+    hand. `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
     """
 
     k: Positive
     microbatches: Positive
     schedule: str
     objective: str
-    recompute: Literal["none", "stage"]
+    recompute: Recompute
     memory_bytes: NonNegative | None
     costs: str
     pin: dict[str, int] = {}
@@ -76,6 +81,8 @@ class Stage(Value, frozen=True, kw_only=True):
     """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
+    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own, or `regions` of its
+    nodes, as part of the backward.
     """
 
     nodes: tuple[str, ...]
@@ -90,7 +97,8 @@ class Stage(Value, frozen=True, kw_only=True):
     finish_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
-    recompute: Literal["none", "stage"]
+    recompute: Literal["none", "stage", "regions"]
+    regions: tuple[tuple[str, ...], ...] = ()
     footprint: Footprint
 
 

@@ -74,14 +74,15 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
     held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
-    again = stage.recompute != "none"
+    again = stage.recompute == "stage"
+    inside = stage.recompute_ns if stage.recompute == "regions" else 0
     splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return Work(
         forward_ns=stage.forward_ns + forward_ns,
-        backward_ns=stage.backward_ns + backward_ns,
+        backward_ns=stage.backward_ns + backward_ns + inside,
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
-        recompute_ns=stage.recompute_ns,
+        recompute_ns=stage.recompute_ns if again else 0,
         reduce_ns=stage.finish_ns,
         kept_bytes=outputs if again else held,
         recomputed_bytes=held if again else 0,
@@ -110,7 +111,7 @@ def activation_caps(
     taken, caps = ALLOCATORS[allocator], []
     for rank in range(max(placement) + 1):
         held = stages_on(stages, placement, rank)
-        again = {index for index in held if stages[index].recompute != "none"}
+        again = {index for index in held if stages[index].recompute == "stage"}
         if highest:
             caps.append(ceiling(held, memory_bytes, microbatches=microbatches, allocator=taken))
         else:

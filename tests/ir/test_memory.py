@@ -121,7 +121,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     schedule = generate("1f1b", range(stages), microbatches, recompute)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
-    resident, saved = floors(graph, recompute=recompute, gradients=summed)
+    resident, saved = floors(graph, "stage" if recompute else "none", gradients=summed)
     for stage, footprint in enumerate(_footprints(graph, cut)):
         memory = rank_memory(
             {stage: footprint},

@@ -1,0 +1,134 @@
+"""What each stage computes again: by the policy that the options name, or what fits its rank at the least extra time.
+
+Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+from pipecompile.api.ordering import flights, stand_in
+from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.footprint import NOTHING, Footprint
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of, tape_of
+from pipecompile.ir.lives import Lives
+from pipecompile.ir.memory import Moment, moments, rank_memory
+from pipecompile.ir.modules import block_of
+from pipecompile.ir.plan import Options
+from pipecompile.ir.tape import Tape
+from pipecompile.schedule.named import SPLIT, generate
+
+__all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]
+
+TRIES = 6  # as less memory is allowed, where the peak of regions is not that of the order
+
+
+class Again(NamedTuple):
+    """What a stage computes again, all of it or regions, and what it holds then; `ns` is the extra time."""
+
+    kind: Literal["none", "stage", "regions"]
+    regions: tuple[tuple[str, ...], ...]
+    ns: int
+    footprint: Footprint
+
+
+NOTHING_AGAIN = Again("none", (), 0, NOTHING)
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """The choice for the stages of one graph, placed on ranks; each rank holds one where memory decides."""
+
+    graph: CostGraph
+    options: Options
+    placement: tuple[int, ...]
+
+    def of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
+        """What stage `index` computes again to hold at most `cap` bytes; None if it cannot."""
+        plain = Again("none", (), 0, footprint_of(self.lives, before, nodes))
+        policy = self.options.recompute
+        if policy == "auto":
+            return self._cheapest(index, before, nodes, cap, plain)
+        if index == self.options.k - 1 or policy == "none":
+            return plain
+        if policy == "stage":
+            return plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
+        return self._by_policy(before, nodes)
+
+    def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
+        """Regions by hand: each block of the model, or about √n of n blocks together."""
+        from pipecompile.memory.choose import per_block, priced, square_root
+
+        tape, blocks = self._tape(before, nodes, summed=True), self._blocks(nodes)
+        regions = per_block(tape, blocks) if self.options.recompute == "block" else square_root(tape, blocks)
+        return self._again(before, nodes, regions, priced(tape, regions).ns)
+
+    def _cheapest(
+        self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None, plain: Again
+    ) -> Again | None:
+        over = 0 if cap is None else self._total(index, plain) - cap
+        if cap is None or over <= 0:
+            return plain
+        if self.options.schedule in (*SPLIT, "search"):  # eager stages that split their backwards have no regions
+            stage = plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
+            return stage if index < self.options.k - 1 and self._total(index, stage) <= cap else None
+        return self._fitting(index, before, nodes, cap, plain.footprint)
+
+    def _fitting(
+        self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Footprint
+    ) -> Again | None:
+        """The cheapest regions by the tape's peak; as long as that of the order is too high, with less memory."""
+        from pipecompile.memory.choose import cheapest
+
+        in_flight = self._flights[index]
+        tape = self._tape(before, nodes, summed=self.options.microbatches > in_flight)
+        kept = plain.kept.bound
+        available = (in_flight - 1) * kept + max(plain.forward_peak.bound, kept + plain.backward_peak.bound)
+        over = self._total(index, Again("none", (), 0, plain)) - cap
+        for _ in range(TRIES):
+            available -= over
+            choice = cheapest(tape, self._blocks(nodes), in_flight, available)
+            if choice is None:
+                return None
+            found = self._again(before, nodes, choice.regions, choice.ns)
+            over = self._total(index, found) - cap
+            if over <= 0:
+                return found
+        return None
+
+    def _again(self, before: Sequence[str], nodes: Sequence[str], regions: Iterable[tuple[int, int]], ns: int) -> Again:
+        named = tuple(tuple(nodes[start:stop]) for start, stop in regions)
+        return Again("regions" if named else "none", named, ns, footprint_of(self.lives, before, nodes, named))
+
+    def _total(self, index: int, again: Again) -> int:
+        """What the rank may hold at its peak, under the named schedule or the one that stands in for a search."""
+        options, name = self.options, stand_in(self.options, self.placement)
+        at = moments_of(name, self.placement, options.microbatches, again.kind == "stage")[self.placement[index]]
+        allocator = ALLOCATORS[self.graph.memory]
+        memory = rank_memory({index: again.footprint}, at, microbatches=options.microbatches, allocator=allocator)
+        return memory.total.bound
+
+    def _tape(self, before: Sequence[str], nodes: Sequence[str], *, summed: bool) -> Tape:
+        return tape_of(self.lives, before, nodes, summed=summed)
+
+    def _blocks(self, nodes: Sequence[str]) -> list[str]:
+        return [block_of(self.graph.by_name[name].module) for name in nodes]
+
+    @cached_property
+    def lives(self) -> Lives:
+        """The storages of the graph."""
+        return Lives(self.graph, self.options.optimizer, self.options.master_weights)
+
+    @cached_property
+    def _flights(self) -> tuple[int, ...]:
+        return flights(self.options, self.placement)
+
+
+@lru_cache(maxsize=8)
+def moments_of(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute."""
+    return tuple(map(moments, generate(name, placement, microbatches, again).rows))

@@ -60,6 +60,7 @@ class Regions:
     kept: State = frozenset()
     most: int | None = None
     steps: list[_Step] = field(default_factory=list, init=False, compare=False)
+    known: dict[Region, _Again] = field(default_factory=dict, init=False, compare=False)
 
     def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
         """The regions of a choice, in order."""
@@ -138,51 +139,70 @@ class Regions:
 
     def _again(self, region: Region) -> _Again:
         """A region by itself, above what was kept for it."""
-        tape = self.tape
-        saving = [p for p in range(*region) if tape.packs[p] != "never"]
-        last = saving[-1] if saving else region.start - 1
-        stop = last + (tape.packs[last] == "after") if saving else region.start
-        inner = [held for p in range(*region) for held in self._made[p]]
-        first = self._walk(region.start, region.stop, inner, lambda held: held.last >= region.stop or held.sent)
-        within = [(held, min((p for p in held.saved if p < region.stop), default=None)) for held in inner]
-        saved = [(held, place) for held, place in within if place is not None]
-        ends = {id(held) for held, _ in saved}
-        entry = self._walk(
-            region.start, stop, inner, lambda held: id(held) in ends or held.last >= region.stop or held.sent
-        )
-        return _Again(sum(tape.ns[region.start : stop]), first, self._backward(region, last, entry, saved))
+        if region not in self.known:
+            self.known[region] = self._alone(region)
+        return self.known[region]
 
-    def _walk(self, start: int, stop: int, inner: Sequence[Held], stays: Callable[[Held], bool]) -> int:
-        """The most that lives in these forwards, above what lived before."""
+    def _alone(self, region: Region) -> _Again:
+        packs = self.tape.packs
+        last = max((place for place in range(*region) if packs[place] != "never"), default=None)
+        stop = region.start if last is None else last + (packs[last] == "after")
+        first = self._walk(region, region.stop, again=False)
+        backward = self._backward(region, last, self._walk(region, stop, again=True))
+        return _Again(sum(self.tape.ns[region.start : stop]), first, backward)
+
+    def _walk(self, region: Region, stop: int, *, again: bool) -> int:
+        """The most that lives in the forwards up to `stop`, above what lived before; what is saved `again` stays."""
         now = highest = 0
-        for position in range(start, stop):
+        for position in range(region.start, stop):
             highest = max(highest, now + self.tape.forward[position])
-            now += sum(held.bytes for held in inner if held.made == position)
-            now -= sum(held.bytes for held in inner if not stays(held) and max(held.last, held.made) == position)
+            now += self._made_bytes[position]
+            for held in self._ending[position]:
+                if held.made >= region.start and not (again and held.saved):
+                    now -= held.bytes
             highest = max(highest, now)
         return highest
 
-    def _backward(self, region: Region, last: int, entry: int, saved: Sequence[tuple[Held, int]]) -> int:
+    def _backward(self, region: Region, last: int | None, entry: int) -> int:
         """The most that lives from the last node's backward to the first's, the forward once more at `last`."""
+        freed = dict.fromkeys(range(*region), 0)
+        for position in range(*region):
+            for held in self._made[position]:
+                first = min(held.saved, default=region.stop)
+                if first < region.stop:
+                    freed[first] += held.bytes
         now = highest = 0
         for position in reversed(range(*region)):
             if position == last:
                 highest = max(highest, self.tape.flowing[position] + entry)
-                now = sum(held.bytes for held, _ in saved)
+                now = sum(freed.values())
             highest = max(highest, now + self.tape.before[position])
-            now -= sum(held.bytes for held, place in saved if place == position)
+            now -= freed[position]
             if position > region.start:
                 highest = max(highest, now + self.tape.after[position])
         return highest
 
     @cached_property
+    def _made_bytes(self) -> list[int]:
+        return [sum(held.bytes for held in made) for made in self._made]
+
+    @cached_property
+    def _ending(self) -> list[list[Held]]:
+        """By position what is used there for the last time; what is sent lives on."""
+        found: list[list[Held]] = [[] for _ in self.tape.ns]
+        for held in self.tape.held:
+            if not held.sent and 0 <= held.last < len(found):
+                found[held.last].append(held)
+        return found
+
+    @cached_property
     def _across(self) -> list[State]:
         """By position what was made before and is used there or later; what is sent is kept anyway."""
-        every = [(index, held) for index, held in enumerate(self.tape.held) if not held.sent]
-        return [
-            frozenset(index for index, held in every if held.made < position <= held.last)
-            for position in range(len(self.tape.ns) + 1)
-        ]
+        found: list[set[int]] = [set() for _ in range(len(self.tape.ns) + 1)]
+        for index, held in enumerate(self.tape.held):
+            for position in range(held.made + 1, held.last + 1) if not held.sent else ():
+                found[position].add(index)
+        return list(map(frozenset, found))
 
     @cached_property
     def _sent_by(self) -> list[int]:
@@ -192,16 +212,28 @@ class Regions:
 
     @cached_property
     def _made(self) -> list[list[Held]]:
-        return [[held for held in self.tape.held if held.made == p] for p in range(len(self.tape.ns))]
+        found: list[list[Held]] = [[] for _ in self.tape.ns]
+        for held in self.tape.held:
+            if held.made >= 0:
+                found[held.made].append(held)
+        return found
 
     @cached_property
     def _savings(self) -> list[list[int]]:
-        return [[i for i, held in enumerate(self.tape.held) if p in held.saved] for p in range(len(self.tape.ns))]
+        return self._indices(lambda held: set(held.saved))
 
     @cached_property
     def _uses(self) -> list[list[int]]:
-        held = self.tape.held
-        return [[i for i, h in enumerate(held) if p in h.uses or p in h.saved] for p in range(len(self.tape.ns))]
+        return self._indices(lambda held: {*held.uses, *held.saved})
+
+    def _indices(self, places_of: Callable[[Held], set[int]]) -> list[list[int]]:
+        """By position the storages whose places it is among."""
+        found: list[list[int]] = [[] for _ in self.tape.ns]
+        for index, held in enumerate(self.tape.held):
+            for place in places_of(held):
+                if place < len(found):
+                    found[place].append(index)
+        return found
 
     @cached_property
     def _boundaries(self) -> frozenset[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from pipecompile import __version__
 from pipecompile.api.caching import NodeCost, keep, recalled
 from pipecompile.api.target import Target
+from pipecompile.codegen.regions import uncheckable
 from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
@@ -123,7 +124,7 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
 
     def profiled(model: CostModel) -> CostGraph:
         graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
-        graph = replace(_canonical(graph, captured.capture), fingerprint=captured.digest)
+        graph = _limited(replace(_canonical(graph, captured.capture), fingerprint=captured.digest), captured.module)
         return model.finished(graph) if isinstance(model, Table) else graph
 
     if not isinstance(model, Measured):
@@ -138,6 +139,13 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
     if depends_on:
         keep(depends_on, {name: NodeCost(**asdict(cost)) for name, cost in model.by_name.items()})
     return graph
+
+
+def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
+    """With what may not be computed again."""
+    limits = uncheckable(module)
+    nodes = tuple(replace(node, again=node.name not in limits.never) for node in graph.nodes)
+    return replace(graph, nodes=nodes, together=limits.together)
 
 
 def _tell(model: Measured, nodes: int) -> None:

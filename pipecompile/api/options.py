@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 import torch
@@ -16,6 +16,7 @@ from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
 from pipecompile.ir.size import parse_bytes
+from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.placement import SHAPES
 
 __all__ = ["Choices", "options_for"]
@@ -32,8 +33,9 @@ class Choices(TypedDict, total=False):
     memory                  the cap of each rank, "16GiB" or bytes (default: none)
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
-    recompute               "stage" runs each stage's forward again before its backward instead of keeping
-                            activations (default: "none")
+    recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
+                            whole), "block" or "sqrt" (each block of the model, or about √n of n together), "auto"
+                            (what lets each rank fit `memory` at the least extra time)
     pin                     the stage of nodes, negative ones from the last (default: {})
     groups                  nodes or modules that stay together (default: ())
     parameters_everywhere   whether each stage has a node with parameters (default: no)
@@ -113,8 +115,18 @@ def options_for(
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
-    placements(options)  # refuses what does not go together before anything is captured
+    _check_recompute(options, placements(options)[0])  # what does not go together is refused before any capture
     return options
+
+
+def _check_recompute(options: Options, placement: Sequence[int]) -> None:
+    if options.recompute in ("block", "sqrt") and options.schedule in (*SPLIT, "search"):
+        raise InputError(
+            f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
+            "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
+        )
+    if options.recompute == "auto" and len(placement) > max(placement) + 1:
+        raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")
 
 
 def _check_kinds(**given: Any) -> None:

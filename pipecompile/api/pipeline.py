@@ -17,7 +17,7 @@ from pipecompile.api.costing import Captured
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
-from pipecompile.codegen.transfer import transfer
+from pipecompile.codegen.transfer import transfer, transfer_regions
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
@@ -51,7 +51,9 @@ class Pipeline:
         self.plan = plan
         self.seed = seed
         self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
-        self._program = Program(captured.capture, captured.module, plan.assignment)  # the one that was planned
+        self._program = Program(  # the one that was planned
+            captured.capture, captured.module, plan.assignment, plan.regions
+        )
         self._programs = {self._program.modes: self._program}
         self._target = target
         self._self_check = self_check  # of captures in other modes
@@ -319,7 +321,8 @@ class Pipeline:
             verify = self._self_check and not self._distributed
             found = capture_target(self._target, self.plan.options, verify=verify)
             stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._held_by(found))
-            self._programs[modes] = Program(found.capture, found.module, stages)
+            regions = transfer_regions(self.plan.regions, self._planned_graph(), found.module, stages)
+            self._programs[modes] = Program(found.capture, found.module, stages, regions)
         return self._programs[modes]
 
     def _held_by(self, found: Captured) -> dict[str, tuple[int, ...]]:

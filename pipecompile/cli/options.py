@@ -61,7 +61,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--memory", help="Cap of each rank, such as 16GiB."),
             click.option("--optimizer", help=OPTIMIZER_HELP),
             click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
-            click.option("--recompute", default="none", show_default=True, help="none or stage."),
+            click.option("--recompute", default="none", show_default=True, help="auto, none, stage, block or sqrt."),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
             click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),

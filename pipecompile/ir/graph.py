@@ -24,7 +24,8 @@ class Node(Value, frozen=True, kw_only=True):
     canonical names that the node reads. The split of the backward is None where it was not measured.
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
     began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
-    `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never.
+    `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never. Only a
+    node that may run `again` is computed twice.
     `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
 
@@ -41,6 +42,7 @@ class Node(Value, frozen=True, kw_only=True):
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
     packs: Packs = "after"
+    again: bool = True
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -92,7 +94,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
 
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
     Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once. `memory` says
-    whose allocator holds them, `fused_attention` for which data types a GPU was taken to fuse attention.
+    whose allocator holds them, `fused_attention` for which data types a GPU was taken to fuse attention. Of each of
+    `together` either all nodes are computed again with one another, or none.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
@@ -104,6 +107,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     storages: tuple[NonNegative, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[Gradient, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         names = set(self.by_name)

@@ -216,6 +216,7 @@ class _Stage:
             after=after,
             held=tuple(self._held(made, position, level) for made in self.made),
             boundaries=self._boundaries(position),
+            fixed=frozenset(position[place] for place in self.nodes if not self.graph.nodes[place].again),
         )
 
     def _held(self, made: _Made, position: Mapping[int, int], level: _Level) -> Held:
@@ -242,12 +243,10 @@ class _Stage:
         return zip(*reversed(found), strict=True)
 
     def _boundaries(self, position: Mapping[int, int]) -> tuple[int, ...]:
-        """Where no group lies on both sides."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for place, node in zip(self.nodes, self.own, strict=True):
-            if node.group is not None:
-                groups[node.group].append(position[place])
-        inside = {index for places in groups.values() for index in range(places[0] + 1, places[-1] + 1)}
+        """Where nothing that belongs together lies on both sides."""
+        named = {self.graph.nodes[place].name: index for place, index in position.items()}
+        members = ([named[name] for name in names if name in named] for names in self.graph.together)
+        inside = {index for places in members if places for index in range(min(places) + 1, max(places) + 1)}
         return tuple(index for index in range(len(self.nodes) + 1) if index not in inside)
 
     @staticmethod

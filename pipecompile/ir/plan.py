@@ -227,6 +227,11 @@ class Plan(Value, frozen=True, kw_only=True):
         """The stage of each node."""
         return {name: index for index, stage in enumerate(self.stages) for name in stage.nodes}
 
+    @property
+    def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:
+        """By stage the runs of its nodes that its backward computes again."""
+        return {index: stage.regions for index, stage in enumerate(self.stages) if stage.regions}
+
     def footprints(self, rank: int) -> dict[int, Footprint]:
         """What the stages of a rank hold, by stage."""
         placement = self.schedule.placement

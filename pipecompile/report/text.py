@@ -55,7 +55,7 @@ def _header(plan: Plan) -> Iterator[str]:
     loads, prediction = plan.prediction.loads_ns, plan.prediction
     mean = sum(loads) / len(loads)
     cap = plan.options.memory_bytes
-    again = ", recomputing" if plan.options.recompute == "stage" else ""
+    again = ", recomputing" if any(stage.recompute != "none" for stage in plan.stages) else ""
     cut = _GRANULARITIES[plan.options.granularity]
     yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}{cut}"
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"

@@ -1,0 +1,77 @@
+"""What stages compute again, by policy or to fit their memory: gradients stay, peaks fall, and the plan says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from zoo import example
+
+from pipecompile import InfeasibleError, InputError
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan
+from pipecompile.api.options import options_for
+from pipecompile.api.verify import verify
+from pipecompile.ir.plan import Plan
+
+
+def planned(name: str, **options: Any) -> Plan:
+    target = example(name)
+    chosen = options_for(target, **{"k": 2, "microbatches": 4, "costs": "flops", **options})
+    return make_plan(target, chosen, capture_target(target, chosen, verify=False))
+
+
+def peaks(plan: Plan) -> list[int]:
+    return [rank.total.bound for rank in plan.prediction.memory]
+
+
+@pytest.mark.parametrize("policy", ["block", "sqrt"])
+@pytest.mark.parametrize("name", ["gpt2", "unet", "sequential"])
+def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None:
+    plan, comparisons = verify(
+        example(name), self_check=False, k=2, microbatches=4, costs="flops", schedule="1f1b", recompute=policy
+    )
+    assert plan.stages[0].regions and not plan.stages[-1].regions
+    assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_what_does_not_fit_is_computed_again(name: str) -> None:
+    """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
+    cap = int(0.8 * max(peaks(planned(name))))
+    with pytest.raises(InfeasibleError):
+        planned(name, memory=cap, pin={node: stage for node, stage in planned(name).assignment.items()})
+    plan, comparisons = verify(
+        example(name), self_check=False, k=2, microbatches=4, costs="flops", memory=cap, recompute="auto",
+        pin=planned(name).assignment,
+    )  # fmt: skip
+    assert plan.regions
+    assert max(peaks(plan)) <= cap
+    assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
+    again = sum(stage.recompute_ns for stage in plan.stages)
+    assert 0 < again < sum(stage.forward_ns for stage in plan.stages) // 2
+
+
+def test_nothing_is_computed_again_where_all_fits() -> None:
+    assert planned("gpt2", recompute="auto").regions == {}
+    assert planned("gpt2", recompute="auto", memory="1GiB").regions == {}
+
+
+def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
+    cap = int(0.8 * max(peaks(planned("gpt2", schedule="zb-h1", k=3, microbatches=6))))
+    plan = planned("gpt2", schedule="zb-h1", k=3, microbatches=6, memory=cap, recompute="auto")
+    assert not plan.regions and "stage" in {stage.recompute for stage in plan.stages}
+    assert max(peaks(plan)) <= cap
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "block", "schedule": "zb-h1"}, "recompute='block' is not possible under schedule 'zb-h1'"),
+        ({"recompute": "auto", "k": 4, "schedule": "zb-v"}, "ranks of one stage each"),
+        ({"recompute": "some"}, "recompute='some' is not known; choose one of auto, none, stage, block, sqrt"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planned("sequential", **options)

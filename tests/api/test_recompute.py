@@ -58,7 +58,7 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
 
 
 def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
-    options = {"schedule": "zb-h1", "k": 3, "microbatches": 8, "pin": planned("gpt2", k=3).assignment}
+    options = {"schedule": "zb-h1", "k": 3, "pin": planned("gpt2", k=3).assignment}
     plain, again = peaks(planned("gpt2", **options)), peaks(planned("gpt2", **options, recompute="stage"))
     assert again[0] < plain[0] and max(plain) == plain[0]
     plan = planned("gpt2", **options, memory=max(again), recompute="auto")

@@ -14,12 +14,13 @@ from pipecompile.api.ordering import flights, stand_in
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.footprint import NOTHING, Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of, tape_of
+from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.memory import Moment, moments, rank_memory
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Options
 from pipecompile.ir.tape import Tape
+from pipecompile.ir.taping import tape_of
 from pipecompile.schedule.named import SPLIT, generate
 
 __all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import tape_of
 from pipecompile.ir.lives import Lives
+from pipecompile.ir.taping import tape_of
 from pipecompile.memory.choose import cheapest, per_block, priced, square_root, whole
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.memory.test_regions import every_choice, price

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of, tape_of
+from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
+from pipecompile.ir.taping import tape_of
 from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Regions
 from tests.ir.cost_graphs import cost_graphs, stages_of

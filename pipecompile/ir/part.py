@@ -1,0 +1,176 @@
+"""The nodes of one stage: what they make and who needs it, what comes in and goes out, which gradients flow.
+
+Part of the memory model, see memory.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property
+from math import ceil
+from typing import NamedTuple
+
+from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.graph import Node, Parameter, Tensor
+from pipecompile.ir.lives import GradientLife, Lives, Storage
+
+__all__ = ["BOUND_SCRATCH", "Change", "Level", "Made", "Part"]
+
+BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
+
+
+class Change(NamedTuple):
+    """At the node of this place a storage of so many bytes begins to live, or ends."""
+
+    place: int
+    bytes: int
+    begins: bool
+
+
+class Made(NamedTuple):
+    """A storage that the node of this place makes.
+
+    `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
+    nodes of regions that read it. `again` are those of its own region's nodes that save what is computed again.
+    """
+
+    place: int
+    storage: Storage
+    holders: tuple[int, ...]
+    again: tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """How sizes are counted, as expected or for a bound: the scratch of kernels times a factor, and storages."""
+
+    scratch: Fraction | int
+    size_of: Callable[[int], int]
+
+
+class Part:
+    """One stage as a part of the graph: its nodes by place, in order."""
+
+    def __init__(self, lives: Lives, before: set[int], nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> None:
+        self.lives, self.graph = lives, lives.graph
+        self.before, self.nodes, self.inside = before, nodes, set(nodes)
+        self.regions = regions
+        self.region = {place: index for index, region in enumerate(regions) for place in region}
+        self.own = [self.graph.nodes[place] for place in nodes]
+        self.allocator = ALLOCATORS[lives.graph.memory]
+        self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
+        self.arriving = [(t, readers) for t, producer, readers in lives.tensors if self.arrives(producer, readers)]
+
+    def is_later(self, place: int) -> bool:
+        """Whether the node of this place lies in a later stage."""
+        return place not in self.inside and place not in self.before
+
+    def arrives(self, producer: int, readers: Sequence[int]) -> bool:
+        """Whether a tensor comes from an earlier stage, to be read here or handed on."""
+        return producer in self.before and any(reader not in self.before for reader in readers)
+
+    def leaves(self, producer: int, readers: Sequence[int]) -> bool:
+        """Whether a later stage reads a tensor of this stage or of an earlier one."""
+        return not self.is_later(producer) and any(map(self.is_later, readers))
+
+    def is_sent(self, storage: Storage) -> bool:
+        """Whether a later stage reads it."""
+        return any(map(self.is_later, storage.readers))
+
+    def _made(self, place: int, storage: Storage) -> Made:
+        """Where a storage that is made at `place` is needed again."""
+        savers, home = [saver for saver in storage.savers if saver in self.inside], self.region.get(place)
+        users = {self.region[user] for user in (*storage.readers, *savers) if user in self.region} - {home}
+        holders = [saver for saver in savers if saver not in self.region]
+        holders += [self.regions[index][0] for index in users]
+        again = [saver for saver in savers if home is not None and self.region.get(saver) == home]
+        return Made(place, storage, tuple(sorted(holders)), tuple(again))
+
+    def is_kept(self, made: Made) -> bool:
+        """Whether it lives on after the forward."""
+        return bool(made.holders) or self.is_sent(made.storage)
+
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """The nodes of the stage that read each parameter."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for place in self.nodes:
+            for name in self.graph.nodes[place].parameters:
+                found[name].append(place)
+        return found
+
+    @cached_property
+    def trained(self) -> list[tuple[Parameter, list[int]]]:
+        """The parameters that get a gradient, with the nodes of the stage that read them."""
+        pairs = [(self.graph.parameter_by_name[name], places) for name, places in self.readers.items()]
+        return [(parameter, places) for parameter, places in pairs if parameter.trainable]
+
+    @cached_property
+    def captured(self) -> list[GradientLife]:
+        """What flows into nodes with parameters: there the second half of a split backward begins."""
+        read = {place for _, places in self.trained for place in places}
+        return [gradient for gradient in self.own_gradients if gradient.last in read and not gradient.summed]
+
+    @cached_property
+    def own_gradients(self) -> list[GradientLife]:
+        """Those that are made here."""
+        return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
+
+    @cached_property
+    def read(self) -> list[tuple[Tensor, int]]:
+        """What arrives and is read here, with the place where its gradient is complete."""
+        places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
+        return [(tensor, min(inside)) for tensor, inside in places if inside]
+
+    @property
+    def splits(self) -> bool:
+        """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
+        return any(tensor.gradient_bytes for tensor, _ in self.arriving)
+
+    @staticmethod
+    def needed(node: Node, rise: int, level: Level) -> int:
+        """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
+        return rise + ceil(level.scratch * node.workspace_bytes) if rise else 0
+
+    def flowing(self, *, hold: bool = False) -> Iterator[Change]:
+        """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
+        held = {id(gradient) for gradient in self.captured} if hold else set()
+        returned = [(place, tensor.gradient_bytes) for tensor, place in self.read]
+        for gradient in self.own_gradients:
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            made = gradient.producer, gradient.bytes
+            if gradient.last in self.inside:
+                if id(gradient) not in held:
+                    yield Change(gradient.last, gradient.bytes, begins=False)
+            elif made in returned:  # it is the gradient of an input
+                returned.remove(made)
+            else:
+                last = min(self.inside.intersection(gradient.readers), default=gradient.producer)
+                yield Change(last, gradient.bytes, begins=False)
+        for place, size in returned:  # it lies in what others hold, or not in order: autograd copies it
+            yield Change(place, size, begins=True)
+
+    def made_gradients(self) -> Iterator[Change]:
+        """In the first backward of a step the gradients of parameters begin to live."""
+        for parameter, places in self.trained:
+            yield Change(places[-1], parameter.bytes, begins=True)
+        for place, node in zip(self.nodes, self.own, strict=True):
+            if not node.parameters:
+                yield Change(place, node.parameter_bytes, begins=True)
+
+    def added_gradients(self) -> Iterator[Change]:
+        """Later they are made, added and let go."""
+        for parameter, places in self.trained:
+            if len(places) > 1:
+                yield Change(places[-1], parameter.bytes, begins=True)
+                yield Change(places[0], parameter.bytes, begins=False)
+
+    @cached_property
+    def sums(self) -> dict[int, int]:
+        """By node what lives beside the new sums that are made when its backward is done: the last summand."""
+        sums: dict[int, int] = defaultdict(int)
+        for gradient in self.own_gradients:
+            if gradient.sum and (gradient.origin is None or self.is_later(gradient.origin)):
+                sums[gradient.producer] += gradient.bytes
+        return sums

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipecompile.runtime.encodings import Encoded
+from pipecompile.passes.encodings import Encoded
 
 __all__ = ["Traffic", "move"]
 

@@ -22,27 +22,26 @@ Without hooks autograd raises where a saved tensor was written to before the bac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipecompile.cost_models.protocol import tensors
 from pipecompile.errors import InputError
-from pipecompile.runtime.encodings import Encoded, Encoder, half, mask, narrow, shape, sign
-from pipecompile.runtime.offload import Run, Traffic, move
+from pipecompile.ir.saving import POLICIES, POLICY_OF, Policy, Use
+from pipecompile.passes.encodings import Encoded, Encoder, half, mask, narrow, shape, sign
+from pipecompile.passes.offload import Run, Traffic, move
 
-__all__ = ["POLICIES", "Policy", "Shelf", "saving"]
+__all__ = ["Shelf", "known_uses", "made_since", "saving"]
 
-Policy = Literal["mask", "relu", "pool", "offload", "half"]
 T = TypeVar("T")
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 # Autograd's nodes of pooling, by how many dimensions they pool. Of the input their backwards read the layout alone.
 _MAX_POOLS = {
@@ -166,7 +165,7 @@ class _Block:
 
     def ends(self, results: T) -> T:
         """`results` as they are: all nodes lead to them."""
-        self._note(tensors(results))
+        self._note(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
         return results
 
     def _note(self, values: Iterable[Tensor]) -> None:
@@ -191,8 +190,9 @@ class _Block:
 
     def settle(self) -> None:
         """Encodes what waits."""
-        nodes = _made_since(self._since, self._roots)
-        found = {id(kept): encoder for node in nodes for kept, encoder in _known_uses(node, self._by_node)}
+        nodes = made_since(self._since, self._roots)
+        uses = (found for node in nodes for found in known_uses(node, _Kept))
+        found = {id(kept): _ENCODERS[use](bound) for kept, use, bound in uses if POLICY_OF[use] in self._by_node}
         held = {_address(kept) for kept in self._waiting if id(kept) not in found}
         for kept in self._waiting:
             encoder = None if _address(kept) in held else found.get(id(kept))
@@ -209,8 +209,8 @@ class _Block:
                 return
 
 
-def _made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
-    """The nodes of this sequence number and later ones that `roots` lead to."""
+def made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
+    """Autograd's nodes of this sequence number and later ones that `roots` lead to."""
     seen: set[Node] = set()
     stack = list(roots)
     while stack:
@@ -221,16 +221,26 @@ def _made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
             stack += [child for child, _ in node.next_functions if child is not None]
 
 
-def _known_uses(node: Any, policies: Collection[Policy]) -> Iterator[tuple[object, Encoder]]:
-    """What hooks made of the tensors that `node` saves, and encoders for what its backward reads of them."""
+def known_uses(node: Any, form: type[Any]) -> Iterator[tuple[object, Use, int]]:
+    """What hooks made of tensors that `node` saves for a known use: that, its use, and what indices are below.
+
+    Hooks make a `form`, which has the `shape` of the tensor.
+    """
     name = node.name()
-    if "relu" in policies and name == "ReluBackward0":
-        yield node._raw_saved_result.data, sign
-    elif "pool" in policies and name in _AVERAGE_POOLS:
-        yield node._raw_saved_self.data, shape
-    elif "pool" in policies and name in _MAX_POOLS and isinstance(image := node._raw_saved_self.data, _Kept):
-        yield image, shape
-        yield node._raw_saved_result1.data, partial(narrow, bound=math.prod(image.shape[-_MAX_POOLS[name] :]))
+    if name == "ReluBackward0":
+        yield node._raw_saved_result.data, "relu", 0
+    elif name in _AVERAGE_POOLS:
+        yield node._raw_saved_self.data, "pool input", 0
+    elif name in _MAX_POOLS and isinstance(image := node._raw_saved_self.data, form):
+        yield image, "pool input", 0
+        yield node._raw_saved_result1.data, "pool indices", math.prod(image.shape[-_MAX_POOLS[name] :])
+
+
+_ENCODERS: Mapping[Use, Callable[[int], Encoder]] = {
+    "relu": lambda _: sign,
+    "pool input": lambda _: shape,
+    "pool indices": lambda bound: partial(narrow, bound=bound),
+}
 
 
 def _is_plain(value: Tensor) -> bool:

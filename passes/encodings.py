@@ -1,7 +1,7 @@
 """Other forms in which what a backward needs can lie in memory; after Jain et al., "Gist", ISCA 2018.
 
 Each encodes the elements of a whole storage, flat, and restores them: `half` to 8 bits of precision, all others such
-that the backward is the same bit for bit.
+that the backward is the same bit for bit. Bits are made and read a chunk at a time, in memory for one chunk.
 
     mask       0 and one constant          1 bit per element
     sign       what ReLU returned          1 bit per element: its backward asks which are not ≤ 0, nothing else
@@ -12,13 +12,15 @@ that the backward is the same bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from pipecompile.ir.saving import CHUNK_ELEMENTS
 
 __all__ = ["Encoded", "Encoder", "half", "mask", "narrow", "pack_bits", "shape", "sign", "unpack_bits"]
 
@@ -55,6 +57,32 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     return words.add_(_FULL).bitwise_right_shift_(7).bitwise_and_(_SPREAD).view(torch.bool)[:count]
 
 
+def _chunks(flat: Tensor, bits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of `flat`, each with the bytes of `bits` that are for it."""
+    size = CHUNK_ELEMENTS["cuda" if flat.is_cuda else "cpu"]
+    return zip(flat.split(size), bits.split(size // 8), strict=True)
+
+
+def _room_for_bits(flat: Tensor) -> Tensor:
+    return torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=flat.device)
+
+
+def _packed(flat: Tensor, flags_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """A bit for what `flags_of` says of each element."""
+    bits = _room_for_bits(flat)
+    for part, packed in _chunks(flat, bits):
+        packed.copy_(pack_bits(flags_of(part)))
+    return bits
+
+
+def _unpacked(bits: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Ones and zeros."""
+    flat = torch.empty(count, dtype=dtype, device=bits.device)
+    for part, packed in _chunks(flat, bits):
+        part.copy_(unpack_bits(packed, part.numel()))
+    return flat
+
+
 @dataclass(frozen=True)
 class _Mask:
     bits: Tensor
@@ -63,10 +91,9 @@ class _Mask:
     constant: int  # its bits, as an integer
 
     def restore(self) -> Tensor:
-        flags = unpack_bits(self.bits, self.count)
         if self.dtype == torch.bool:
-            return flags
-        return flags.to(_INTEGERS[self.dtype.itemsize]).mul_(self.constant).view(self.dtype)
+            return _unpacked(self.bits, self.count, torch.bool)
+        return _unpacked(self.bits, self.count, _INTEGERS[self.dtype.itemsize]).mul_(self.constant).view(self.dtype)
 
 
 def mask(flat: Tensor) -> Encoded | None:
@@ -75,17 +102,27 @@ def mask(flat: Tensor) -> Encoded | None:
     Booleans always are. Others are looked at on a CPU alone: on a GPU, whose dropout keeps booleans, it would wait.
     """
     if flat.dtype == torch.bool:
-        flags = flat.view(torch.uint8) != 0  # a boolean made by a view may hold any byte
-        return _Mask(pack_bits(flags), flat.numel(), flat.dtype, 1)
+        # A boolean made by a view may hold any byte.
+        return _Mask(_packed(flat.view(torch.uint8), lambda part: part != 0), flat.numel(), flat.dtype, 1)
     if flat.device.type != "cpu" or flat.dtype.itemsize not in _INTEGERS:
         return None
     elements = flat.view(_INTEGERS[flat.dtype.itemsize])
     if len({0, *elements[:_PREFIX].tolist()}) > 2:
         return None
-    low, high = _extremes(elements)
-    constant, flags = low or high, elements.to(torch.bool)
-    rest = flags.to(elements.dtype).mul_(constant).bitwise_xor_(elements)
-    return None if any(_extremes(rest)) else _Mask(pack_bits(flags), flat.numel(), flat.dtype, constant)
+    bits, constant = _room_for_bits(flat), 0
+    for part, packed in _chunks(elements, bits):
+        low, high = _extremes(part)
+        constant = constant or low or high
+        flags = part.to(torch.bool)
+        if not _is_all(part, flags, constant):
+            return None
+        packed.copy_(pack_bits(flags))
+    return _Mask(bits, flat.numel(), flat.dtype, constant)
+
+
+def _is_all(elements: Tensor, flags: Tensor, constant: int) -> bool:
+    """Whether they are the constant where there are flags, and else zero."""
+    return not any(_extremes(flags.to(elements.dtype).mul_(constant).bitwise_xor_(elements)))
 
 
 def _extremes(elements: Tensor) -> tuple[int, int]:
@@ -101,12 +138,12 @@ class _Sign:
     dtype: torch.dtype
 
     def restore(self) -> Tensor:
-        return unpack_bits(self.bits, self.count).to(self.dtype)
+        return _unpacked(self.bits, self.count, self.dtype)
 
 
 def sign(flat: Tensor) -> Encoded:
     """1 for what is positive or not a number, else 0: threshold_backward stops the gradient where its result is ≤ 0."""
-    return _Sign(pack_bits((flat <= 0).logical_not_()), flat.numel(), flat.dtype)
+    return _Sign(_packed(flat, lambda part: (part <= 0).logical_not_()), flat.numel(), flat.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,24 @@
-"""What a policy of saving.py leaves of a saved storage, and what it takes; without PyTorch, for planners."""
+"""Policies of keeping what backwards need in another form: what each leaves of a storage, and what it takes.
+
+passes/saving.py is what they do; this is for planners, without PyTorch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["SavedStorage", "SavingCost", "Use", "saving_cost"]
+__all__ = ["CHUNK_ELEMENTS", "POLICIES", "POLICY_OF", "Policy", "SavedStorage", "SavingCost", "Use", "saving_cost"]
 
+Policy = Literal["mask", "relu", "pool", "offload", "half"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 Use = Literal["relu", "pool input", "pool indices", "other"]
-_POLICY_OF: Mapping[Use, str] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
+POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
+CHUNK_ELEMENTS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""How many elements are made bits, or made of them, at a time; a multiple of 8."""
+
 _ELEMENT_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
@@ -80,7 +88,7 @@ def saving_cost(policies: Collection[str], storage: SavedStorage, memory: Litera
 
     A storage that others keep outside the block, or that is spared, is kept besides.
     """
-    by_use = [_by_use(use, storage) if _POLICY_OF.get(use) in policies else None for use in storage.uses]
+    by_use = [_by_use(use, storage) if POLICY_OF.get(use) in policies else None for use in storage.uses]
     costs = [cost for cost in by_use if cost is not None]
     if len(costs) == len(by_use):
         return sum(costs, SavingCost(0))

@@ -25,10 +25,10 @@ from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
+from pipecompile.ir.saving import CHUNK_ELEMENTS, POLICIES, SavedStorage, SavingCost, saving_cost
+from pipecompile.passes.encodings import mask, narrow, pack_bits, sign, unpack_bits
+from pipecompile.passes.saving import Shelf, saving
 from pipecompile.passes.seed import Moment
-from pipecompile.runtime.encodings import mask, narrow, pack_bits, unpack_bits
-from pipecompile.runtime.saving import POLICIES, Shelf, saving
-from pipecompile.runtime.saving_costs import SavedStorage, SavingCost, saving_cost
 from pipecompile.runtime.stage import EagerStage
 
 EXACT = tuple(policy for policy in POLICIES if policy != "half")
@@ -470,6 +470,17 @@ def test_a_mask_is_zero_or_one_constant() -> None:
     late = torch.zeros(1000)
     late[900:902] = torch.tensor([1.0, 2.0])
     assert mask(late) is None
+
+
+def test_chunks_are_of_one_mask() -> None:
+    chunk = CHUNK_ELEMENTS["cpu"]
+    wide = torch.zeros(2 * chunk + 13)
+    wide[chunk + 5 :: 3] = 2.5
+    encoded = mask(wide)
+    assert encoded is not None and torch.equal(encoded.restore(), wide)
+    assert torch.equal(sign(wide).restore(), (wide > 0).float())
+    wide[5] = 1.5
+    assert mask(wide) is None
 
 
 def test_indices_take_the_smallest_integers() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
 
+from pipecompile.ir.saving import ELEMENT_BYTES, Use
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["FUSED_ATTENTION", "CostGraph", "FusedType", "Gradient", "Node", "Packs", "Parameter", "Tensor"]
+__all__ = ["FUSED_ATTENTION", "Content", "CostGraph", "FusedType", "Gradient", "Node", "Packs", "Parameter", "Tensor"]
 
 FusedType = Literal["bfloat16", "float16", "float32"]
 Packs = Literal["never", "before", "after"]
@@ -20,8 +21,9 @@ FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
 class Node(Value, frozen=True, kw_only=True):
     """One operation for one microbatch; times in nanoseconds, sizes in bytes.
 
-    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps; `parameters` the
-    canonical names that the node reads. The split of the backward is None where it was not measured.
+    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses` what for, by saved
+    tensor, where that is known; `parameters` the canonical names that the node reads. The split of the backward is
+    None where it was not measured.
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
     began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
     `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never. Only a
@@ -45,10 +47,22 @@ class Node(Value, frozen=True, kw_only=True):
     again: bool = True
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
+    uses: tuple[tuple[Use, ...], ...] = ()
     parameters: tuple[str, ...] = ()
     module: str = ""
     operator: str = ""
     source: str = ""
+
+
+class Content(Value, frozen=True, kw_only=True):
+    """The elements of a storage that backwards keep, of a type by torch's name without `torch.`.
+
+    `is_mask` where each is zero or one constant, as booleans always are; indices are below `bound`.
+    """
+
+    dtype: str
+    is_mask: bool = False
+    bound: NonNegative | None = None
 
 
 class Tensor(Value, frozen=True, kw_only=True):
@@ -93,7 +107,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     """The planner's whole input: nodes in the order of the forward, and the tensors between them.
 
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
-    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once. `memory` says
+    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once; `contents` are
+    of the same storages, None where it is not known. `memory` says
     whose allocator holds them, `fused_attention` for which data types a GPU was taken to fuse attention. Of each of
     `together` either all nodes are computed again with one another, or none.
     """
@@ -105,6 +120,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     storages: tuple[NonNegative, ...] = ()
+    contents: tuple[Content | None, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
@@ -127,8 +143,15 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             before = gradient.continues
             if before is not None and (before >= index or self.gradients[before].last != gradient.producer):
                 raise ValueError(f"gradient {index} continues {before}, which does not end where it begins")
+        if self.contents and len(self.contents) != len(self.storages):
+            raise ValueError(f"there are {len(self.storages)} storages, but contents of {len(self.contents)}")
+        for content in self.contents:
+            if content is not None and content.dtype not in ELEMENT_BYTES:
+                raise ValueError(f"contents of {content.dtype!r} are not known; leave them out (null)")
         for node in self.nodes:
             self._check_storages(f"node {node.name!r}", node.saved)
+            if node.uses and len(node.uses) != len(node.saved):
+                raise ValueError(f"node {node.name!r} saves {len(node.saved)} storages, but for {len(node.uses)} uses")
             for parameter in set(node.parameters) - known:
                 raise ValueError(f"node {node.name!r} reads {parameter!r}, which is not among the parameters")
 

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, get_args
 
-__all__ = ["CHUNK_ELEMENTS", "POLICIES", "POLICY_OF", "Policy", "SavedStorage", "SavingCost", "Use", "saving_cost"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "ELEMENT_BYTES",
+    "POLICIES",
+    "POLICY_OF",
+    "Policy",
+    "SavedStorage",
+    "SavingCost",
+    "Use",
+    "saving_cost",
+]
 
 Policy = Literal["mask", "relu", "pool", "offload", "half"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -19,7 +29,7 @@ POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool i
 CHUNK_ELEMENTS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 1 << 16, "cuda": 1 << 22}
 """How many elements are made bits, or made of them, at a time; a multiple of 8."""
 
-_ELEMENT_BYTES = {
+ELEMENT_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     **dict.fromkeys(("float32", "int32"), 4),
@@ -48,7 +58,7 @@ class SavedStorage:
     @property
     def elements(self) -> int:
         """How many there are."""
-        return self.bytes // _ELEMENT_BYTES[self.dtype]
+        return self.bytes // ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ from pipecompile.profiling.scratch import Scratch, hidden_bytes
 
 __all__ = ["Ledger", "Life"]
 
+aten = torch.ops.aten
+_DRAWS = (aten.bernoulli_.float, aten.bernoulli.default, aten.bernoulli.p)
+_SCALINGS = (aten.div_.Scalar, aten.mul_.Scalar)
+
 
 @dataclass
 class Life:
@@ -49,7 +53,8 @@ class Ledger(TorchDispatchMode):
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
     which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
-    says of an operator in it. `kernels` counts operators that compute, views aside. `shared` are the shapes of
+    says of an operator in it. `masks` are lives, as indices, whose elements are zero or one constant: drawn as
+    such, and at most scaled since. `kernels` counts operators that compute, views aside. `shared` are the shapes of
     parameters with several readers.
     """
 
@@ -57,6 +62,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.scratch: dict[int, int] = {}
         self.kernels = 0
+        self.masks: set[int] = set()
         self._scratch_of = scratch_of
         self.lives: list[Life] = []
         self.rises: dict[int, int] = {}
@@ -108,6 +114,7 @@ class Ledger(TorchDispatchMode):
         if hidden := hidden_bytes(func, args, result):
             self._bear(hidden[0].untyped_storage(), hidden[1])
         self.indices(tensors(result))
+        self._note_mask(func, args, result)
         self.kernels += len(self.lives) > made or func._schema.is_mutable
         if scratch := self._scratch_of(func, args, result):
             self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
@@ -118,6 +125,13 @@ class Ledger(TorchDispatchMode):
             known = self._known.get(value.untyped_storage()._cdata)
             if known is not None and self.lives[known[1]].born < self.tick:
                 self.lives[known[1]].read.add(self.tick)
+
+    def _note_mask(self, func: Any, arguments: Any, result: Any) -> None:
+        """A draw of zeros and ones makes a mask, in place or anew; what else writes to a storage makes it none."""
+        if func in _DRAWS:
+            self.masks.update(self.indices([result]))
+        elif func._schema.is_mutable and func not in _SCALINGS:
+            self.masks.difference_update(self.indices(tensors(arguments)))
 
     def _summand(self, func: Any, arguments: Any) -> int | None:
         """The life of the first gradient, made by another autograd node, to which the one that runs adds its own."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
 from pipecompile.ir.allocator import AllocatorName
-from pipecompile.ir.graph import Packs
+from pipecompile.ir.graph import Content, Packs
+from pipecompile.ir.saving import ELEMENT_BYTES, Use
 from pipecompile.passes.propagate import named_state
+from pipecompile.passes.saving import known_uses, made_since
 from pipecompile.profiling.caller import Caller
 from pipecompile.profiling.ledger import Ledger
 from pipecompile.profiling.scratch import SCRATCH, Scratch
@@ -29,7 +33,8 @@ class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
-    ones it lies in. `saved` is in order of first use. Storages of parameters and buffers appear nowhere.
+    ones it lies in. `saved` is in order of first use, `uses` has what for, by saved tensor. Storages of
+    parameters and buffers appear nowhere.
     `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
     `scratch` is what its kernels take beside that. `packs` is as in the cost graph's `Node`.
     `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
@@ -40,6 +45,7 @@ class Facts:
     gradient_bytes: int
     storages: tuple[int, ...]
     saved: tuple[int, ...]
+    uses: tuple[tuple[Use, ...], ...]
     forward_peak: int
     backward_peak: int
     scratch: int
@@ -69,11 +75,13 @@ class GradientLife:
 class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
-    `gradients` are those that live longer than the node that makes them, without those of parameters and inputs.
+    `contents` are of storages that are saved, where they are plain elements. `gradients` are those that live longer
+    than the node that makes them, without those of parameters and inputs.
     """
 
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
+    contents: Mapping[int, Content]
     gradients: tuple[GradientLife, ...]
 
 
@@ -91,6 +99,13 @@ def observe(workload: Workload, memory: AllocatorName) -> Observation:
     return observer.observation()
 
 
+class _Packed:
+    """A saved tensor as the hook of its saving leaves it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.shape = value, value.shape
+
+
 class _Observer(Caller):
     """Ticks 0 … n − 1 are the forwards of the n nodes in order, n … 2n − 1 their backwards, the last node's first."""
 
@@ -101,13 +116,14 @@ class _Observer(Caller):
         self.state = [value for _, value in named_state(workload.module)]
         self.ledger = Ledger(self.state, scratch)
         self.roots: tuple[Tensor, ...] = ()
+        self.contents: dict[int, Content | None] = {}
 
     def perform(self, call: Call) -> Any:
         tick = len(self.facts)
         self.ledger.enter(tick)
         self.numbers.append(torch._C._autograd._get_sequence_nr())
         versions = [argument._version for argument in call.arguments]
-        value, saved, packs = self._kept(call)
+        value, uses, packs = self._kept(call)
         outputs = tensors(value)
         differentiable = tuple(output for output in outputs if output.requires_grad)
         facts = Facts(
@@ -115,7 +131,8 @@ class _Observer(Caller):
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
             storages=self.ledger.indices(outputs),
-            saved=saved,
+            saved=tuple(uses),
+            uses=tuple(uses.values()),
             forward_peak=0,
             backward_peak=0,
             scratch=0,
@@ -129,21 +146,46 @@ class _Observer(Caller):
             self.roots = differentiable
         return value
 
-    def _kept(self, call: Call) -> tuple[Any, tuple[int, ...], Packs]:
-        """The value of a node, the storages that its backward keeps, and when it was given the last of them."""
-        saved: dict[int, None] = {}
+    def _kept(self, call: Call) -> tuple[Any, dict[int, tuple[Use, ...]], Packs]:
+        """The value of a node, the storages that its backward keeps and for what, and when it was given the last."""
+        saved: dict[int, list[_Packed]] = {}
         begin = self.ledger.kernels
-        packed: list[int] = []
+        when: list[int] = []
 
-        def keep(value: Tensor) -> Tensor:
-            saved.update(dict.fromkeys(self.ledger.indices([value])))
-            packed.append(self.ledger.kernels)
-            return value
+        def keep(value: Tensor) -> _Packed:
+            packed = _Packed(value)
+            for index in self.ledger.indices([value]):
+                saved.setdefault(index, []).append(packed)
+            when.append(self.ledger.kernels)
+            return packed
 
-        with saved_tensors_hooks(keep, lambda value: value), self.ledger:
+        with saved_tensors_hooks(keep, attrgetter("value")), self.ledger:
             value = super().perform(call)
-        packs: Packs = "never" if not packed else "before" if packed[-1] == begin else "after"
-        return value, tuple(saved), packs
+        packs: Packs = "never" if not when else "before" if when[-1] == begin else "after"
+        return value, self._uses(value, saved), packs
+
+    def _uses(self, value: Any, saved: Mapping[int, Sequence[_Packed]]) -> dict[int, tuple[Use, ...]]:
+        """What each storage is saved for, by tensor; on the way its contents are noted."""
+        values = [*tensors(value), *(packed.value for every in saved.values() for packed in every)]
+        roots = [each.grad_fn for each in values if each.grad_fn is not None]
+        known = [use for node in made_since(self.numbers[-1], roots) for use in known_uses(node, _Packed)]
+        uses: dict[int, Use] = {id(packed): use for packed, use, _ in known}
+        bounds = {id(packed): bound for packed, _, bound in known if bound}
+        for index, every in saved.items():
+            for packed in every:
+                content = self._content(index, packed.value, bounds.get(id(packed)))
+                before = self.contents.setdefault(index, content)
+                if before is not None and content is not None and before.dtype == content.dtype:
+                    self.contents[index] = content if before.bound is None else before
+                else:  # views of several types, or more than elements
+                    self.contents[index] = None
+        return {index: tuple(uses.get(id(packed), "other") for packed in every) for index, every in saved.items()}
+
+    def _content(self, index: int, value: Tensor, bound: int | None) -> Content | None:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout != torch.strided or not value.numel() or dtype not in ELEMENT_BYTES:
+            return None
+        return Content(dtype=dtype, is_mask=dtype == "bool" or index in self.ledger.masks, bound=bound)
 
     def differentiate(self) -> None:
         """The backward of one microbatch, from the loss, or from all outputs where there is none."""
@@ -196,7 +238,8 @@ class _Observer(Caller):
             for place, (name, facts) in enumerate(self.facts)
             for back in [self._backward_tick(place)]
         }
-        return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), gradients)
+        contents = {index: content for index, content in self.contents.items() if content is not None}
+        return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), contents, gradients)
 
     def _gradients(self) -> tuple[GradientLife, ...]:
         """Storages of the backward that live longer than the node that makes them."""

@@ -52,6 +52,7 @@ def profile(
         nodes=tuple(_nodes(workload, observation, costs, known)),
         tensors=tuple(_tensors(workload.graph, observation, known)),
         storages=tuple(observation.storages[storage] for storage in known),
+        contents=tuple(observation.contents.get(storage) for storage in known),
         parameters=tuple(_parameters(graph_module)),
         gradients=tuple(ir.Gradient(**asdict(gradient)) for gradient in observation.gradients),
     )
@@ -123,6 +124,7 @@ def _nodes(
             # A storage that several nodes save is counted once, at the first.
             saved_bytes=sum(observation.storages[storage] for storage in first),
             saved=tuple(known[storage] for storage in facts.saved),
+            uses=facts.uses,
             forward_peak_bytes=facts.forward_peak,
             backward_peak_bytes=facts.backward_peak,
             packs=facts.packs,

@@ -9,19 +9,25 @@ backward    nodes run from the last to the first. What was saved goes with the f
 
 A region is computed again: what its nodes save lives only from there on. Kept are what it reads, and what is saved
 outside; when the backward comes to its last node, its forward runs once more, up to the last tensor that it saves.
+
+What a run of nodes saves by a policy lies in a form of its own from the forward on, and is there again, in full, from
+the backward of its last saver to that of its first. What is given to a run lives until it is done.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
 from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.forms import Form, Run
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
+from pipecompile.ir.saving import Policy
 
 __all__ = ["footprint_of"]
 
@@ -29,22 +35,32 @@ NO_SUMS: Mapping[int, int] = {}
 
 
 def footprint_of(
-    lives: Lives, before: Iterable[str], nodes: Iterable[str], regions: Iterable[Iterable[str]] = ()
+    lives: Lives,
+    before: Iterable[str],
+    nodes: Iterable[str],
+    regions: Iterable[Iterable[str]] = (),
+    saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
 ) -> Footprint:
     """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later.
 
-    `regions` are runs of its nodes that are computed again; none of them under a split backward.
+    `regions` are runs of its nodes that are computed again, `saving` are others, with the policies of what they save;
+    none of them under a split backward.
     """
     places = sorted(map(lives.place.__getitem__, nodes))
     again = [sorted(map(lives.place.__getitem__, region)) for region in regions]
-    return _Stage(lives, {lives.place[name] for name in before}, places, again).footprint()
+    runs = [Run(tuple(sorted(map(lives.place.__getitem__, names))), policies) for names, policies in saving]
+    return _Stage(lives, {lives.place[name] for name in before}, places, again, runs).footprint()
 
 
 class _Entry(NamedTuple):
-    """A region computed again: the most that lives meanwhile, and what lives when it is done."""
+    """What happens as a node begins: the most that lives meanwhile, what lives when it is done, and `beside` the node.
+
+    In a backward a region is computed again, or what the node saved is brought back; in a forward forms are made.
+    """
 
     peak: int
     left: int
+    beside: int = 0
 
 
 NO_ENTRY = _Entry(0, 0)
@@ -79,7 +95,7 @@ class _Stage(Part):
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
             received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self.leaves(p, r)),
-            kept=amount(made.storage.bytes for made in self.made if self.is_kept(made)),
+            kept=amount([*(m.storage.bytes for m in self.made if self.is_kept(m)), *map(self._kept, self._forms)]),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.read),
             relayed=amount(t.gradient_bytes for t, readers in self.arriving if self.inside.isdisjoint(readers)),
@@ -97,7 +113,49 @@ class _Stage(Part):
         for made in self.made:
             yield Change(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
-                yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
+                yield Change(made.last, made.storage.bytes, begins=False)
+        for form in self._forms:
+            if form.waits:
+                yield Change(form.made, self._kept(form), begins=True)
+
+    @cached_property
+    def _forms(self) -> list[Form]:
+        return [form for made in self.made for form in made.forms]
+
+    def _kept(self, form: Form) -> int:
+        return form.kept(self.graph.memory)
+
+    def _packings(self, level: Level) -> dict[int, _Entry]:
+        """By node the forms that are made as it saves, each with what that takes beside."""
+        found: dict[int, _Entry] = defaultdict(lambda: NO_ENTRY)
+        for form in self._forms:
+            if not form.waits:
+                left = found[form.made].left + level.size_of(self._kept(form))
+                beside = max(found[form.made].beside, level.size_of(form.cost.scratch_bytes))
+                found[form.made] = _Entry(0, left, beside)
+        return found
+
+    def _settlings(self, level: Level) -> dict[int, int]:
+        """By the last node of a run the most that lives while its forms are made, above what lives then."""
+        return {run.places[-1]: self._settling(run, level) for run in set(self.run.values()) if run.settles}
+
+    def _settling(self, run: Run, level: Level) -> int:
+        """One form after the other: a storage goes with its last, unless the run was given it."""
+        end = run.places[-1]
+        waiting = [(made, f) for made in self.made for f in made.forms if f.waits and f.made == end]
+        waiting.sort(key=lambda pair: min(place for place in pair[1].savers if place in run.places))
+        left = Counter(id(made) for made, _ in waiting)
+        ending = [made for made in self.made if made.last == end and not self.is_kept(made)]
+        given = {id(made) for made in ending if self.run.get(made.place) is not run}
+        own = {id(made) for made in ending if id(made) in left} - given
+        now = highest = sum(level.size_of(made.storage.bytes) for made in ending if id(made) in own | given)
+        for made, form in waiting:
+            now += level.size_of(self._kept(form))
+            highest = max(highest, now + level.size_of(form.cost.scratch_bytes))
+            left[id(made)] -= 1
+            if not left[id(made)] and id(made) in own:
+                now -= level.size_of(made.storage.bytes)
+        return highest - sum(level.size_of(self._kept(form)) for _, form in waiting)
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
@@ -109,6 +167,10 @@ class _Stage(Part):
         for made in self.made:
             if made.holders and not self.is_sent(made.storage) and not (half and self._is_dropped(made)):
                 yield Change(made.holders[0], made.storage.bytes, begins=False)
+        for form in self._forms:
+            yield Change(form.savers[0], self._kept(form), begins=False)
+            if not half:
+                yield Change(form.savers[0], form.full, begins=False)  # which came back
 
     def _copies(self) -> Iterator[Change]:
         """What was computed again is let go by the first node of its region that saved it."""
@@ -117,13 +179,22 @@ class _Stage(Part):
                 yield Change(made.again[0], made.storage.bytes, begins=False)
 
     def _entries(self, level: Level) -> dict[int, _Entry]:
-        """The regions by the node whose backward computes them again: the last one that saves anything."""
+        """The regions by the node whose backward computes them again: the last one that saves anything.
+
+        With what comes back, by the node for whose backward it does: one storage after the other.
+        """
         saving = [[place for place in region if self._packs(place) != "never"] for region in self.regions]
-        return {
+        found = defaultdict(lambda: NO_ENTRY) | {
             places[-1]: self._entry(region, places[-1], level)
             for region, places in zip(self.regions, saving, strict=True)
             if places
         }
+        for form in self._forms:
+            before = found[form.back]
+            left = before.left + level.size_of(form.full)
+            peak = max(before.peak, left + level.size_of(form.cost.scratch_bytes))
+            found[form.back] = _Entry(peak, left)
+        return found
 
     def _entry(self, region: Sequence[int], last: int, level: Level) -> _Entry:
         """The forward once more, until node `last` has saved what it saves: that may be before its kernels run."""
@@ -180,11 +251,14 @@ class _Stage(Part):
         """
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
-        expected, bound = (
-            self._highest(nodes, changes, rises, level, sums, self._entries(level) if again else NO_ENTRIES)
-            for level in (Level(1, lambda size: size), Level(BOUND_SCRATCH, self.allocator.rounded))
-        )
-        return Amount(expected=expected, bound=bound)
+        levels = Level(1, lambda size: size), Level(BOUND_SCRATCH, self.allocator.rounded)
+        found = []
+        for level in levels:
+            entries = self._packings(level) if forward else self._entries(level) if again else NO_ENTRIES
+            last = {place: level.size_of(size) for place, size in sums.items()}
+            last |= self._settlings(level) if forward else {}
+            found.append(self._highest(nodes, changes, rises, level, last, entries))
+        return Amount(expected=found[0], bound=found[1])
 
     def _highest(
         self,
@@ -192,10 +266,10 @@ class _Stage(Part):
         changes: Iterable[Change],
         rises: Sequence[int],
         level: Level,
-        sums: Mapping[int, int] = NO_SUMS,
+        last: Mapping[int, int] = NO_SUMS,
         entries: Mapping[int, _Entry] = NO_ENTRIES,
     ) -> int:
-        """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums are made last."""
+        """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums come `last`."""
         after: dict[int, int] = defaultdict(int)
         padding: dict[int, int] = defaultdict(int)
         for place, size, begins in changes:
@@ -208,7 +282,7 @@ class _Stage(Part):
             highest = max(highest, now + entry.peak)
             now += entry.left
             needed = self.needed(self.graph.nodes[place], rise, level)
-            highest = max(highest, now + needed + padding[place])
+            highest = max(highest, now + needed + entry.beside + padding[place])
             now += after[place]
-            highest = max(highest, now + level.size_of(sums.get(place, 0)))
+            highest = max(highest, now + last.get(place, 0))
         return highest

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from pipecompile.ir.graph import CostGraph, Gradient, Tensor
+from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
+from pipecompile.ir.saving import Use
 
 __all__ = ["GradientLife", "Lives", "Storage"]
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward."""
+    """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward.
+
+    `content` says what it holds and `uses`, by saver, what each saved tensor in it is for, where that is known.
+    """
 
     bytes: int
     readers: tuple[int, ...]
     savers: tuple[int, ...]
+    content: Content | None = None
+    uses: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
 
 
 class GradientLife(NamedTuple):
@@ -58,6 +65,7 @@ class Lives:
         """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
         roots: dict[int, int] = {}
         readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        uses = defaultdict[int, dict[int, tuple[Use, ...]]](dict)
         for tensor in self.graph.tensors:
             if tensor.storage is not None:
                 producer = self.place[tensor.producer]
@@ -67,11 +75,14 @@ class Lives:
             for storage in node.saved:
                 roots.setdefault(storage, index)
                 savers[storage].add(index)
+            for storage, several in zip(node.saved, node.uses, strict=False):
+                uses[storage][index] = several
         made = defaultdict[int, list[Storage]](list)
         for storage, root in roots.items():
             if self.graph.nodes[root].operator != "placeholder":
                 places = (tuple(sorted(found[storage])) for found in (readers, savers))
-                made[root].append(Storage(self.graph.storages[storage], *places))
+                content = self.graph.contents[storage] if self.graph.contents else None
+                made[root].append(Storage(self.graph.storages[storage], *places, content, uses[storage]))
         return {root: tuple(storages) for root, storages in made.items()}
 
     @cached_property

@@ -13,6 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.forms import Form, Run, forms_of
 from pipecompile.ir.graph import Node, Parameter, Tensor
 from pipecompile.ir.lives import GradientLife, Lives, Storage
 
@@ -34,12 +35,15 @@ class Made(NamedTuple):
 
     `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
     nodes of regions that read it. `again` are those of its own region's nodes that save what is computed again.
+    `forms` stand for it where others save it. Where nobody holds it, `last` is where a forward lets it go.
     """
 
     place: int
     storage: Storage
     holders: tuple[int, ...]
     again: tuple[int, ...]
+    forms: tuple[Form, ...]
+    last: int
 
 
 class Level(NamedTuple):
@@ -50,13 +54,21 @@ class Level(NamedTuple):
 
 
 class Part:
-    """One stage as a part of the graph: its nodes by place, in order."""
+    """One stage as a part of the graph: its nodes by place, in order; `regions` and `runs` of them lie apart."""
 
-    def __init__(self, lives: Lives, before: set[int], nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        lives: Lives,
+        before: set[int],
+        nodes: Sequence[int],
+        regions: Sequence[Sequence[int]] = (),
+        runs: Sequence[Run] = (),
+    ) -> None:
         self.lives, self.graph = lives, lives.graph
         self.before, self.nodes, self.inside = before, nodes, set(nodes)
         self.regions = regions
         self.region = {place: index for index, region in enumerate(regions) for place in region}
+        self.run = {place: run for run in runs for place in run.places}
         self.own = [self.graph.nodes[place] for place in nodes]
         self.allocator = ALLOCATORS[lives.graph.memory]
         self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
@@ -82,10 +94,18 @@ class Part:
         """Where a storage that is made at `place` is needed again."""
         savers, home = [saver for saver in storage.savers if saver in self.inside], self.region.get(place)
         users = {self.region[user] for user in (*storage.readers, *savers) if user in self.region} - {home}
-        holders = [saver for saver in savers if saver not in self.region]
-        holders += [self.regions[index][0] for index in users]
+        kept = [saver for saver in savers if saver not in self.region]
+        forms, plain = forms_of(storage, kept, self.run, self.graph.memory)
+        holders = [*plain, *(self.regions[index][0] for index in users)]
         again = [saver for saver in savers if home is not None and self.region.get(saver) == home]
-        return Made(place, storage, tuple(sorted(holders)), tuple(again))
+        last = max((self._end(place, reader) for reader in storage.readers), default=place)
+        last = max(last, *(form.made for form in forms if form.waits), place)
+        return Made(place, storage, tuple(sorted(holders)), tuple(again), forms, last)
+
+    def _end(self, place: int, reader: int) -> int:
+        """Where a forward is done with what was made at `place`, for one reader: a run is given it as a whole."""
+        run = self.run.get(reader)
+        return reader if run is None or run is self.run.get(place) else run.places[-1]
 
     def is_kept(self, made: Made) -> bool:
         """Whether it lives on after the forward."""

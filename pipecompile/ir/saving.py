@@ -15,10 +15,13 @@ __all__ = [
     "ELEMENT_BYTES",
     "POLICIES",
     "POLICY_OF",
+    "Memory",
     "Policy",
     "SavedStorage",
     "SavingCost",
     "Use",
+    "cost_by_policy",
+    "costs_by_use",
     "saving_cost",
 ]
 
@@ -26,7 +29,8 @@ Policy = Literal["mask", "relu", "pool", "offload", "half"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Use = Literal["relu", "pool input", "pool indices", "other"]
 POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
-CHUNK_ELEMENTS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 1 << 16, "cuda": 1 << 22}
+Memory = Literal["cpu", "cuda"]
+CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 15, "cuda": 1 << 22}
 """How many elements are made bits, or made of them, at a time; a multiple of 8."""
 
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -67,13 +71,15 @@ class SavingCost:
 
     `kept_bytes` lie on the device between forward and backward, `host_bytes` on the host, and have crossed the link to
     it once each way; on a CPU both are one memory. `packing_bytes` and `unpacking_bytes` are what kernels read and
-    write in the forward and in the backward, where the storage exists again, in its full size, while it is read.
+    write in the forward and in the backward, where the storage exists again, in its full size, while it is read;
+    `scratch_bytes` is the most that they take meanwhile, beside that and what is kept.
     """
 
     kept_bytes: int
     host_bytes: int = 0
     packing_bytes: int = 0
     unpacking_bytes: int = 0
+    scratch_bytes: int = 0
 
     def __add__(self, other: SavingCost) -> SavingCost:
         return SavingCost(
@@ -81,6 +87,7 @@ class SavingCost:
             self.host_bytes + other.host_bytes,
             self.packing_bytes + other.packing_bytes,
             self.unpacking_bytes + other.unpacking_bytes,
+            max(self.scratch_bytes, other.scratch_bytes),
         )
 
     def compute_ns(self, memory_bytes_per_s: int) -> tuple[int, int]:
@@ -93,31 +100,44 @@ class SavingCost:
         return one_way, one_way
 
 
-def saving_cost(policies: Collection[str], storage: SavedStorage, memory: Literal["cpu", "cuda"]) -> SavingCost:
+def saving_cost(policies: Collection[Policy], storage: SavedStorage, memory: Memory) -> SavingCost:
     """What `storage` takes under `policies`, given in the order of `saving`, on a device of this kind.
 
     A storage that others keep outside the block, or that is spared, is kept besides.
     """
-    by_use = [_by_use(use, storage) if POLICY_OF.get(use) in policies else None for use in storage.uses]
-    costs = [cost for cost in by_use if cost is not None]
-    if len(costs) == len(by_use):
+    if (costs := costs_by_use(policies, storage, memory)) is not None:
         return sum(costs, SavingCost(0))
-    by_policy = (_by_policy(policy, storage, memory) for policy in policies)
-    return next((cost for cost in by_policy if cost is not None), SavingCost(storage.bytes))
+    found = cost_by_policy(policies, storage, memory)
+    return SavingCost(storage.bytes) if found is None else found[1]
 
 
-def _by_use(use: Use, storage: SavedStorage) -> SavingCost | None:
-    """As the backward of this use reads it; None for indices that no smaller integer holds."""
+def costs_by_use(policies: Collection[Policy], storage: SavedStorage, memory: Memory) -> list[SavingCost] | None:
+    """What each saved tensor in it leaves, as its backward reads it; None if that is not known of one of them."""
+    costs = [_by_use(use, storage, memory) if POLICY_OF.get(use) in policies else None for use in storage.uses]
+    known = [cost for cost in costs if cost is not None]
+    return known if len(known) == len(costs) else None
+
+
+def cost_by_policy(
+    policies: Collection[Policy], storage: SavedStorage, memory: Memory
+) -> tuple[Policy, SavingCost] | None:
+    """The first of the policies that fits whatever it is for, and what that leaves; None if none does."""
+    costs = ((policy, _by_policy(policy, storage, memory)) for policy in policies)
+    return next(((policy, cost) for policy, cost in costs if cost is not None), None)
+
+
+def _by_use(use: Use, storage: SavedStorage, memory: Memory) -> SavingCost | None:
+    """None for indices that no smaller integer holds."""
     size, count = storage.bytes, storage.elements
     if use == "pool input":
         return SavingCost(0)
     if use == "relu":
-        return _bits(count, packing=size + 3 * count, unpacking=count + size)
+        return _bits(count, memory, packing=size + 3 * count, unpacking=count + size)
     width = next((width for bound, width in _NARROW if storage.bound <= bound), None)
     return None if width is None else _cast(size, count * width)
 
 
-def _by_policy(policy: str, storage: SavedStorage, memory: Literal["cpu", "cuda"]) -> SavingCost | None:
+def _by_policy(policy: Policy, storage: SavedStorage, memory: Memory) -> SavingCost | None:
     """Whatever it is for; None where it is not what the policy expects."""
     size, count = storage.bytes, storage.elements
     if policy == "offload":
@@ -125,18 +145,21 @@ def _by_policy(policy: str, storage: SavedStorage, memory: Literal["cpu", "cuda"
     if policy == "half" and storage.dtype == "float32":
         return _cast(size, size // 2)
     if policy == "mask" and storage.dtype == "bool":
-        return _bits(count, packing=2 * count, unpacking=0)
-    if policy == "mask" and storage.is_mask and memory == "cpu" and size <= 8 * count:
-        return _bits(count, packing=9 * size + 2 * count, unpacking=3 * size + count)
+        return _bits(count, memory, packing=2 * count, unpacking=0)
+    wide = ELEMENT_BYTES[storage.dtype]
+    if policy == "mask" and storage.is_mask and memory == "cpu" and wide <= 8:
+        return _bits(count, memory, packing=9 * size + 2 * count, unpacking=3 * size + count, wide=wide)
     return None
 
 
-def _bits(count: int, *, packing: int, unpacking: int) -> SavingCost:
+def _bits(count: int, memory: Memory, *, packing: int, unpacking: int, wide: int = 1) -> SavingCost:
+    """Of a chunk there are flags, and beside them as many bytes for bits, or elements of `wide` bytes."""
     kept = ceil(count / 8)
     return SavingCost(
         kept,
         packing_bytes=packing + _GATHERED * count + kept,
         unpacking_bytes=unpacking + _SPREAD * count + kept,
+        scratch_bytes=min(count, CHUNK_ELEMENTS[memory]) * (1 + wide),
     )
 
 

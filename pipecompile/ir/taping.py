@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import add
 
+from pipecompile.ir.forms import Run
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
+from pipecompile.ir.saving import Policy
 from pipecompile.ir.tape import Held, Tape
 
 __all__ = ["tape_of"]
 
 
-def tape_of(lives: Lives, before: Iterable[str], nodes: Iterable[str], *, summed: bool) -> Tape:
-    """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before."""
+def tape_of(
+    lives: Lives,
+    before: Iterable[str],
+    nodes: Iterable[str],
+    *,
+    summed: bool,
+    saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+) -> Tape:
+    """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before.
+
+    Nodes that save by policies, as in `footprint_of`, are in no region.
+    """
     places = sorted(map(lives.place.__getitem__, nodes))
-    return _tape(Part(lives, {lives.place[name] for name in before}, places, ()), summed=summed)
+    runs = [Run(tuple(sorted(map(lives.place.__getitem__, names))), policies) for names, policies in saving]
+    return _tape(Part(lives, {lives.place[name] for name in before}, places, (), runs), summed=summed)
 
 
 def _tape(part: Part, *, summed: bool) -> Tape:
@@ -24,31 +38,57 @@ def _tape(part: Part, *, summed: bool) -> Tape:
     sums_of_parameters = part.added_gradients() if summed else part.made_gradients()
     flowing, before, after = _gradient_levels(part, [*part.flowing(), *sums_of_parameters], level)
     padding = [sum(level.size_of(s.bytes) - s.bytes for s in part.lives.storages.get(p, ())) for p in part.nodes]
+    forms = _Forms(part, position, level)
     return Tape(
         ns=tuple(node.forward_ns for node in part.own),
         packs=tuple(node.packs for node in part.own),
         forward=tuple(
-            part.needed(node, node.forward_peak_bytes, level) + more
-            for node, more in zip(part.own, padding, strict=True)
+            part.needed(node, node.forward_peak_bytes, level) + sum(more)
+            for node, *more in zip(part.own, padding, forms.forward, strict=True)
         ),
-        flowing=flowing,
-        before=before,
-        after=after,
-        held=tuple(_held(part, made, position, level) for made in part.made),
+        flowing=tuple(map(add, flowing, forms.flowing)),
+        before=tuple(map(add, before, forms.before)),
+        after=tuple(map(add, after, forms.after)),
+        held=(*(_held(part, made, position, level) for made in part.made), *forms.held),
         boundaries=_boundaries(part, position),
-        fixed=frozenset(position[place] for place in part.nodes if not part.graph.nodes[place].again),
+        fixed=frozenset(position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again),
     )
 
 
 def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> Held:
-    storage = made.storage
+    storage, formed = made.storage, {place for form in made.forms for place in form.savers}
+    uses = sorted({*storage.readers, made.last} - {made.place})
     return Held(
         level.size_of(storage.bytes),
         position[made.place],
-        tuple(position[place] for place in storage.readers if place in position),
-        tuple(position[place] for place in storage.savers if place in position),
+        tuple(position[place] for place in uses if place in position),
+        tuple(position[place] for place in storage.savers if place in position and place not in formed),
         part.is_sent(storage),
     )
+
+
+class _Forms:
+    """What forms of storages add to a tape: themselves, and by position what lives besides."""
+
+    def __init__(self, part: Part, position: Mapping[int, int], level: Level) -> None:
+        count = len(part.nodes)
+        self.forward, self.flowing, self.before, self.after = ([0] * count for _ in range(4))
+        self.held: list[Held] = []
+        for form in (form for made in part.made for form in made.forms):
+            savers = tuple(position[place] for place in form.savers)
+            kept, full = level.size_of(form.kept(part.graph.memory)), level.size_of(form.full)
+            self.held.append(Held(kept, savers[0], (), savers, sent=False))
+            # All that a node makes at once, each with its scratch: a bound.
+            self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
+            self._bring_back(full, savers[0], position[form.back])
+            self.before[position[form.back]] += level.size_of(form.cost.scratch_bytes)
+
+    def _bring_back(self, full: int, first: int, back: int) -> None:
+        """It is there from the backward of the last saver to that of the first."""
+        for place in range(first, back + 1):
+            self.before[place] += full
+            self.flowing[place] += full if place < back else 0
+            self.after[place] += full if place > first else 0
 
 
 def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Iterator[tuple[int, ...]]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from hypothesis import strategies as st
 
-from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
+from pipecompile.ir.graph import Content, CostGraph, Gradient, Node, Parameter, Tensor
+from pipecompile.ir.saving import POLICIES, Policy
 
-__all__ = ["cost_graphs", "regions_of", "stages_of"]
+__all__ = ["cost_graphs", "regions_of", "saving_of", "stages_of"]
 
 SIZES = st.sampled_from([0, 1, 8, 60, 64, 100, 513, 3000])
+USES = st.sampled_from(["relu", "pool input", "pool indices", "other"])
+CONTENTS = st.none() | st.builds(
+    Content,
+    dtype=st.sampled_from(["bool", "float16", "float32", "int64"]),
+    is_mask=st.booleans(),
+    bound=st.sampled_from([None, 256, 257, 2**31, 2**40]),
+)
 
 
 @st.composite
@@ -42,6 +51,7 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGr
         nodes=tuple(nodes),
         tensors=tuple(tensors),
         storages=tuple(storages),
+        contents=tuple(draw(CONTENTS) for _ in storages),
         parameters=tuple(parameters),
         gradients=_gradients(draw, names, most=4),
     )
@@ -86,6 +96,7 @@ def _node(
         input_bytes=draw(SIZES) if placeholder else 0,
         packs=draw(st.sampled_from(packs)),
         saved=saved,
+        uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
         parameters=tuple(sorted(read)),
         operator="placeholder" if placeholder else "",
     )
@@ -146,3 +157,15 @@ def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Some runs of the nodes of a stage, each computed again."""
     ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
     return [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+
+
+@st.composite
+def saving_of(
+    draw: st.DrawFn, names: Sequence[str], regions: Iterable[Sequence[str]]
+) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
+    """Some runs of the nodes outside regions, each with policies in some order."""
+    aside = {name for region in regions for name in region}
+    runs = [tuple(run) for outside, run in groupby(names, key=lambda name: name not in aside) if outside]
+    parts = [part for run in runs for part in draw(regions_of(run))]
+    policies = st.lists(st.sampled_from(POLICIES), min_size=1, max_size=3, unique=True).map(tuple)
+    return [(part, draw(policies)) for part in parts]

@@ -12,7 +12,10 @@ from pipecompile.ir.schedule import COMPUTE, Action, Kind
 __all__ = ["highest"]
 
 Key = tuple[Any, ...]
+Saving = tuple[Sequence[str], Sequence[str]]
 NONE: Mapping[int, Sequence[Sequence[str]]] = {}
+NO_SAVING: Mapping[int, Sequence[Saving]] = {}
+WIDTHS = {"bool": 1, "float16": 2, "float32": 4, "int64": 8}
 
 
 @dataclass
@@ -35,16 +38,102 @@ class _Live:
             del self.sizes[key]
 
 
+@dataclass
+class _Form:
+    """What stands for a storage: bytes, those beside while it is made or read, and whose backwards read it."""
+
+    storage: int
+    size: int
+    beside: int
+    made: str
+    waits: bool
+    savers: list[str]
+    back: str
+
+
 class _Stage:
-    """One of a cut's stages: lives of what it makes, read off the graph. `regions` are computed again."""
+    """One of a cut's stages: lives of what it makes, read off the graph.
+
+    `regions` are computed again; nodes in `saving` save by policies.
+    """
 
     def __init__(
-        self, graph: CostGraph, cut: Sequence[Sequence[str]], index: int, regions: Sequence[Sequence[str]]
+        self,
+        graph: CostGraph,
+        cut: Sequence[Sequence[str]],
+        index: int,
+        regions: Sequence[Sequence[str]],
+        saving: Sequence[Saving],
     ) -> None:
-        self.graph, self.index, self.regions = graph, index, regions
+        self.graph, self.index, self.regions, self.saving = graph, index, regions, saving
         self.of = {name: stage for stage, names in enumerate(cut) for name in names}
         self.nodes = [node for node in graph.nodes if self.of[node.name] == index]
         self.order = [node.name for node in graph.nodes]
+        self.forms = self._forms()
+
+    def run(self, name: str) -> Sequence[str]:
+        """The nodes that save by policies together with this one; empty if it does not."""
+        return next((names for names, _ in self.saving if name in names), ())
+
+    def _forms(self) -> dict[Key, _Form]:
+        found: dict[Key, _Form] = {}
+        for names, policies in self.saving:
+            waits = "relu" in policies or "pool" in policies
+            for storage in self.own():
+                uses = [(name, use) for name in self._savers_in(names, storage) for use in self._uses(name, storage)]
+                small = [self._by_use(use, policies, storage) for _, use in uses]
+                if not uses or not self.graph.contents[storage] or not self.graph.storages[storage]:
+                    continue
+                if None not in small:
+                    for number, ((name, _), sizes) in enumerate(zip(uses, small, strict=True)):
+                        assert sizes is not None
+                        found[storage, name, number] = _Form(storage, *sizes, names[-1], True, [name], name)
+                    continue
+                for policy in policies:
+                    if (sizes := self._by_policy(policy, storage)) is not None:
+                        savers = self._savers_in(names, storage)
+                        made = names[-1] if waits else savers[0]
+                        form = found.setdefault((storage, policy), _Form(storage, *sizes, made, waits, [], ""))
+                        form.savers += savers
+                        form.back = names[-1] if policy == "offload" and self.graph.memory == "cuda" else savers[-1]
+                        break
+        return found
+
+    def _savers_in(self, names: Sequence[str], storage: int) -> list[str]:
+        return [name for name in names if storage in self.graph.by_name[name].saved]
+
+    def _uses(self, name: str, storage: int) -> tuple[str, ...]:
+        node = self.graph.by_name[name]
+        return node.uses[node.saved.index(storage)] if node.uses else ("other",)
+
+    def _count(self, storage: int) -> int:
+        content = self.graph.contents[storage]
+        assert content is not None
+        return self.graph.storages[storage] // WIDTHS[content.dtype]
+
+    def _by_use(self, use: str, policies: Sequence[str], storage: int) -> tuple[int, int] | None:
+        content = self.graph.contents[storage]
+        if content is None or use == "other" or use.split()[0] not in policies:
+            return None
+        if use == "pool input":
+            return 0, 0
+        count = self._count(storage)
+        if use == "relu":
+            return -(-count // 8), 2 * min(count, 1 << 15)
+        width = next((w for bits, w in ((8, 1), (15, 2), (31, 4)) if (content.bound or 2**63) <= 2**bits), None)
+        return None if width is None else (count * width, 0)
+
+    def _by_policy(self, policy: str, storage: int) -> tuple[int, int] | None:
+        content, size, on_cpu = self.graph.contents[storage], self.graph.storages[storage], self.graph.memory == "cpu"
+        assert content is not None
+        count, chunk = self._count(storage), 1 << (15 if on_cpu else 22)
+        if policy == "mask" and content.dtype == "bool":
+            return -(-count // 8), 2 * min(count, chunk)
+        if policy == "mask" and content.is_mask and on_cpu:
+            return -(-count // 8), (1 + WIDTHS[content.dtype]) * min(count, chunk)
+        if policy == "half" and content.dtype == "float32":
+            return size // 2, 0
+        return (size * on_cpu, 0) if policy == "offload" else None
 
     def inside(self, names: Iterable[str]) -> list[str]:
         wanted = set(names)
@@ -83,15 +172,30 @@ class _Stage:
     def holders(self, storage: int) -> list[str]:
         """Whose backwards need what the forward kept: savers outside regions, and regions that begin with it."""
         home = self.region(self._maker(storage) or "")
-        found = [name for name in self.savers(storage) if not self.region(name)]
+        formed = {name for _, form in self.standing(storage) for name in form.savers}
+        found = [name for name in self.savers(storage) if not self.region(name) and name not in formed]
         for region in self.regions:
             if region is not home and set(region) & (self.readers(storage) | set(self.savers(storage))):
                 found.append(region[0])
         return self.inside(found)
 
     def forgotten(self, storage: int, done: set[str]) -> bool:
-        """Whether nothing needs it once the nodes in `done` have run."""
-        return not self.sent(storage) and not self.holders(storage) and self.readers(storage) <= done
+        """Whether nothing needs it once the nodes in `done` have run; what a run was given it holds to its end."""
+        users = self.readers(storage) | {form.made for _, form in self.standing(storage) if form.waits}
+        users |= {name for run in self.given_to(storage) for name in run}
+        return not self.sent(storage) and not self.holders(storage) and users <= done
+
+    def given_to(self, storage: int) -> list[Sequence[str]]:
+        """The runs that read what was made before them."""
+        maker = self._maker(storage)
+        return [run for reader in self.readers(storage) if maker not in (run := self.run(reader))]
+
+    def standing(self, storage: int) -> list[tuple[Key, _Form]]:
+        """The forms of a storage."""
+        return [(key, form) for key, form in self.forms.items() if form.storage == storage]
+
+    def every_form(self) -> list[tuple[Key, _Form]]:
+        return [found for storage in self.own() for found in self.standing(storage)]
 
     def again(self, storage: int) -> list[str]:
         """The nodes that save what a region has computed again."""
@@ -169,18 +273,46 @@ class _Rank:
     def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
         done: set[str] = set()
         for node in stage.nodes:
-            self._work(node, node.forward_peak_bytes)
+            made = [(key, form) for key, form in stage.every_form() if form.made == node.name]
+            for key, form in made:
+                if not form.waits:
+                    self.live.hold((stage.index, microbatch, "form", *key), form.size)
+            beside = max((form.beside for _, form in made if not form.waits), default=0)
+            self._work(node, node.forward_peak_bytes, beside)
             done.add(node.name)
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, run, storage), stage.graph.storages[storage])
+            self._settle(stage, microbatch, run, [(key, form) for key, form in made if form.waits], done)
             for storage in stage.own():
                 if stage.forgotten(storage, done):
                     self.live.drop(stage.index, microbatch, run, storage)
             self.live.need(0)
 
-    def _work(self, node: Node, rise: int) -> None:
+    def _settle(
+        self, stage: _Stage, microbatch: int, kind: str, made: Sequence[tuple[Key, _Form]], done: set[str]
+    ) -> None:
+        """At the end of a run: one form after the other; a storage goes with its last unless the run was given it."""
+        if not made:
+            return
+        end = made[0][1].made
+        run = stage.run(end)
+        gone = [storage for storage in stage.own() if stage.forgotten(storage, done)]
+        given = [storage for storage in gone if run in stage.given_to(storage)]
+        waiting = [form.storage for _, form in made]
+        for storage in gone:
+            if storage not in given and storage not in waiting:
+                self.live.drop(stage.index, microbatch, kind, storage)
+        self.live.need(0)
+        for key, form in sorted(made, key=lambda pair: min(run.index(n) for n in pair[1].savers if n in run)):
+            self.live.hold((stage.index, microbatch, "form", *key), form.size)
+            self.live.need(form.beside)
+            waiting.remove(form.storage)
+            if form.storage in gone and form.storage not in (*given, *waiting):
+                self.live.drop(stage.index, microbatch, kind, form.storage)
+
+    def _work(self, node: Node, rise: int, beside: int = 0) -> None:
         """What begins to live in a node is part of its rise; one that takes nothing does not run."""
-        self.live.need(rise + node.workspace_bytes if rise else 0)
+        self.live.need(beside + (rise + node.workspace_bytes if rise else 0))
 
     def forget(self, stage: _Stage, microbatch: int) -> None:
         """Keeps only the outputs of a forward."""
@@ -197,6 +329,10 @@ class _Rank:
         whole = kind is Kind.BACKWARD or not stage.splits
         for node in reversed(stage.nodes if first or second else []):
             self._recompute(stage, microbatch, node)
+            for key, form in stage.every_form() if kind is Kind.BACKWARD else ():
+                if form.back == node.name:
+                    self.live.hold((stage.index, microbatch, "copy", *key), stage.graph.storages[form.storage])
+                    self.live.need(form.beside)
             self._work(node, self._rise(stage, node, whole, kind))
             if first or (second and whole):
                 self._flow(stage, microbatch, node.name, hold=not whole)
@@ -209,6 +345,10 @@ class _Rank:
                         self.live.drop(stage.index, microbatch, "kept", storage)
                     if stage.again(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "again", storage)
+                for key, form in stage.every_form():
+                    if form.savers[0] == node.name:
+                        self.live.drop(stage.index, microbatch, "form", *key)
+                        self.live.drop(stage.index, microbatch, "copy", *key)
             self.live.need(stage.met(node.name) if first or (second and whole) else 0)
         if first or (second and whole):
             self._return(stage, microbatch)
@@ -328,11 +468,13 @@ def highest(
     row: Sequence[Action],
     microbatches: int,
     regions: Mapping[int, Sequence[Sequence[str]]] = NONE,
+    saving: Mapping[int, Sequence[Saving]] = NO_SAVING,
 ) -> int:
-    """The most bytes that the rank of `row` holds; without an optimizer. `regions` are by stage."""
+    """The most bytes that the rank of `row` holds; without an optimizer. `regions` and `saving` are by stage."""
     row = [action for action in row if action.kind in COMPUTE]
     stages = {
-        index: _Stage(graph, cut, index, regions.get(index, ())) for index in sorted({action.stage for action in row})
+        index: _Stage(graph, cut, index, regions.get(index, ()), saving.get(index, ()))
+        for index in sorted({action.stage for action in row})
     }
     again = {(a.stage, a.microbatch) for a in row if a.kind is Kind.RECOMPUTE and a.microbatch is not None}
     rank = _Rank(stages, again)

@@ -21,7 +21,7 @@ from pipecompile.ir.memory import activation_curve, moments, rank_memory, room
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
 from pipecompile.schedule.placement import place
-from tests.ir.cost_graphs import cost_graphs, regions_of, stages_of
+from tests.ir.cost_graphs import cost_graphs, regions_of, saving_of, stages_of
 from tests.ir.naive import highest
 
 CPU = ALLOCATORS["cpu"]
@@ -61,21 +61,35 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGr
 
 @settings(max_examples=400, deadline=None)
 @given(cost_graphs(), st.data())
-def test_so_is_the_peak_of_stages_with_regions(graph: CostGraph, data: st.DataObject) -> None:
+def test_so_is_the_peak_of_stages_with_regions_and_other_forms(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph))
     regions = {index: data.draw(regions_of(names)) for index, names in enumerate(cut)}
+    saving = {index: data.draw(saving_of(names, regions[index])) for index, names in enumerate(cut)}
     schedule = generate(data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4)))
     lives = Lives(graph)
     for index, row in enumerate(schedule.rows):
-        footprint = footprint_of(lives, chain(*cut[:index]), cut[index], regions[index])
+        footprint = footprint_of(lives, chain(*cut[:index]), cut[index], regions[index], saving[index])
         memory = rank_memory(
             {index: footprint},
             moments(row),
             microbatches=schedule.microbatches,
             allocator=ALLOCATORS[graph.memory],
         )
-        assert memory.total.expected == highest(graph, cut, row, schedule.microbatches, regions), index
+        assert memory.total.expected == highest(graph, cut, row, schedule.microbatches, regions, saving), index
         assert memory.total.bound >= memory.total.expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(cost_graphs(), st.data())
+def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(graph: CostGraph, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph, most=2))
+    saving = {index: data.draw(saving_of(names, ())) for index, names in enumerate(cut)}
+    for index, names in enumerate(cut):
+        footprint = footprint_of(Lives(graph), chain(*cut[:index]), names, (), saving[index])
+        row = [Action(index, Kind.FORWARD, 0), Action(index, Kind.BACKWARD, 0)]
+        for part in (row[:1], row):
+            memory = rank_memory({index: footprint}, moments(part), microbatches=1, allocator=ALLOCATORS[graph.memory])
+            assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
 
 
 @given(cost_graphs(wild=True), st.sampled_from(["cpu", "cuda"]), st.data())

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
+from pipecompile.ir.saving import Policy
 from pipecompile.ir.taping import tape_of
 from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Regions
-from tests.ir.cost_graphs import cost_graphs, stages_of
+from tests.ir.cost_graphs import cost_graphs, saving_of, stages_of
 
 Choice = tuple[int, int, int]
 
@@ -32,9 +33,15 @@ def every_choice(boundaries: Sequence[int]) -> Iterator[tuple[tuple[int, int], .
     yield from extended(0)
 
 
-def price(graph: CostGraph, before: Sequence[str], names: Sequence[str], regions: Sequence[Sequence[str]]) -> Choice:
+def price(
+    graph: CostGraph,
+    before: Sequence[str],
+    names: Sequence[str],
+    regions: Sequence[Sequence[str]],
+    saving: Sequence[tuple[tuple[str, ...], tuple[Policy, ...]]] = (),
+) -> Choice:
     """What is kept, the peak and the extra time, by the memory model and by hand."""
-    footprint = footprint_of(Lives(graph), before, names, regions)
+    footprint = footprint_of(Lives(graph), before, names, regions, saving)
     kept = footprint.kept.bound
     highest = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
     return kept, highest, sum(extra_ns(graph, region) for region in regions)
@@ -73,6 +80,24 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
             found.add(figures)
     every = {price(graph, before, names, [names[a:b] for a, b in runs]) for runs in every_choice(tape.boundaries)}
     assert undominated(found) == undominated(every)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cost_graphs(), st.data())
+def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(graph: CostGraph, data: st.DataObject) -> None:
+    cut = data.draw(stages_of(graph, most=2))
+    index = data.draw(st.integers(0, len(cut) - 1))
+    before, names = list(chain(*cut[:index])), cut[index]
+    saving = data.draw(saving_of(names, ()))
+    tape = tape_of(Lives(graph), before, names, summed=True, saving=saving)
+    sent = sum(held.bytes for held in tape.held if held.sent)
+    search = Regions(tape, 0, len(names))
+    for state, front in search.fronts[len(names)].items():
+        for row in range(len(front)):
+            regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
+            kept, peak, ns = price(graph, before, names, regions, saving)
+            assert (kept, ns) == (int(front.kept[row]) + sent, int(front.ns[row])), regions
+            assert peak <= max(kept, int(front.peak[row])), regions
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,7 +15,7 @@ from pipecompile.passes import ambient
 from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import at, now
 
-__all__ = ["Recomputed", "enter", "has_regions"]
+__all__ = ["Recomputed", "compute", "enter", "has_regions"]
 
 
 class Recomputed:
@@ -37,15 +37,10 @@ class Recomputed:
     def __call__(self, *values: Any) -> Any:
         """The tuple that the body returns."""
         if not torch.is_grad_enabled():
-            return self.compute(values)
+            return compute(self.body, values)
         runs = _Runs(self, values)
         # Our seeds decide every number that is drawn: torch need not keep the generators' state.
         return checkpoint(runs, *values[self.buffers :], use_reentrant=False, preserve_rng_state=False)
-
-    def compute(self, values: Sequence[Any]) -> Any:
-        """One run of the body. It may end early, by an exception of torch's: what it entered is left then too."""
-        with ExitStack() as entered:
-            return self.body.forward(entered, *values)
 
 
 class _Runs:
@@ -66,7 +61,7 @@ class _Runs:
     def __call__(self, *values: Any) -> Any:
         if self._first:
             self._first = False
-            return self._region.compute((*self._buffers, *values))
+            return compute(self._region.body, (*self._buffers, *values))
         # Parameters that come by themselves are watched by autograd, which would not see those within modules.
         if _versions(values) != self._versions:
             raise InputError(
@@ -85,7 +80,13 @@ class _Runs:
             stack.enter_context(swapped(self._writers, twins))
             if self._moment is not None:
                 stack.enter_context(at(self._moment, _cuda_devices(values)))
-            return self._region.compute((*fresh[:count], *values))
+            return compute(self._region.body, (*fresh[:count], *values))
+
+
+def compute(body: fx.GraphModule, values: Sequence[Any]) -> Any:
+    """One run of a body. It may end early, by an exception of torch's: what it entered is left then too."""
+    with ExitStack() as entered:
+        return body.forward(entered, *values)
 
 
 def _versions(values: Sequence[Any]) -> list[int]:

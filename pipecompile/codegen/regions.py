@@ -1,17 +1,23 @@
-"""Which nodes of a stage may be computed again in its backward, and how a region of them becomes one node."""
+"""Which nodes of a stage may be computed again in its backward, and how a region of them becomes one node.
+
+So do runs of nodes whose saved tensors lie in another form; what limits regions limits them.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import InputError
+from pipecompile.ir.saving import Policy
 from pipecompile.passes.ambient import Ambient, EnterRegions
 from pipecompile.passes.ambient import Region as Entered
 from pipecompile.passes.asked import Held
@@ -19,13 +25,27 @@ from pipecompile.passes.contract import apply
 from pipecompile.passes.group import storage_key
 from pipecompile.passes.recompute import Recomputed, enter
 from pipecompile.passes.relay import origin_of
+from pipecompile.passes.saved import Saved
+from pipecompile.passes.saving import Shelf
 from pipecompile.passes.seed import Seed
 from pipecompile.passes.ties import reads_of
 
-__all__ = ["Limits", "Regions", "casts", "check_regions", "enclose", "fault_of", "stage_order", "uncheckable"]
+__all__ = [
+    "Limits",
+    "Regions",
+    "Savings",
+    "casts",
+    "check_regions",
+    "enclose",
+    "fault_of",
+    "stage_order",
+    "uncheckable",
+]
 
 Regions = Mapping[int, Sequence[Sequence[str]]]
 """Stage → its regions, each the names of its nodes, in order. A region may lie within another."""
+Savings = Mapping[int, Sequence[tuple[Sequence[str], tuple[Policy, ...]]]]
+"""Stage → its runs of nodes that save by policies; they lie apart, and apart from regions."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +143,23 @@ def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> l
     return [node.name for node in graph.nodes if node.op != "get_attr" and assignment[node.name] == stage]
 
 
-def check_regions(module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions) -> None:
-    """InputError names the nodes of the first region that is not possible under `assignment`."""
+def check_regions(module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions, savings: Savings) -> None:
+    """InputError names the nodes of the first region or run that is not possible under `assignment`."""
     limits = uncheckable(module)
+    for stage, runs in savings.items():
+        order = stage_order(module.graph, assignment, stage)
+        for names, _ in runs:
+            if fault := fault_of(limits, order, names):
+                raise InputError(f"the run {_listed(names)} of stage {stage}, which saves by policies, {fault}")
+        every = Counter(
+            name for names in (*(names for names, _ in runs), *regions.get(stage, ())) for name in set(names)
+        )
+        taken = {name for names, _ in runs for name in names}
+        if shared := [name for name, count in every.items() if count > 1 and name in taken]:
+            raise InputError(
+                f"{shared[0]} of stage {stage} saves by policies twice, or in a region too; runs lie apart, and apart "
+                "from regions"
+            )
     for stage, chosen in regions.items():
         order = stage_order(module.graph, assignment, stage)
         for region in chosen:
@@ -163,16 +197,32 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 5 else f"{names[0]}, …, {names[-1]}"
 
 
-def enclose(graph: fx.Graph, regions: Iterable[Sequence[fx.Node]]) -> None:
-    """Makes each of `regions`, nodes of `graph`, one node that calls a `Recomputed`.
+def enclose(
+    graph: fx.Graph,
+    regions: Iterable[Sequence[fx.Node]],
+    savings: Iterable[tuple[Sequence[fx.Node], tuple[Policy, ...]]] = (),
+) -> None:
+    """Makes each of `regions`, nodes of `graph`, one node that calls a `Recomputed`, of `savings` one for a `Saved`.
 
-    Requires a stage before `Held`, `Seed` and `EnterRegions`: these are applied to the regions' bodies here.
+    Requires a stage before `Held`, `Seed` and `EnterRegions`: these are applied to the bodies here.
     """
+    shelf, staying = Shelf(), _staying(graph)
+    for number, (nodes, policies) in enumerate(savings):
+        _Run(nodes, policies, shelf, staying).replace(graph, f"saving_{number}")
     left = [_Region(nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
     for number, region in enumerate(left):
         made = region.replace(graph, f"region_{number}")
         for outer in left[number + 1 :]:
             outer.adopt(region, made)
+
+
+def _staying(graph: fx.Graph) -> set[int]:
+    """The storages that are there all the time: of the stage's inputs, parameters and buffers."""
+    return {key for node in graph.nodes if node.op in ("placeholder", "get_attr") for key in _storages(node)}
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {storage_key(leaf) for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)}
 
 
 class _Region:
@@ -200,10 +250,8 @@ class _Region:
         reads = sorted((*self._modules(graph), *sources), key=self._rank)  # a stable sort
         results = [node for node in self.nodes if not inside.issuperset(node.users)]
         body = fx.GraphModule({}, _body(self.nodes, reads, results), class_name=name)
-        ranks = list(map(self._rank, reads))
-        target = Recomputed(name, body, buffers=ranks.count(0), writers=ranks.count(1), random=self._random)
         with graph.inserting_after(self.nodes[-1]):
-            call = graph.call_function(target, tuple(reads))
+            call = graph.call_function(self._target(name, body, reads), tuple(reads))
         call.meta.update(self._notes(), val=tuple(node.meta["val"] for node in results))
         made = [call]
         for index, node in enumerate(results):  # the values that are read outside
@@ -214,6 +262,11 @@ class _Region:
         for node in reversed(self.nodes):
             graph.erase_node(node)
         return made
+
+    def _target(self, name: str, body: fx.GraphModule, reads: Sequence[fx.Node]) -> Callable[..., Any]:
+        """What is called, on the values of `reads`."""
+        ranks = list(map(self._rank, reads))
+        return Recomputed(name, body, buffers=ranks.count(0), writers=ranks.count(1), random=self._random)
 
     def _modules(self, graph: fx.Graph) -> list[fx.Node]:
         """Reads of the leaf modules that the region calls, where it calls them first: parameters keep their order."""
@@ -236,6 +289,20 @@ class _Region:
 
     def _notes(self) -> dict[str, Any]:
         return {"random": False, "mutates": (), "ambient": self._ambient, "answers": None}
+
+
+class _Run(_Region):
+    """Nodes that save by policies, on their way to be one node; `staying` are storages that are there anyway."""
+
+    def __init__(
+        self, nodes: Sequence[fx.Node], policies: tuple[Policy, ...], shelf: Shelf, staying: Collection[int]
+    ) -> None:
+        super().__init__(nodes)
+        self._policies, self._shelf, self._staying = policies, shelf, staying
+
+    def _target(self, name: str, body: fx.GraphModule, reads: Sequence[fx.Node]) -> Callable[..., Any]:
+        spared = [place for place, read in enumerate(reads) if not _storages(read).isdisjoint(self._staying)]
+        return Saved(name, body, policies=self._policies, shelf=self._shelf, spared=spared)
 
 
 def _is_module(read: fx.Node) -> bool:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from pipecompile.codegen.regions import Regions, casts, check_regions, enclose
+from pipecompile.codegen.regions import Regions, Savings, casts, check_regions, enclose
+from pipecompile.ir.saving import Policy
 from pipecompile.passes.ambient import EnterRegions, observed
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
@@ -75,22 +76,32 @@ class StageModule:
 
 
 def emit(
-    module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions = MappingProxyType({})
+    module: fx.GraphModule,
+    assignment: Mapping[str, int],
+    regions: Regions = MappingProxyType({}),
+    savings: Savings = MappingProxyType({}),
 ) -> tuple[StageModule, ...]:
     """The stages of `module` (an instantiated capture) under `assignment`, node name → stage.
 
-    `regions` of a stage are runs of its nodes, reads of parameters aside, that are computed again in its backward; they
-    require groups (`meta["group"]`), and InputError names those that cannot be. `module` is rewritten on the way: its
+    `regions` of a stage are runs of its nodes, reads of parameters aside, that are computed again in its backward;
+    `savings` are others, whose saved tensors are kept by policies. They require groups (`meta["group"]`), and
+    InputError names those that cannot be. `module` is rewritten on the way: its
     nodes get their stages, and relays for tensors that skip stages.
     """
-    if regions:
-        check_regions(module, assignment, regions)
+    if regions or savings:
+        check_regions(module, assignment, regions, savings)
     apply(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
-    return tuple(_stage(module, index, count, regions.get(index, ())) for index in range(count))
+    return tuple(_stage(module, index, count, regions.get(index, ()), savings.get(index, ())) for index in range(count))
 
 
-def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Sequence[str]]) -> StageModule:
+def _stage(
+    module: fx.GraphModule,
+    index: int,
+    count: int,
+    regions: Sequence[Sequence[str]],
+    savings: Sequence[tuple[Sequence[str], tuple[Policy, ...]]],
+) -> StageModule:
     mine = [node for node in module.graph.nodes if stage_of(node) == index]
     received = _crossing(module.graph, index - 1) if index else []
     sent = _crossing(module.graph, index) if index < count - 1 else []
@@ -110,7 +121,8 @@ def _stage(module: fx.GraphModule, index: int, count: int, regions: Sequence[Seq
         _finish(graph, tuple(copies[node] for node in output.args[0]))
     random = any(node.meta["random"] for node in mine)
     named = {node.name: copy for node, copy in copies.items()}
-    enclose(graph, [[named[name] for name in region] for region in regions])
+    runs = [([named[name] for name in names], policies) for names, policies in savings]
+    enclose(graph, [[named[name] for name in region] for region in regions], runs)
     apply(graph, [Held(), Seed(), EnterRegions()])
     return StageModule(
         index=index,

@@ -211,7 +211,8 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparin
     return Memory(
         (options.memory_bytes,) * ranks,
         tuple(in_flight),
-        *floors(graph, options.recompute, gradients=summed and not sparing),
+        # Of what lies in another form, as of what regions compute again, a sum over nodes knows nothing.
+        *floors(graph, "auto" if options.saving else options.recompute, gradients=summed and not sparing),
         price=_price(graph, options, placement, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
     )
@@ -259,9 +260,9 @@ def step_ns(
 ) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
     placement = placement or placements(options)[0]
-    # Only where recomputes are placed does the time hang on what stages hold.
+    # Only where something is computed again or saved otherwise does the time hang on what stages hold.
     recomputing = Recomputing(graph, options, tuple(placement))
-    stages = stages_of(graph, assignment, recomputing, weighed=options.recompute != "none")
+    stages = stages_of(graph, assignment, recomputing, weighed=options.recompute != "none" or bool(options.saving))
     problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 

@@ -142,7 +142,7 @@ class Stopwatch:
         """The plan's stages, cut out of a graph of their own: cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply(module.graph, [Group(plan.options.groups)])
-        return Program(self.captured.capture, module, plan.assignment, plan.regions)
+        return Program(self.captured.capture, module, plan.assignment, plan.regions, plan.savings)
 
     @cached_property
     def _inputs(self) -> Sequence[Tensor]:

@@ -15,6 +15,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
+from pipecompile.ir.saving import POLICIES, Policy
 from pipecompile.ir.size import parse_bytes
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.placement import SHAPES
@@ -36,6 +37,9 @@ class Choices(TypedDict, total=False):
     recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
                             whole), "block" or "sqrt" (each block of the model, or about √n of n together), "auto"
                             (what lets each rank fit `memory` at the least extra time)
+    saving                  forms in which stages that do not fit `memory` may besides keep what backwards need, of
+                            "mask", "relu", "pool", "offload" and "half" (docs/recompute.md); gradients stay the
+                            same bit for bit but with "half" (default: none)
     pin                     the stage of nodes, negative ones from the last (default: {})
     groups                  nodes or modules that stay together (default: ())
     parameters_everywhere   whether each stage has a node with parameters (default: no)
@@ -53,6 +57,7 @@ class Choices(TypedDict, total=False):
     optimizer: str | None
     master_weights: bool
     recompute: str
+    saving: Iterable[str]
     pin: Mapping[str, int] | None
     groups: Iterable[Iterable[str]]
     parameters_everywhere: bool
@@ -74,6 +79,7 @@ def options_for(
     master_weights: bool = False,
     costs: str = "measured",
     recompute: str = "none",
+    saving: Iterable[str] = (),
     pin: Mapping[str, int] | None = None,
     groups: Iterable[Iterable[str]] = (),
     parameters_everywhere: bool = False,
@@ -103,6 +109,7 @@ def options_for(
         schedule=schedule,
         objective=objective,
         recompute=cast(Recompute, recompute),
+        saving=_policies(saving),
         memory_bytes=None if memory is None else parse_bytes(memory),
         optimizer=optimizer,
         master_weights=master_weights,
@@ -125,8 +132,13 @@ def _check_recompute(options: Options, placement: Sequence[int]) -> None:
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
             "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
         )
-    if options.recompute == "auto" and len(placement) > max(placement) + 1:
+    several = len(placement) > max(placement) + 1
+    if options.recompute == "auto" and several:
         raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")
+    if options.saving and several:
+        raise InputError("saving chooses for ranks of one stage each; leave it out, or have one stage a rank")
+    if options.saving and options.recompute not in ("none", "auto"):
+        raise InputError(f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them")
 
 
 def _check_kinds(**given: Any) -> None:
@@ -140,6 +152,14 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     if isinstance(given, str) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{what}={given!r} is not a list of names")
     return names
+
+
+def _policies(given: Iterable[str]) -> tuple[Policy, ...]:
+    """In the order in which they are tried."""
+    names = _names("saving", given)
+    for name in names:
+        _one_of("saving", name, POLICIES)
+    return tuple(policy for policy in POLICIES if policy in names)
 
 
 def _one_of(what: str, given: str, known: Iterable[str]) -> None:

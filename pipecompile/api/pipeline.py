@@ -17,7 +17,7 @@ from pipecompile.api.costing import Captured
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
-from pipecompile.codegen.transfer import transfer, transfer_regions
+from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_savings
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
@@ -52,7 +52,7 @@ class Pipeline:
         self.seed = seed
         self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
         self._program = Program(  # the one that was planned
-            captured.capture, captured.module, plan.assignment, plan.regions
+            captured.capture, captured.module, plan.assignment, plan.regions, plan.savings
         )
         self._programs = {self._program.modes: self._program}
         self._target = target
@@ -322,7 +322,8 @@ class Pipeline:
             found = capture_target(self._target, self.plan.options, verify=verify)
             stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._held_by(found))
             regions = transfer_regions(self.plan.regions, self._planned_graph(), found.module, stages)
-            self._programs[modes] = Program(found.capture, found.module, stages, regions)
+            savings = transfer_savings(self.plan.savings, self._planned_graph(), found.module, stages)
+            self._programs[modes] = Program(found.capture, found.module, stages, regions, savings)
         return self._programs[modes]
 
     def _held_by(self, found: Captured) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pipecompile.codegen.regions import Regions
+from pipecompile.codegen.regions import Regions, Savings
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured import Capture
@@ -27,13 +27,18 @@ class Program:
     """A graph of the model cut as the plan says, in one mode (training or evaluation)."""
 
     def __init__(
-        self, captured: Capture, module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions
+        self,
+        captured: Capture,
+        module: fx.GraphModule,
+        assignment: Mapping[str, int],
+        regions: Regions,
+        savings: Savings,
     ) -> None:
         self.captured = captured
         self._surroundings = observed()
         self.remember()
         self.modes = modes_of(captured.model)
-        self.stages: tuple[StageModule, ...] = emit(module, assignment, regions)
+        self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, savings)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
             Shape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))

@@ -21,22 +21,25 @@ def scaled(graph: CostGraph, stages: Sequence[Stage], times: Sequence[Times]) ->
     """The graph whose nodes add up, stage by stage, to `times`, each in proportion to what it cost before.
 
     A stage's forward is the mean of its forward and its recompute, if it has one: a plan's node has one time for both.
-    Of a backward that computes regions again, that is a part.
+    Of a backward that computes regions again, that is a part, and what saving in other forms takes is one of both.
     Halves of a backward that were not measured are scaled as the whole is. What ends the step is its last node's.
     """
     changed: dict[str, Node] = {}
     for stage, measured in zip(stages, times, strict=True):
         nodes = [graph.by_name[name] for name in stage.nodes]
-        changed.update((node.name, node) for node in _scaled_nodes(nodes, _without_regions(stage, measured)))
+        changed.update((node.name, node) for node in _scaled_nodes(nodes, _of_nodes(stage, measured)))
     return msgspec.structs.replace(graph, nodes=tuple(changed[node.name] for node in graph.nodes))
 
 
-def _without_regions(stage: Stage, measured: Times) -> Times:
-    """A backward without what it computes again: that takes as much more or less than expected as the forward does."""
-    if not stage.regions or Kind.BACKWARD not in measured:
+def _of_nodes(stage: Stage, measured: Times) -> Times:
+    """Without what regions and saving take: as much more or less than expected as the forward does."""
+    if not (stage.regions or stage.saving) or Kind.BACKWARD not in measured:
         return measured
-    again = stage.recompute_ns * measured[Kind.FORWARD] // max(1, stage.forward_ns)
-    return {**measured, Kind.BACKWARD: max(0, measured[Kind.BACKWARD] - again)}
+    packing, unpacking = sum(run.forward_ns for run in stage.saving), sum(run.backward_ns for run in stage.saving)
+    expected = max(1, stage.forward_ns + packing)
+    more = (stage.recompute_ns + unpacking) * measured[Kind.FORWARD] // expected
+    forward = measured[Kind.FORWARD] - packing * measured[Kind.FORWARD] // expected
+    return {**measured, Kind.FORWARD: forward, Kind.BACKWARD: max(0, measured[Kind.BACKWARD] - more)}
 
 
 def _scaled_nodes(nodes: Sequence[Node], measured: Times) -> Iterable[Node]:

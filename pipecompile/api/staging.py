@@ -48,12 +48,13 @@ def _stage(
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
-        recompute_ns=again.ns,
+        recompute_ns=again.ns - sum(run.ns for run in again.saving),
         finish_ns=sum(node.finish_ns for node in nodes),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
         recompute=again.kind,
         regions=again.regions,
+        saving=again.saving,
         footprint=again.footprint,
     )
 
@@ -62,7 +63,8 @@ def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: in
     cap = recomputing.options.memory_bytes
     found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
     if found is None:
-        raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again")
+        forms = " or in whatever form it saves" if recomputing.options.saving else ""
+        raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again{forms}")
     return found
 
 

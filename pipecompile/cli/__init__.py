@@ -358,10 +358,19 @@ def verify(target: str, form: str, **options: Any) -> int:
             f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
             f"{len(made.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in made.parameters)} tied over stages",
             *(line for comparison in comparisons for line in _lines(comparison)),
-            "equal" if passed else "DIFFERENT",
+            _verdict(comparisons, passed),
         ]
         say(framed("\n".join(lines), form))
     return FINE if passed else NO
+
+
+def _verdict(comparisons: Sequence[Comparison], passed: bool) -> str:
+    from pipecompile.api.verify import HALF_TOLERANCE
+
+    if not any(comparison.halved for comparison in comparisons):
+        return "equal" if passed else "DIFFERENT"
+    near = f"not exact, as half precision is not: gradients within {HALF_TOLERANCE:.1%}"
+    return near if passed else f"DIFFERENT, by more than half precision explains ({HALF_TOLERANCE:.1%})"
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
@@ -372,6 +381,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "tensors": len(comparison.differences),
         "bit_equal": sum(difference.equal for difference in comparison.differences),
         "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
+        "halved": comparison.halved,
         "passed": comparison.passed,
     }
 
@@ -387,5 +397,6 @@ def _lines(comparison: Comparison) -> list[str]:
     for difference in comparison.differences:
         if not difference.equal:
             cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
+            cause = "saved in half precision" if comparison.halved and difference.kind == "gradient" else cause
             lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
     return lines

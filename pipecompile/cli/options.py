@@ -25,6 +25,8 @@ SCHEDULE_HELP = (
     "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
 )
 
+SAVING_HELP = "Forms for what backwards need, to fit --memory: mask, relu, pool, offload, half (half is not exact)."
+
 OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
 
 COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
@@ -62,6 +64,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--optimizer", help=OPTIMIZER_HELP),
             click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
             click.option("--recompute", default="none", show_default=True, help="auto, none, stage, block or sqrt."),
+            click.option("--saving", default="", metavar="FORM[,…]", help=SAVING_HELP),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
             click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
@@ -83,7 +86,8 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
         if pins.setdefault(node, stage) != stage:
             raise InputError(f"--pin {node}={pins[node]} and {node}={stage}: a node has one stage")
     groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
-    return {**options, "pin": pins, "groups": groups}
+    saving = tuple(filter(None, options.pop("saving").split(",")))
+    return {**options, "pin": pins, "groups": groups, "saving": saving}
 
 
 def _pin(text: str) -> tuple[str, int]:

@@ -7,11 +7,12 @@ from difflib import SequenceMatcher
 
 from torch import fx
 
-from pipecompile.codegen.regions import Regions, fault_of, stage_order, uncheckable
+from pipecompile.codegen.regions import Regions, Savings, fault_of, stage_order, uncheckable
 from pipecompile.errors import CaptureError
+from pipecompile.ir.saving import Policy
 from pipecompile.passes.ties import reads_of
 
-__all__ = ["transfer", "transfer_regions"]
+__all__ = ["transfer", "transfer_regions", "transfer_savings"]
 
 Key = tuple[str, str, str]
 
@@ -69,6 +70,18 @@ def transfer_regions(
             moved = order[places[0] : places[-1] + 1] if places else []
             if fault_of(limits, order, moved) is None and moved not in found.get(stage, ()):
                 found.setdefault(stage, []).append(moved)
+    return found
+
+
+def transfer_savings(
+    savings: Savings, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
+) -> dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]]:
+    """The same for runs of nodes that save by policies."""
+    found: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}
+    for chosen in dict.fromkeys(policies for runs in savings.values() for _, policies in runs):
+        same = {stage: [nodes for nodes, policies in runs if policies == chosen] for stage, runs in savings.items()}
+        for stage, moved in transfer_regions(same, source, module, assignment).items():
+            found.setdefault(stage, []).extend((nodes, chosen) for nodes in moved)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
@@ -80,9 +81,9 @@ class Lives:
         made = defaultdict[int, list[Storage]](list)
         for storage, root in roots.items():
             if self.graph.nodes[root].operator != "placeholder":
-                places = (tuple(sorted(found[storage])) for found in (readers, savers))
+                read, saved = (tuple(sorted(found[storage])) for found in (readers, savers))
                 content = self.graph.contents[storage] if self.graph.contents else None
-                made[root].append(Storage(self.graph.storages[storage], *places, content, uses[storage]))
+                made[root].append(Storage(self.graph.storages[storage], read, saved, content, uses[storage]))
         return {root: tuple(storages) for root, storages in made.items()}
 
     @cached_property
@@ -93,6 +94,24 @@ class Lives:
             for tensor in self.graph.tensors
             if tensor.consumers
         )
+
+    @cached_property
+    def bytes_per_ns(self) -> Fraction:
+        """The most that one of the larger nodes reads and writes in a nanosecond; 0 where nothing takes time.
+
+        A node counts with twice the less of both, since some read but a part of what they are given; views do not.
+        """
+        read, moved = defaultdict[str, int](int), list[tuple[int, int]]()
+        known: set[int] = set()
+        for tensor in self.graph.tensors:
+            node = self.graph.by_name[tensor.producer]
+            if tensor.storage is not None and tensor.storage not in known and node.forward_ns:
+                moved.append((2 * min(read[node.name], tensor.bytes), node.forward_ns))
+            known |= set() if tensor.storage is None else {tensor.storage}
+            for name in tensor.consumers:
+                read[name] += tensor.bytes
+        largest = max((size for size, _ in moved), default=0)
+        return max((Fraction(size, ns) for size, ns in moved if 4 * size >= largest), default=Fraction(0))
 
     @cached_property
     def gradients(self) -> dict[int, tuple[GradientLife, ...]]:

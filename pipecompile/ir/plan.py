@@ -8,6 +8,7 @@ from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
 from pipecompile.ir.memory import RankMemory
+from pipecompile.ir.saving import Policy
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
 
@@ -25,6 +26,7 @@ __all__ = [
     "Prediction",
     "Recompute",
     "Route",
+    "Saving",
     "Search",
     "Stage",
 ]
@@ -41,7 +43,8 @@ class Options(Value, frozen=True, kw_only=True):
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
     `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, or regions by
-    hand. `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
+    hand; `saving` by which policies they may besides keep what backwards need, where that lets a stage fit.
+    `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
     """
 
     k: Positive
@@ -60,6 +63,7 @@ class Options(Value, frozen=True, kw_only=True):
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None
     master_weights: bool = False
+    saving: tuple[Policy, ...] = ()
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):
@@ -77,12 +81,30 @@ class Boundary(Value, frozen=True, kw_only=True):
     gradient_bytes: NonNegative
 
 
+class Saving(Value, frozen=True, kw_only=True):
+    """Nodes of a stage that follow each other, and by which policies they keep what their backwards need.
+
+    The times are extra ones of a microbatch, in its forward and in its backward.
+    """
+
+    nodes: tuple[str, ...]
+    policies: tuple[Policy, ...]
+    forward_ns: NonNegative
+    backward_ns: NonNegative
+
+    @property
+    def ns(self) -> int:
+        """Both times."""
+        return self.forward_ns + self.backward_ns
+
+
 class Stage(Value, frozen=True, kw_only=True):
     """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
     `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own, or `regions` of its
-    nodes, as part of the backward.
+    nodes, as part of the backward. `saving` are nodes outside of these that save by policies; what that takes is in no
+    other time.
     """
 
     nodes: tuple[str, ...]
@@ -99,6 +121,7 @@ class Stage(Value, frozen=True, kw_only=True):
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage", "regions"]
     regions: tuple[tuple[str, ...], ...] = ()
+    saving: tuple[Saving, ...] = ()
     footprint: Footprint
 
 
@@ -231,6 +254,12 @@ class Plan(Value, frozen=True, kw_only=True):
     def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:
         """By stage the runs of its nodes that its backward computes again."""
         return {index: stage.regions for index, stage in enumerate(self.stages) if stage.regions}
+
+    @property
+    def savings(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Policy, ...]], ...]]:
+        """By stage the runs of its nodes that save by policies, with these."""
+        runs = {index: tuple((run.nodes, run.policies) for run in s.saving) for index, s in enumerate(self.stages)}
+        return {index: chosen for index, chosen in runs.items() if chosen}
 
     def footprints(self, rank: int) -> dict[int, Footprint]:
         """What the stages of a rank hold, by stage."""

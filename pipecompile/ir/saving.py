@@ -30,7 +30,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 Use = Literal["relu", "pool input", "pool indices", "other"]
 POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
 Memory = Literal["cpu", "cuda"]
-CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 15, "cuda": 1 << 22}
+CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
 """How many elements are made bits, or made of them, at a time; a multiple of 8."""
 
 ELEMENT_BYTES: Mapping[str, int] = {

@@ -11,7 +11,7 @@ from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.tape import Held, Tape
 
-__all__ = ["tape_of"]
+__all__ = ["boundaries", "tape_of"]
 
 
 def tape_of(
@@ -50,7 +50,7 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         before=tuple(map(add, before, forms.before)),
         after=tuple(map(add, after, forms.after)),
         held=(*(_held(part, made, position, level) for made in part.made), *forms.held),
-        boundaries=_boundaries(part, position),
+        boundaries=boundaries(part),
         fixed=frozenset(position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again),
     )
 
@@ -105,9 +105,9 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     return zip(*reversed(found), strict=True)
 
 
-def _boundaries(part: Part, position: Mapping[int, int]) -> tuple[int, ...]:
-    """Where nothing that belongs together lies on both sides."""
-    named = {part.graph.nodes[place].name: index for place, index in position.items()}
+def boundaries(part: Part) -> tuple[int, ...]:
+    """Positions between nodes such that nothing that belongs together lies on both sides."""
+    named = {node.name: index for index, node in enumerate(part.own)}
     members = ([named[name] for name in names if name in named] for names in part.graph.together)
     inside = {index for places in members if places for index in range(min(places) + 1, max(places) + 1)}
     return tuple(index for index in range(len(part.nodes) + 1) if index not in inside)

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.saving import POLICIES
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 
 __all__ = [
@@ -56,6 +57,8 @@ def _header(plan: Plan) -> Iterator[str]:
     mean = sum(loads) / len(loads)
     cap = plan.options.memory_bytes
     again = ", recomputing" if any(stage.recompute != "none" for stage in plan.stages) else ""
+    used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
+    again += f", saving by {', '.join(policy for policy in POLICIES if policy in used)}" if used else ""
     cut = _GRANULARITIES[plan.options.granularity]
     yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}{cut}"
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"

@@ -76,10 +76,12 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
     again = stage.recompute == "stage"
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
+    packing = sum(run.forward_ns for run in stage.saving)
+    unpacking = sum(run.backward_ns for run in stage.saving)
     splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return Work(
-        forward_ns=stage.forward_ns + forward_ns,
-        backward_ns=stage.backward_ns + backward_ns + inside,
+        forward_ns=stage.forward_ns + forward_ns + packing,
+        backward_ns=stage.backward_ns + backward_ns + inside + unpacking,
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns if again else 0,

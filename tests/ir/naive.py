@@ -119,18 +119,16 @@ class _Stage:
             return 0, 0
         count = self._count(storage)
         if use == "relu":
-            return -(-count // 8), 2 * min(count, 1 << 15)
+            return -(-count // 8), 2 * min(count, 1 << (16 if self.graph.memory == "cpu" else 22))
         width = next((w for bits, w in ((8, 1), (15, 2), (31, 4)) if (content.bound or 2**63) <= 2**bits), None)
         return None if width is None else (count * width, 0)
 
     def _by_policy(self, policy: str, storage: int) -> tuple[int, int] | None:
         content, size, on_cpu = self.graph.contents[storage], self.graph.storages[storage], self.graph.memory == "cpu"
         assert content is not None
-        count, chunk = self._count(storage), 1 << (15 if on_cpu else 22)
-        if policy == "mask" and content.dtype == "bool":
-            return -(-count // 8), 2 * min(count, chunk)
-        if policy == "mask" and content.is_mask and on_cpu:
-            return -(-count // 8), (1 + WIDTHS[content.dtype]) * min(count, chunk)
+        count, chunk = self._count(storage), 1 << (16 if on_cpu else 22)
+        if policy == "mask" and (content.dtype == "bool" or (content.is_mask and on_cpu)):
+            return -(-count // 8), (1 + (WIDTHS[content.dtype] if on_cpu else 1)) * min(count, chunk)
         if policy == "half" and content.dtype == "float32":
             return size // 2, 0
         return (size * on_cpu, 0) if policy == "offload" else None

@@ -367,10 +367,11 @@ def verify(target: str, form: str, **options: Any) -> int:
 def _verdict(comparisons: Sequence[Comparison], passed: bool) -> str:
     from pipecompile.api.verify import HALF_TOLERANCE
 
-    if not any(comparison.halved for comparison in comparisons):
+    distances = [comparison.distance for comparison in comparisons if comparison.distance is not None]
+    if not distances:
         return "equal" if passed else "DIFFERENT"
-    near = f"not exact, as half precision is not: gradients within {HALF_TOLERANCE:.1%}"
-    return near if passed else f"DIFFERENT, by more than half precision explains ({HALF_TOLERANCE:.1%})"
+    found = f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
+    return f"{'not exact' if passed else 'DIFFERENT'}, as saved in half precision: {found}"
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
@@ -381,7 +382,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "tensors": len(comparison.differences),
         "bit_equal": sum(difference.equal for difference in comparison.differences),
         "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
-        "halved": comparison.halved,
+        "distance": comparison.distance,
         "passed": comparison.passed,
     }
 
@@ -397,6 +398,7 @@ def _lines(comparison: Comparison) -> list[str]:
     for difference in comparison.differences:
         if not difference.equal:
             cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
-            cause = "saved in half precision" if comparison.halved and difference.kind == "gradient" else cause
+            halved = comparison.distance is not None and difference.kind == "gradient"
+            cause = "saved in half precision" if halved else cause
             lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
     return lines

@@ -107,28 +107,44 @@ def _joined(spans: Iterable[_Span], blocks: Sequence[str]) -> list[_Span]:
 
 
 def _priced(part: Part, runs: Sequence[Run]) -> Iterator[Offer]:
-    """Those that free anything."""
-    freed, costs = defaultdict[Run, int](int), defaultdict[Run, SavingCost](lambda: SavingCost(0))
+    """Those that free anything. What several runs save together counts in equal parts: it needs all of them."""
+    freed, costs = defaultdict[Run, Fraction](Fraction), {run: _Bytes() for run in runs}
     for made in part.made:
-        for number, form in enumerate(made.forms):
-            run = part.run[form.savers[0]]
-            freed[run] += made.storage.bytes if not number and not part.is_kept(made) else 0
-            freed[run] -= form.kept(part.graph.memory)
-            costs[run] += form.cost
+        sharers = {part.run[place] for form in made.forms for place in form.savers}
+        for run in sharers if not part.is_kept(made) else ():
+            freed[run] += Fraction(made.storage.bytes, len(sharers))
+        for form in made.forms:
+            owners = {part.run[place] for place in form.savers}
+            for run in owners:
+                freed[run] -= Fraction(form.kept(part.graph.memory), len(owners))
+                costs[run] = costs[run].plus(form.cost, len(owners))
     for run in runs:
         if freed[run] > 0:
             forward, backward = _times_ns(part, run, costs[run])
             names = tuple(part.graph.nodes[place].name for place in run.places)
             saving = Saving(nodes=names, policies=run.policies, forward_ns=forward, backward_ns=backward)
-            yield Offer(Fraction(saving.ns, freed[run]), saving)
+            yield Offer(saving.ns / freed[run], saving)
 
 
-def _times_ns(part: Part, run: Run, cost: SavingCost) -> tuple[int, int]:
+class _Bytes(NamedTuple):
+    """What a run moves: by kernels that encode and decode, and over the link, one way."""
+
+    packed: Fraction = Fraction(0)
+    unpacked: Fraction = Fraction(0)
+    host: Fraction = Fraction(0)
+
+    def plus(self, cost: SavingCost, parts: int) -> _Bytes:
+        """With one of so many parts of `cost`."""
+        more = cost.packing_bytes, cost.unpacking_bytes, cost.host_bytes
+        return _Bytes(*(size + Fraction(each, parts) for size, each in zip(self, more, strict=True)))
+
+
+def _times_ns(part: Part, run: Run, moved: _Bytes) -> tuple[int, int]:
     """Extra time in the forward and in the backward."""
     rate, link = part.lives.bytes_per_ns, 0
     if part.graph.memory == "cuda":
-        link = ceil(Fraction(cost.host_bytes, HOST_BYTES_PER_NS))
+        link = ceil(moved.host / HOST_BYTES_PER_NS)
     nodes = [part.graph.nodes[place] for place in run.places]
     hidden = sum(node.forward_ns for node in nodes), sum(node.backward_ns for node in nodes)
-    packing, unpacking = (ceil(size / rate) if rate else 0 for size in (cost.packing_bytes, cost.unpacking_bytes))
+    packing, unpacking = (ceil(size / rate) if rate else 0 for size in (moved.packed, moved.unpacked))
     return packing + max(0, link - hidden[0]), unpacking + max(0, link - hidden[1])

@@ -57,6 +57,10 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
         (("tensors", 0, "consumers"), ["z"], "tensor of 'a' names 'z', which is not a node"),
         (("tensors", 0, "storage"), 1, "tensor of 'a' names storage 1, but there are 1"),
         (("nodes", 1, "saved"), [1], "node 'b' names storage 1, but there are 1"),
+        (("nodes", 1, "uses"), [["relu"], ["other"]], "node 'b' saves 1 storages, but for 2 uses"),
+        (("nodes", 1, "uses"), [["sigmoid"]], r"\$\.nodes\[1\]\.uses"),
+        (("contents",), [None, None], "there are 1 storages, but contents of 2"),
+        (("contents",), [{"dtype": "float4"}], "contents of 'float4' are not known"),
         (
             ("gradients",),
             [{"producer": "b", "last": "a", "bytes": 1}, {"producer": "b", "last": "a", "bytes": 1, "continues": 0}],

@@ -184,3 +184,33 @@ def test_a_backward_makes_the_gradients_of_parameters_too(chain: Observation) ->
     weight = 8 * 8 * 4
     assert chain.nodes["second"].backward_peak == SIZE + weight
     assert chain.nodes["first"].backward_peak == weight, "the minibatch needs no gradient"
+
+
+class Used(nn.Module):
+    """ReLU, pooling and dropout, each on what the one before returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.line(value).relu()
+        value = nn.functional.max_pool2d(value, 2)
+        value = nn.functional.avg_pool2d(value, 2)
+        return nn.functional.dropout(value, 0.3).masked_fill(value > 0.5, 0.0).sin()
+
+
+def test_what_saved_storages_hold_and_what_for() -> None:
+    model, value = Used().train(), torch.rand(2, 4, 8, 8)
+    captured = capture(model, arguments_of(model, value))
+    found = observed(captured.instantiate(arguments_of(model, value)), value)
+    uses = {name: facts.uses for name, facts in found.nodes.items() if facts.uses}
+    kinds = {name: [found.contents[storage] for storage in facts.saved] for name, facts in found.nodes.items()}
+    assert uses["relu"] == (("relu",),)
+    assert uses["max_pool2d"] == (("pool input",), ("pool indices",))
+    assert [content.bound for content in kinds["max_pool2d"]] == [None, 64]
+    assert kinds["max_pool2d"][1].dtype == "int64"
+    assert uses["avg_pool2d"] == (("pool input",),)
+    assert [content.is_mask for content in kinds["dropout"]] == [True]
+    assert [(content.dtype, content.is_mask) for content in kinds["masked_fill"]] == [("bool", True)]
+    assert uses["sin"] == (("other",),) and not kinds["sin"][0].is_mask

@@ -37,10 +37,14 @@ class Recomputed:
     def __call__(self, *values: Any) -> Any:
         """The tuple that the body returns."""
         if not torch.is_grad_enabled():
-            return compute(self.body, values)
+            return self.compute(values)
         runs = _Runs(self, values)
         # Our seeds decide every number that is drawn: torch need not keep the generators' state.
         return checkpoint(runs, *values[self.buffers :], use_reentrant=False, preserve_rng_state=False)
+
+    def compute(self, values: Sequence[Any]) -> Any:
+        """One run of the body."""
+        return compute(self.body, values)
 
 
 class _Runs:
@@ -61,7 +65,7 @@ class _Runs:
     def __call__(self, *values: Any) -> Any:
         if self._first:
             self._first = False
-            return compute(self._region.body, (*self._buffers, *values))
+            return self._region.compute((*self._buffers, *values))
         # Parameters that come by themselves are watched by autograd, which would not see those within modules.
         if _versions(values) != self._versions:
             raise InputError(
@@ -80,7 +84,7 @@ class _Runs:
             stack.enter_context(swapped(self._writers, twins))
             if self._moment is not None:
                 stack.enter_context(at(self._moment, _cuda_devices(values)))
-            return compute(self._region.body, (*fresh[:count], *values))
+            return self._region.compute((*fresh[:count], *values))
 
 
 def compute(body: fx.GraphModule, values: Sequence[Any]) -> Any:

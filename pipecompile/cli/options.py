@@ -50,6 +50,11 @@ self_check_option = click.option(
 )
 
 
+def _listed(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(filter(None, text.split(",")))
+
+
 def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that decide a plan."""
     for option in reversed(
@@ -64,7 +69,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--optimizer", help=OPTIMIZER_HELP),
             click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
             click.option("--recompute", default="none", show_default=True, help="auto, none, stage, block or sqrt."),
-            click.option("--saving", default="", metavar="FORM[,…]", help=SAVING_HELP),
+            click.option("--saving", default="", callback=_listed, metavar="FORM[,…]", help=SAVING_HELP),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
             click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
             click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
@@ -86,8 +91,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
         if pins.setdefault(node, stage) != stage:
             raise InputError(f"--pin {node}={pins[node]} and {node}={stage}: a node has one stage")
     groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
-    saving = tuple(filter(None, options.pop("saving").split(",")))
-    return {**options, "pin": pins, "groups": groups, "saving": saving}
+    return {**options, "pin": pins, "groups": groups}
 
 
 def _pin(text: str) -> tuple[str, int]:

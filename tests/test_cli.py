@@ -176,6 +176,18 @@ def test_verify(form: str) -> None:
         assert result.stdout.rstrip().endswith("equal\n```" if form == "github" else "equal")
 
 
+def test_half_precision_is_named_where_plans_and_verdicts_are_shown() -> None:
+    options = (f"{MODELS}:gpt2", "-k", "1", "--microbatches", "4", "--costs", "flops", "--no-self-check")
+    plain = decode(invoke("plan", *options, "--format", "json").stdout.encode(), Plan, origin="stdout")
+    cap = str(plain.prediction.memory[0].total.bound * 85 // 100)
+    result = invoke("verify", *options, "--memory", cap, "--saving", "half,mask")
+    assert result.exit_code == 0, result.output
+    assert "relative (saved in half precision)" in result.stdout
+    assert "not exact, as saved in half precision: gradients differ by" in result.stdout
+    shown = invoke("plan", *options, "--memory", cap, "--saving", "half,mask")
+    assert ", saving by " in shown.stdout and "half" in shown.stdout.splitlines()[0]
+
+
 def imported(*arguments: str) -> list[str]:
     """Which of the large libraries a command has imported when it is done."""
     code = (

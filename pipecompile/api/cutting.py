@@ -14,7 +14,7 @@ from pipecompile.api.recomputing import Recomputing, moments_of
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
-from pipecompile.ir.floors import buffers, floors
+from pipecompile.ir.floors import buffers, floors, freeable
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
@@ -214,6 +214,7 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparin
         *floors(graph, options.recompute, gradients=summed and not sparing),
         price=_price(graph, options, placement, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
+        freeable=freeable(graph) if alone and options.recompute == "auto" else (),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,9 @@ __all__ = ["Chain", "Chains"]
 
 NEVER = -1  # the price of a stage that cannot be
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
+FLOORS_MAX = 1 << 23  # pairs whose least prices are remembered
+GUESS = 64  # a guess is off by less than the square of this part of a cap
+ROUNDING = 1e-9  # more than sums of floating point numbers are off
 
 
 @dataclass(frozen=True)
@@ -42,14 +46,19 @@ class Chains:
 
     With `rough`, `endpoint` is taken for `relay`, which is faster and never charges less.
 
-    `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be.
+    `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be. One that
+    was not priced yet pays the least that it may, with the bytes that `guesses` has for its stage held besides; if
+    `closed`, it cannot be.
     """
 
     family: Boundaries
     near: dict[int, Rows] = field(default_factory=dict)
     rough: bool = False
     priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
+    guesses: dict[int, int] = field(default_factory=dict)
+    closed: bool = False
     _prices: dict[int, Integers] = field(default_factory=dict)
+    _floors: dict[tuple[int, int, bytes, bytes], Integers] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -170,6 +179,67 @@ class Chains:
             return held
         return held + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
 
+    def taken(self, stage: int, a: int, b: int) -> int:
+        """What the stage between two rows of a chain is taken to pay, ns."""
+        price = self.priced.get((stage, a, b))
+        return self._floor_of(stage, a, b, self.guesses.get(stage, 0)) if price is None else price
+
+    def guess(self, stage: int, a: int, b: int) -> None:
+        """Takes it that a stage needs as much memory besides as explains what the one between two rows pays."""
+        price, low = self.priced[stage, a, b], 0
+        high = max(1, 2 * self.guesses.get(stage, 0))
+        memory = self.problem.memory
+        assert memory is not None
+        cap = memory.caps[self.problem.stage_ranks[stage]]
+        if price is None:
+            self.guesses[stage] = min(cap, max(high, cap // GUESS))
+            return
+        while high < cap and self._floor_of(stage, a, b, high) < price:
+            low, high = high, 2 * high
+        while high - low > cap // GUESS**2:
+            middle = (low + high) // 2
+            low, high = (middle, high) if 0 <= self._floor_of(stage, a, b, middle) < price else (low, middle)
+        self.guesses[stage] = high
+
+    def _floor_of(self, stage: int, a: int, b: int, besides: int) -> int:
+        return int(self._floor(np.array([a], np.intp), np.array([b], np.intp), stage, besides)[0, 0])
+
+    def floor(self, a: Rows, b: Rows, stage: int) -> Integers:
+        """The least that every pair pays to fit its memory, ns, or as is guessed; NEVER where nothing helps."""
+        besides = self.guesses.get(stage, 0)
+        key = stage, besides, a.tobytes(), b.tobytes()
+        if key in self._floors:
+            return self._floors[key]
+        found = self._floor(a, b, stage, besides)
+        if not besides and len(a) * len(b) + sum(known.size for known in self._floors.values()) <= FLOORS_MAX:
+            self._floors[key] = found
+        return found
+
+    @property
+    def most_guessed(self) -> int:
+        """No stage that was not priced yet is taken to pay more, in ns."""
+        memory = self.problem.memory
+        if memory is None:
+            return 0
+        held = self.family.sums.freeable[:, -1].tolist()
+        return ceil(sum(size * each.rate for size, each in zip(held, memory.freeable, strict=True)))
+
+    def _floor(self, a: Rows, b: Rows, stage: int, besides: int) -> Integers:
+        """What is too much, freed from the cheapest class on: a fractional knapsack."""
+        memory, sums = self.problem.memory, self.family.sums.freeable
+        assert memory is not None
+        flight, every = memory.in_flight[stage], sums.sum(axis=0)
+        over = self._held(memory, a, b, stage) + besides - memory.caps[self.problem.stage_ranks[stage]]
+        missing = -(-over // flight) + every[b][None, :] - every[a][:, None]
+        spent = np.zeros(missing.shape)
+        for each, held in zip(memory.freeable, sums, strict=True):
+            if not (missing > 0).any():
+                break
+            freed = np.clip(missing, 0, np.maximum(held[b][None, :] - held[a][:, None], 0))
+            spent += freed * float(each.rate)
+            missing -= freed
+        return np.where(missing > 0, NEVER, np.floor(spent * (1 - ROUNDING)).astype(np.int64))
+
     def pay(self, stage: int, a: int, b: int, extra: int | None) -> None:
         """Notes what the stage between two rows was found to pay."""
         self.priced[stage, a, b] = extra
@@ -177,16 +247,20 @@ class Chains:
         self._prices[stage] = np.concatenate([known, [[a, b, NEVER if extra is None else extra]]])
 
     def _add_prices(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
-        """Adds what stages were found to pay, in place."""
-        if stage not in self._prices:
+        """Adds what stages were found to pay, and what others pay at the least or as is guessed, in place."""
+        if self.problem.memory is None or self.problem.memory.price is None:
             return
-        before, after, extra = self._prices[stage].T
+        floor = self.floor(a, b, stage)
+        allowed = fits.copy()
+        fits &= (floor != NEVER) & (not self.closed)
+        load += np.maximum(floor, 0)
+        before, after, extra = self._prices.get(stage, np.zeros((0, 3), np.int64)).T
         i, j = np.searchsorted(a, before), np.searchsorted(b, after)
         here = (i < len(a)) & (j < len(b))
         here[here] = (a[i[here]] == before[here]) & (b[j[here]] == after[here])
         i, j, extra = i[here], j[here], extra[here]
-        fits[i, j] &= extra != NEVER
-        load[i, j] += np.where(extra == NEVER, 0, extra)
+        fits[i, j] = allowed[i, j] & (extra != NEVER)
+        load[i, j] += np.maximum(extra, 0) - np.maximum(floor[i, j], 0)
 
     def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
         """The chain of least Σ load², then least maximum; or of least maximum alone."""
@@ -255,7 +329,7 @@ class _Squares:
         problem, sums = chains.problem, chains.family.sums
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
         crossing = max((int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0)
-        priced = max((extra or 0 for extra in chains.priced.values()), default=0)
+        priced = max((extra or 0 for extra in chains.priced.values()), default=0) + chains.most_guessed
         spare = chains.ranks - problem.k
         reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
         most = int(total / min(speeds)) + 1 + 2 * crossing + priced + reduction

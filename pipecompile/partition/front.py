@@ -33,6 +33,7 @@ from pipecompile.partition.windows import Limit
 
 __all__ = ["solve"]
 
+SECONDS = 10.0  # of work on a problem, unless told otherwise
 SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
 PAIRS_PER_SECOND = 6_000_000  # that a search looks at, on one core of 2020 or later
 IDEALS_PER_SECOND = 1_000_000  # that are listed
@@ -42,11 +43,11 @@ ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
-PRICES_PER_SECOND = 200
+NODES_PRICED_PER_SECOND = 10_000
 STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
-def solve(problem: Problem, *, seconds: float = 10.0) -> Partition:
+def solve(problem: Problem, *, seconds: float = SECONDS) -> Partition:
     """The best cut that about `seconds` of work find, with a bound; the same one every time.
 
     InfeasibleError says which constraint cannot be met, where, and by how much.
@@ -91,8 +92,9 @@ class _Search:
 
     @cached_property
     def pricing(self) -> Pricing:
-        pairs = int(self.seconds * PAIRS_PER_SECOND)
-        return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k, pairs_limit=pairs)
+        pairs, k = int(self.seconds * PAIRS_PER_SECOND), self.problem.k
+        prices = int(self.seconds * NODES_PRICED_PER_SECOND * k / len(self.problem.graph.nodes))
+        return Pricing(self.problem, prices + 10 * k, pairs_limit=pairs)
 
     @property
     def spent(self) -> float:
@@ -167,11 +169,8 @@ class _Search:
 
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
         """Keeps a chain if it is better than the best so far."""
-        stages = np.zeros(self.instance.count, np.intp)
-        for row in chain.rows[1:]:
-            stages += ~chains.family.contains(row)
         replicas = None if self.problem.replica_ranks is None else chain.replicas
-        self._keep(tuple(stages.tolist()), replicas, self.pricing.extra_ns(chains.family, chain), method)
+        self._keep(_stages_of(chains, chain), replicas, self.pricing.extra_ns(chains.family, chain), method)
 
     def _keep(
         self, stages: tuple[int, ...], replicas: tuple[int, ...] | None, extra_ns: Mapping[int, int], method: str
@@ -191,7 +190,7 @@ class _Search:
         """Every cut that is as good as the best so far, if they can be listed in a share of the budget."""
         if self.limit == self.too_many:
             return
-        chains = every_cut(self.instance, self.limit)
+        chains = every_cut(self.instance, self.limit, min(1.0, self.seconds / SECONDS))
         self.too_many = self.limit if chains is None else None
         if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
             return
@@ -199,8 +198,17 @@ class _Search:
         if found is not None:
             self._take(chains, found, "ideal-dp")
         self.done = self.pricing.complete
+        self._bound_by_least(chains)
         if self.done and self.best is not None:
             self.best = replace(self.best, method="ideal-dp")  # what proved it
+
+    def _bound_by_least(self, chains: Chains) -> None:
+        """Where prices are not all known: nothing among all cuts is better than the best with what stages may pay."""
+        if self.pricing.least is not None and self.best is not None:
+            chain, taken = self.pricing.least
+            loads = stage_loads(self.problem, self.instance.assignment(_stages_of(chains, chain)))
+            value = self._value([load + taken[stage] for stage, load in enumerate(loads)])[0]
+            self.bound = max(self.bound, min(value, self.best.value[0]))
 
     def _refine(self, share: float) -> None:
         """Shuffles the order inside the stages and lists what lies near the best cut, for a share of the budget."""
@@ -279,6 +287,14 @@ class _Search:
         if not self._allowed(stages):
             return None
         return self._value(stage_loads(self.problem, self.instance.assignment(stages)))
+
+
+def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:
+    """The stage of each unit."""
+    stages = np.zeros(chains.family.instance.count, np.intp)
+    for row in chain.rows[1:]:
+        stages += ~chains.family.contains(row)
+    return tuple(stages.tolist())
 
 
 def _fastest_step(problem: Problem, seconds: float) -> Partition:

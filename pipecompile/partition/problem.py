@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.floors import Freeable
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
@@ -51,7 +52,9 @@ class Memory:
 
     A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
     stage. With `price` that sum, and `floor`, are only what it holds at the least: `price(candidate)` then says how
-    many ns the stage must spend more per microbatch to fit its budget (it may recompute), or None if it cannot.
+    many ns the stage must spend more per microbatch to fit its budget (it may recompute), or None if it cannot. It is
+    never less than what it takes to free of `freeable`, the cheapest first and per microbatch in flight, what the stage
+    would hold too much with all of that kept.
     """
 
     caps: tuple[int, ...]
@@ -60,6 +63,7 @@ class Memory:
     saved: Mapping[str, int]
     price: Callable[[Candidate], int | None] | None = None
     floor: Floor | None = None
+    freeable: tuple[Freeable, ...] = ()
 
     @staticmethod
     def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int) -> Memory:

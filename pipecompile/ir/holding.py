@@ -224,7 +224,7 @@ class _Stage(Part):
             if place in entries:
                 highest = max(highest, now + entries[place].peak)
                 now += entries[place].left
-            if rise:
+            if rise or place in padding:
                 highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + padding[place])
             if place in after:
                 now += after[place]

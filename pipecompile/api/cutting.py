@@ -145,22 +145,23 @@ def _missing(
 
     By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
     """
-    assert options.memory_bytes is not None
+    caps, rank = options.caps(max(placement) + 1), placement[min(stages)]
+    assert caps is not None
     allocator = ALLOCATORS[graph.memory]
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
         left = room(
             stages,
-            options.memory_bytes,
+            caps[rank],
             microbatches=options.microbatches,
             allocator=allocator,
             recomputed=again,
         )
         return max(0, needed - left)
     name = stand_in(options, placement)
-    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[placement[min(stages)]]
+    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[rank]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
-    return max(0, memory.total.bound - options.memory_bytes)
+    return max(0, memory.total.bound - caps[rank])
 
 
 def problem_of(
@@ -200,16 +201,17 @@ def problem_of(
 
 def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
-    if options.memory_bytes is None:
+    ranks = max(placement) + 1
+    caps = options.caps(ranks)
+    if caps is None:
         return None
     from pipecompile.partition.problem import Floor, Memory
 
-    ranks = max(placement) + 1
     alone = ranks == options.k
     in_flight = (1,) * options.k if sparing else flights(options, placement)
     summed = options.microbatches > max(in_flight)  # a backward has been when most microbatches are in flight
     return Memory(
-        (options.memory_bytes,) * ranks,
+        caps,
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing),
         price=_price(graph, options, placement, sparing) if alone else None,
@@ -270,7 +272,8 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
     if options.memory_bytes is None:
         return ""
-    most = options.k if links.ranks is not None else 2 * options.k + 2  # links of some ranks are for no others
+    of_ranks = links.ranks is not None or isinstance(options.memory_bytes, tuple)  # what they list is for no others
+    most = options.k if of_ranks else 2 * options.k + 2
     more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, most + 1)]
     changed = {f"k={other.k}": other for other in more}
     if options.recompute == "none":

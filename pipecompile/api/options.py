@@ -15,7 +15,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
-from pipecompile.ir.size import parse_bytes
+from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.placement import SHAPES
 
@@ -30,7 +30,7 @@ class Choices(TypedDict, total=False):
     stages_per_rank         how many stages share a rank (default: what the schedule needs)
     placement               "linear", "loop" or "v" (default: what the schedule needs; a search tries all)
     objective               "variance", "max-load" or "step-time" (default: "variance")
-    memory                  the cap of each rank, "16GiB" or bytes (default: none)
+    memory                  the cap of each rank, "16GiB" or bytes, or a list of one for each (default: none)
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
     recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
@@ -49,7 +49,7 @@ class Choices(TypedDict, total=False):
     stages_per_rank: int | None
     placement: str | None
     objective: str
-    memory: int | str | None
+    memory: int | str | Sequence[int | str] | None
     optimizer: str | None
     master_weights: bool
     recompute: str
@@ -69,7 +69,7 @@ def options_for(
     stages_per_rank: int | None = None,
     placement: str | None = None,
     objective: str = "variance",
-    memory: int | str | None = None,
+    memory: int | str | Sequence[int | str] | None = None,
     optimizer: str | None = None,
     master_weights: bool = False,
     costs: str = "measured",
@@ -103,7 +103,7 @@ def options_for(
         schedule=schedule,
         objective=objective,
         recompute=cast(Recompute, recompute),
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_budget(memory),
         optimizer=optimizer,
         master_weights=master_weights,
         costs=costs,
@@ -115,11 +115,13 @@ def options_for(
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
-    _check_recompute(options, placements(options)[0])  # what does not go together is refused before any capture
+    _check_together(options, placements(options)[0])
     return options
 
 
-def _check_recompute(options: Options, placement: Sequence[int]) -> None:
+def _check_together(options: Options, placement: Sequence[int]) -> None:
+    """What does not go together is refused before any capture."""
+    options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in (*SPLIT, "search"):
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "

@@ -84,14 +84,15 @@ def ordered(
     InfeasibleError if none is found.
     """
     problem = problem_of_stages(stages, links, placement, options.microbatches)
+    given = options.caps(max(placement) + 1)
 
     def excess(schedule: Schedule) -> tuple[int, ...]:
-        return excess_of(stages, schedule, options.memory_bytes, allocator)
+        return excess_of(stages, schedule, given, allocator)
 
-    room = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
+    room = activation_caps(stages, placement, options.microbatches, given, allocator)
     safe, ordering = replace(problem, caps=room), None
     if options.schedule == "search":
-        caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator, highest=True)
+        caps = activation_caps(stages, placement, options.microbatches, given, allocator, highest=True)
         compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
     else:
         compute = named_within(options.schedule, safe, excess)

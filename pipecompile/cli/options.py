@@ -27,6 +27,8 @@ SCHEDULE_HELP = (
 
 OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
 
+MEMORY_HELP = "Cap of each rank, such as 16GiB, or one a rank with commas between."
+
 COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
 
 format_option = click.option(
@@ -58,7 +60,7 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--stages-per-rank", type=int, help="Stages on each rank; default what the schedule needs."),
             click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
             click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
-            click.option("--memory", help="Cap of each rank, such as 16GiB."),
+            click.option("--memory", help=MEMORY_HELP),
             click.option("--optimizer", help=OPTIMIZER_HELP),
             click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
             click.option("--recompute", default="none", show_default=True, help="auto, none, stage, block or sqrt."),

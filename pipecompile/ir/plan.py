@@ -10,6 +10,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.size import budgets
 
 __all__ = [
     "GRANULARITIES",
@@ -36,7 +37,7 @@ RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Options(Value, frozen=True, kw_only=True):
-    """What was asked for. `memory_bytes` is the cap of each rank, None for no cap.
+    """What was asked for. `memory_bytes` is the cap of every rank, or one for each; None for no cap.
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
@@ -49,7 +50,7 @@ class Options(Value, frozen=True, kw_only=True):
     schedule: str
     objective: str
     recompute: Recompute
-    memory_bytes: NonNegative | None
+    memory_bytes: NonNegative | tuple[NonNegative, ...] | None
     costs: str
     pin: dict[str, int] = {}
     groups: tuple[tuple[str, ...], ...] = ()
@@ -60,6 +61,10 @@ class Options(Value, frozen=True, kw_only=True):
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None
     master_weights: bool = False
+
+    def caps(self, ranks: int) -> tuple[int, ...] | None:
+        """The cap of each rank, if there are any; InputError if they are listed for another number of ranks."""
+        return None if self.memory_bytes is None else budgets(self.memory_bytes, ranks)
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):
@@ -211,6 +216,7 @@ class Plan(Value, frozen=True, kw_only=True):
         if not self.links.fits(self.ranks):
             raise ValueError(f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}")
         _same("k of the options", self.options.k, "k", self.k)
+        self.options.caps(self.ranks)
         _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
         if (self.options.schedule == "search") != (self.ordering is not None):
             raise ValueError("a plan says how its schedule was searched for if that was asked for, and only then")

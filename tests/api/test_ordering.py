@@ -76,6 +76,11 @@ def planned(graph: CostGraph, **changes: Any) -> Plan:
     return made
 
 
+def replaced(plan: Plan, **changes: Any) -> Plan:
+    """The plan as if its options had been these."""
+    return msgspec.structs.replace(plan, options=msgspec.structs.replace(plan.options, **changes))
+
+
 EVEN = chain([(20, 20, 20)] * 16)
 
 
@@ -159,6 +164,29 @@ def test_stages_that_share_a_rank_fit_together_or_the_plan_is_refused() -> None:
     assert max(memory.total.bound for memory in made.prediction.memory) <= 40 * MIB
     with pytest.raises(InfeasibleError):
         planned(EVEN, schedule="zb-v", k=8, memory_bytes=12 * MIB)
+
+
+@pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("search", 1), ("zb-v", 2)])
+def test_each_rank_has_a_budget_of_its_own(name: str, each: int) -> None:
+    asked: dict[str, Any] = {"schedule": name, "k": 4 * each}
+    free = planned(EVEN, **asked)
+    needed = [memory.total.bound for memory in free.prediction.memory]
+    caps = (needed[0] * 3 // 4, *(2 * size for size in needed[1:]))
+    made = planned(EVEN, **asked, memory_bytes=caps)
+    assert all(held.total.bound <= cap for held, cap in zip(made.prediction.memory, caps, strict=True))
+    assert made.assignment != free.assignment
+    one, listed = (planned(EVEN, **asked, memory_bytes=size) for size in (max(needed), (max(needed),) * 4))
+    assert encode(msgspec.structs.replace(listed, options=one.options)) == encode(one)
+    over = replaced(made, memory_bytes=(needed[0] // 2, *caps[1:]))
+    assert violations(over)[0].startswith("rank 0 may need ")
+    assert violations(over)[0].endswith(f"over its cap of {needed[0] // 2}; plan again")
+
+
+def test_budgets_of_some_ranks_are_for_no_others() -> None:
+    with pytest.raises(InfeasibleError, match="neither up to 4 stages nor recompute would fit"):
+        planned(EVEN, memory_bytes=(MIB,) * 4)
+    with pytest.raises(ValueError, match="memory lists 3 budgets, but there are 4 ranks"):
+        replaced(planned(EVEN), memory_bytes=(MIB,) * 3)
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:

@@ -52,6 +52,15 @@ def test_what_does_not_fit_is_computed_again(name: str, share: float) -> None:
     assert 0 < again < sum(stage.forward_ns for stage in plan.stages) // 2
 
 
+def test_only_ranks_that_lack_memory_compute_again() -> None:
+    fitting = planned("gpt2")
+    first, second = peaks(fitting)
+    caps = [int(0.8 * first), 2 * second]
+    plan = planned("gpt2", memory=caps, recompute="auto", pin=fitting.assignment)
+    assert set(plan.regions) == {0} and peaks(plan)[0] <= caps[0]
+    assert plan.stages[1] == fitting.stages[1]
+
+
 def test_nothing_is_computed_again_where_all_fits() -> None:
     assert planned("gpt2", recompute="auto").regions == {}
     assert planned("gpt2", recompute="auto", memory="1GiB").regions == {}

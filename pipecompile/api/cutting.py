@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,7 @@ def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partiti
             options,
             problem.stage_ranks,
             {index: stage.footprint for index, stage in stages.items()},
-            {index for index, stage in stages.items() if stage.recompute == "stage"},
+            {index for index, stage in stages.items() if stage.recomputes},
             sparing=sparing,
         )
         for stages in held
@@ -159,7 +160,8 @@ def _missing(
         )
         return max(0, needed - left)
     name = stand_in(options, placement)
-    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[rank]
+    but_last = options.recompute == "except-last"
+    at = moments_of(name, tuple(placement), options.microbatches, bool(again), but_last)[rank]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
     return max(0, memory.total.bound - caps[rank])
 
@@ -187,7 +189,7 @@ def problem_of(
         objective=options.objective,
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
-        recompute=options.recompute == "stage",
+        recompute=_share_again(options),
         memory=_memory(graph, options, placement, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
@@ -219,6 +221,12 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparin
     )
 
 
+def _share_again(options: Options) -> Fraction:
+    """The part of a step's microbatches whose forward the policy has run again, in all stages but the last."""
+    spared = {"stage": 0, "except-last": 1}.get(options.recompute, options.microbatches)
+    return Fraction(options.microbatches - spared, options.microbatches)
+
+
 def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     """Pairs of nodes whose stages must not fall, so that gradients are summed in the order of the unsplit model.
 
@@ -244,10 +252,10 @@ def _price(
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
             return None
-        again = (candidate.stage,) if found.kind == "stage" else ()
+        again = (candidate.stage,) if found.kind in ("stage", "except-last") else ()
         if _missing(graph, within, placement, {candidate.stage: found.footprint}, again, sparing=sparing):
             return None
-        return 0 if options.recompute == "stage" else found.ns
+        return 0 if options.recompute in ("stage", "except-last") else found.ns
 
     return price
 

@@ -34,8 +34,9 @@ class Choices(TypedDict, total=False):
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
     recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
-                            whole), "block" or "sqrt" (each block of the model, or about √n of n together), "auto"
-                            (what lets each rank fit `memory` at the least extra time)
+                            whole), "except-last" (so for all microbatches but a step's last), "block" or "sqrt" (each
+                            block of the model, or about √n of n together), "auto" (what lets each rank fit `memory` at
+                            the least extra time)
     pin                     the stage of nodes, negative ones from the last (default: {})
     groups                  nodes or modules that stay together (default: ())
     parameters_everywhere   whether each stage has a node with parameters (default: no)
@@ -126,6 +127,11 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
             "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
+        )
+    if options.recompute == "except-last" and options.schedule == "search":
+        raise InputError(
+            "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
+            "choose stage, or a named schedule"
         )
     if options.recompute == "auto" and len(placement) > max(placement) + 1:
         raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")

@@ -33,8 +33,9 @@ def floors(graph: CostGraph, recompute: Recompute, *, gradients: bool) -> tuple[
         parameter = graph.parameter_by_name[name]
         for reader in nodes:
             resident[reader] += rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
-    kept = resident if recompute == "stage" else saved
-    for producer, storage in _roots(graph, savers) if recompute in ("none", "stage") else ():
+    whole = recompute in ("stage", "except-last")
+    kept = resident if whole else saved
+    for producer, storage in _roots(graph, savers) if whole or recompute == "none" else ():
         if graph.by_name[producer].operator != "placeholder":
             kept[producer] += rounded(graph.storages[storage])
     return resident, saved

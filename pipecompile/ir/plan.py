@@ -32,7 +32,7 @@ __all__ = [
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-Recompute = Literal["auto", "none", "stage", "block", "sqrt"]
+Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
@@ -41,8 +41,9 @@ class Options(Value, frozen=True, kw_only=True):
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
-    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, or regions by
-    hand. `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
+    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, all but for the
+    step's last microbatch, or regions by hand. `granularity` says what the model was cut between, `leaf` which modules
+    were asked to be one node.
     """
 
     k: Positive
@@ -86,8 +87,8 @@ class Stage(Value, frozen=True, kw_only=True):
     """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
-    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own, or `regions` of its
-    nodes, as part of the backward.
+    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own ("stage", or for all
+    microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward.
     """
 
     nodes: tuple[str, ...]
@@ -102,9 +103,14 @@ class Stage(Value, frozen=True, kw_only=True):
     finish_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
-    recompute: Literal["none", "stage", "regions"]
+    recompute: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...] = ()
     footprint: Footprint
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it runs its forward again, in actions of its own."""
+        return self.recompute in ("stage", "except-last")
 
 
 class Route(Value, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
     held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
-    again = stage.recompute == "stage"
+    again = stage.recomputes
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return Work(
@@ -91,6 +91,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         between_bytes=held + outputs * again + (stage.footprint.between - stage.footprint.dropped).bound,
         splits=splits,
         recompute=again,
+        but_last=stage.recompute == "except-last",
     )
 
 
@@ -112,7 +113,7 @@ def activation_caps(
     taken, caps = ALLOCATORS[allocator], []
     for rank, cap in enumerate(given):
         held = stages_on(stages, placement, rank)
-        again = {index for index in held if stages[index].recompute == "stage"}
+        again = {index for index in held if stages[index].recomputes}
         if highest:
             caps.append(ceiling(held, cap, microbatches=microbatches, allocator=taken))
         else:

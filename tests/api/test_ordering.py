@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
@@ -85,7 +85,7 @@ EVEN = chain([(20, 20, 20)] * 16)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
 def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recompute: str) -> None:
     made = planned(EVEN, k=8, schedule=name, recompute=recompute)
     assert made.schedule.name == name and made.ordering is None
@@ -94,7 +94,16 @@ def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recom
     assert made.prediction.step_ns == simulate_plan(made).makespan_ns
     halves = any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
     assert halves == (name in SPLIT)
-    assert any(action.kind is Kind.RECOMPUTE for _, action in made.schedule) == (recompute == "stage")
+    again = sorted((a.stage, a.microbatch) for _, a in made.schedule if a.kind is Kind.RECOMPUTE)
+    assert again == list(product(range(7), range({"none": 0, "stage": 8, "except-last": 7}[recompute])))
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
+def test_cuts_are_compared_by_what_is_computed_again(recompute: str) -> None:
+    """Of four microbatches all, or three: a mean that the schedule has, too."""
+    made = planned(EVEN, microbatches=4, recompute=recompute)
+    assert made.search.values["max_load_ns"] == max(made.prediction.loads_ns)
+    assert made.search.values["sum_of_squares_ns2"] == sum(load**2 for load in made.prediction.loads_ns)
 
 
 def test_placements_follow_the_schedule_the_options_or_both() -> None:

@@ -31,7 +31,7 @@ TRIES = 6  # as less memory is allowed, where the peak of regions is not that of
 class Again(NamedTuple):
     """What a stage computes again, all of it or regions, and what it holds then; `ns` is the extra time."""
 
-    kind: Literal["none", "stage", "regions"]
+    kind: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...]
     ns: int
     footprint: Footprint
@@ -61,10 +61,10 @@ class Recomputing:
         policy = self.options.recompute
         if policy == "auto":
             return self._cheapest(index, before, nodes, cap, plain)
-        if index == self.options.k - 1 or policy == "none":
+        if index == self.options.k - 1 or policy == "none" or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
-        if policy == "stage":
-            return plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
+        if policy in ("stage", "except-last"):
+            return plain._replace(kind=policy, ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
         return self._by_policy(before, nodes)
 
     def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
@@ -137,6 +137,11 @@ class Recomputing:
 
 
 @lru_cache(maxsize=8)
-def moments_of(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute."""
-    return tuple(map(moments, generate(name, placement, microbatches, again).rows))
+def moments_of(
+    name: str, placement: tuple[int, ...], microbatches: int, again: bool, but_last: bool = False
+) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute.
+
+    `but_last` if the step's last microbatch is not computed again.
+    """
+    return tuple(map(moments, generate(name, placement, microbatches, again, but_last=but_last).rows))

@@ -43,8 +43,9 @@ def floors(graph: CostGraph, recompute: Recompute, *, gradients: bool) -> tuple[
         parameter = graph.parameter_by_name[name]
         for reader in nodes:
             resident[reader] += rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
-    kept = resident if recompute == "stage" else saved
-    for producer, storage in _roots(graph, _savers(graph)) if recompute in ("none", "stage", "auto") else ():
+    whole = recompute in ("stage", "except-last")
+    kept = resident if whole else saved
+    for producer, storage in _roots(graph, _savers(graph)) if whole or recompute in ("none", "auto") else ():
         if recompute != "auto" or not graph.by_name[producer].again:
             kept[producer] += rounded(graph.storages[storage])
     return resident, saved

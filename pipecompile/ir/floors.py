@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.graph import CostGraph, Tensor
@@ -77,7 +78,7 @@ def _classes(rates: Mapping[str, Fraction], sizes: Mapping[str, int]) -> Iterato
     order = sorted(rates, key=lambda name: (rates[name], name))
     apart = next(ratio for ratio in RATIOS if len(_begins(order, rates, ratio)) <= CLASSES)
     begins = _begins(order, rates, apart)
-    for start, stop in zip(begins, [*begins[1:], len(order)], strict=True):
+    for start, stop in pairwise([*begins, len(order)] if begins else []):
         yield Freeable(rates[order[start]], {name: sizes[name] for name in order[start:stop]})
 
 

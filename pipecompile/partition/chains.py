@@ -223,8 +223,8 @@ class Chains:
         memory = self.problem.memory
         if memory is None:
             return 0
-        held = self.family.sums.freeable[:, -1].tolist()
-        return ceil(sum(size * each.rate for size, each in zip(held, memory.freeable, strict=True)))
+        held: list[int] = self.family.sums.freeable[:, -1].tolist()
+        return ceil(sum((size * each.rate for size, each in zip(held, memory.freeable, strict=True)), Fraction(0)))
 
     def _floor(self, a: Rows, b: Rows, stage: int, besides: int) -> Integers:
         """What is too much, freed from the cheapest class on: a fractional knapsack."""

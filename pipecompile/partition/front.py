@@ -96,7 +96,7 @@ class _Search:
     def pricing(self) -> Pricing:
         pairs, k = int(self.seconds * PAIRS_PER_SECOND), self.problem.k
         prices = int(self.seconds * NODES_PRICED_PER_SECOND * k / len(self.problem.graph.nodes))
-        return Pricing(self.problem, prices + 10 * k, pairs_limit=pairs)
+        return Pricing(self.problem, prices + 4 * k, pairs_limit=pairs)
 
     @property
     def spent(self) -> float:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from pipecompile.partition.boundaries import Boundaries
 from pipecompile.partition.chains import Chain, Chains
-from pipecompile.partition.problem import Candidate, Problem
+from pipecompile.partition.problem import Candidate, Price, Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Pricing"]
@@ -28,13 +28,15 @@ class Pricing:
     """The best chain with its stages priced; of `known` prices there are at most about `limit`.
 
     `complete` tells whether the last answer is proven the best of its family; if it is not, nothing in the family is
-    better than the chain `least` with the prices that its stages were taken to have.
+    better than the chain `least` with the prices that its stages were taken to have. `exact` turns false with the first
+    price that may be too high.
     """
 
     problem: Problem
     limit: int
-    known: dict[Key, int | None] = field(default_factory=dict)
+    known: dict[Key, Price] = field(default_factory=dict)
     complete: bool = True
+    exact: bool = True
     least: tuple[Chain, dict[int, int]] | None = None
     pairs_limit: int = 1 << 62
     pairs: int = 0  # that chains were made of
@@ -45,15 +47,17 @@ class Pricing:
         while True:
             self.pairs += chains.pairs(limit)
             chain = chains.best(self.problem.objective, limit)
-            self.complete = not (chains.guesses or chains.closed)
+            certain = not (chains.guesses or chains.closed) and (self.exact or not chains.priced)
+            self.complete = certain
             if chain is None or memory is None or memory.price is None:
                 return chain
             taken = {stage: chains.taken(*stage) for stage in _stages(chain)}
-            if self.complete:
+            if certain:
                 self.least = chain, {number: taken[number, a, b] for number, a, b in taken}
             new = [stage for stage in taken if stage not in chains.priced]
             pays = [self._pays(chains, stage, taken[stage]) for stage in new]
             if all(pays):
+                self.complete = certain and self.exact
                 return chain
             asked = len(self.known) - start
             if self.is_spent or asked > self.limit // SHARE:
@@ -81,7 +85,7 @@ class Pricing:
             return None
         if key not in self.known:
             units = family.instance.units
-            self.known[key] = memory.price(
+            found = memory.price(
                 Candidate(
                     stage=stage,
                     before=tuple(name for unit in before.nonzero()[0] for name in units[unit]),
@@ -90,7 +94,8 @@ class Pricing:
                     budget=memory.caps[self.problem.stage_ranks[stage]],
                 )
             )
-        return self.known[key]
+            self.known[key], self.exact = found, self.exact and found.ns == found.least
+        return self.known[key].ns
 
     def extra_ns(self, family: Boundaries, chain: Chain) -> dict[int, int]:
         """What each stage of a chain pays."""

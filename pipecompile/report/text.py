@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Stage
@@ -240,7 +240,7 @@ def again_text(stage: Stage) -> str:
     """What a stage computes again."""
     if stage.recompute != "regions":
         return {"none": "nothing", "stage": "all", "except-last": "all but the last microbatch"}[stage.recompute]
-    count, inside = len(stage.regions), sum(map(len, stage.regions))
+    count, inside = len(stage.regions), len(set(chain.from_iterable(stage.regions)))
     return f"{inside} of {len(stage.nodes)} nodes in {count} region{'s' * (count > 1)}"
 
 

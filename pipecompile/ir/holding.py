@@ -99,7 +99,7 @@ class _Stage(Part):
         for made in self.made:
             yield Change(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
-                yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
+                yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
@@ -158,7 +158,7 @@ class _Stage(Part):
         """A storage while its region is computed again: what the region holds or returns lives to the end."""
         yield Change(made.place, made.storage.bytes, begins=True)
         if not held and region.issuperset(made.storage.readers):
-            yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
+            yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _released(self) -> Iterator[Change]:
         """What the first half held for the second."""

@@ -105,6 +105,13 @@ class Part:
             if ends:
                 yield Copy(home[depth - 1], *min(ends))
 
+    def last_read(self, place: int, storage: Storage) -> int:
+        """Until when a forward has what is made at `place` and not held; a region has what it reads until it ends."""
+        home = self.around[place]
+        paths = [self.around.get(reader, ()) for reader in storage.readers]
+        inner = [region for path in paths for region in path[self._meet(home, path) :]]
+        return max([*storage.readers, *(self.regions[region][-1] for region in inner)], default=place)
+
     @staticmethod
     def _meet(one: tuple[int, ...], other: tuple[int, ...]) -> int:
         """How many regions are around both."""

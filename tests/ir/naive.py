@@ -133,7 +133,13 @@ class _Stage:
 
     def forgotten(self, storage: int, done: set[str]) -> bool:
         """Whether nothing needs it once the nodes in `done` have run."""
-        return not self.sent(storage) and not self.holders(storage) and self.readers(storage) <= done
+        return not self.sent(storage) and not self.holders(storage) and self.read_by(storage, done)
+
+    def read_by(self, storage: int, done: set[str]) -> bool:
+        """Whether all readers have run, to the end of the regions for which it is an input."""
+        regions = [set(region) for region in self.regions if self._maker(storage) not in region]
+        waiting = [region for region in regions if region & self.readers(storage)]
+        return set().union(self.readers(storage), *waiting) <= done
 
     def trained(self) -> dict[str, list[str]]:
         """The nodes of the stage that read each parameter which gets a gradient."""
@@ -313,7 +319,7 @@ class _Rank:
                 for key, aside in self.frames.items()
                 if storage in {each[1] for each in aside}
             )
-            if not needed and stage.readers(storage) <= done:
+            if not needed and stage.read_by(storage, done):
                 self.live.drop(stage.index, microbatch, "again", frame, storage)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:

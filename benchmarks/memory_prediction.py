@@ -107,15 +107,24 @@ def _leaves(tree: Any) -> list[Tensor]:
 def _highest(pipeline: Pipeline, target: Target, setting: Setting) -> int:
     """The highest sum of allocations during two steps, the first of which makes what stays."""
     optimizer = OPTIMIZERS[setting.optimizer](list(pipeline.parameters()))
-    gc.collect()  # what planning left is not let go during the steps
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        torch.empty(1)  # a process's first profile may miss events
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
+
+    def steps() -> None:
         for _ in range(2):
             pipeline.step(target.call, target.targets)
             optimizer.step()
             optimizer.zero_grad()
+
+    return highest(steps)
+
+
+def highest(run: Callable[[], object]) -> int:
+    """The highest sum of allocations of torch's CPU allocator during `run`."""
+    gc.collect()  # what planning left is not let go meanwhile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        torch.empty(1)  # a process's first profile may miss events
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
+        run()
         time.sleep(SETTLING_SECONDS)
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

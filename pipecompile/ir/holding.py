@@ -78,7 +78,7 @@ class _Stage(Part):
             optimizer_scratch=amount([scratch]),
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
-            received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self.leaves(p, r)),
+            received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
             kept=amount(made.storage.bytes for made in self.made if self.is_kept(made)),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.read),

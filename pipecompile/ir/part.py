@@ -60,19 +60,16 @@ class Part:
         self.own = [self.graph.nodes[place] for place in nodes]
         self.allocator = ALLOCATORS[lives.graph.memory]
         self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
-        self.arriving = [(t, readers) for t, producer, readers in lives.tensors if self.arrives(producer, readers)]
+        self.arriving = list(lives.crossing(before))  # to be read here or handed on
 
     def is_later(self, place: int) -> bool:
         """Whether the node of this place lies in a later stage."""
         return place not in self.inside and place not in self.before
 
-    def arrives(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a tensor comes from an earlier stage, to be read here or handed on."""
-        return producer in self.before and any(reader not in self.before for reader in readers)
-
-    def leaves(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a later stage reads a tensor of this stage or of an earlier one."""
-        return not self.is_later(producer) and any(map(self.is_later, readers))
+    @property
+    def leaving(self) -> Iterator[Tensor]:
+        """What a later stage reads of this stage or of an earlier one."""
+        return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
 
     def is_sent(self, storage: Storage) -> bool:
         """Whether a later stage reads it."""

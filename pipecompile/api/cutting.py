@@ -180,6 +180,7 @@ def problem_of(
     from pipecompile.partition.problem import Problem
 
     placement = tuple(placement or placements(options)[0])
+    recomputing = Recomputing(graph, options, placement)
     return Problem(
         graph,
         options.k,
@@ -187,19 +188,20 @@ def problem_of(
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=options.recompute == "stage",
-        memory=_memory(graph, options, placement, sparing),
+        memory=_memory(recomputing, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in (*SPLIT, "search"),
-        step_ns=lambda assignment: step_ns(graph, assignment, options, links, placement),
+        step_ns=lambda assignment: _step_ns(recomputing, assignment, links),
     )
 
 
-def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool) -> Memory | None:
+def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
     if options.memory_bytes is None:
         return None
     from pipecompile.partition.problem import Floor, Memory
@@ -212,7 +214,7 @@ def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparin
         (options.memory_bytes,) * ranks,
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing),
-        price=_price(graph, options, placement, sparing) if alone else None,
+        price=_price(recomputing, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
         freeable=freeable(graph) if alone and options.recompute == "auto" else (),
     )
@@ -232,11 +234,9 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield consumers[-3], consumers[-1]
 
 
-def _price(
-    graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool
-) -> Callable[[Candidate], int | None]:
+def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], int | None]:
     """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
-    recomputing = Recomputing(graph, options, tuple(placement))
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
 
     def price(candidate: Candidate) -> int | None:
         found = recomputing.of(candidate.stage, candidate.before, candidate.nodes, candidate.budget)
@@ -251,18 +251,15 @@ def _price(
     return price
 
 
-def step_ns(
-    graph: CostGraph,
-    assignment: Mapping[str, int],
-    options: Options,
-    links: Links,
-    placement: Sequence[int] | None = None,
-) -> int:
+def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, links: Links) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
-    placement = placement or placements(options)[0]
+    return _step_ns(Recomputing(graph, options, placements(options)[0]), assignment, links)
+
+
+def _step_ns(recomputing: Recomputing, assignment: Mapping[str, int], links: Links) -> int:
+    options, placement = recomputing.options, recomputing.placement
     # Only where recomputes are placed does the time hang on what stages hold.
-    recomputing = Recomputing(graph, options, tuple(placement))
-    stages = stages_of(graph, assignment, recomputing, weighed=options.recompute != "none")
+    stages = stages_of(recomputing.graph, assignment, recomputing, weighed=options.recompute != "none")
     problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 

@@ -6,7 +6,7 @@ Needs no PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
@@ -47,9 +47,16 @@ class Recomputing:
     graph: CostGraph
     options: Options
     placement: tuple[int, ...]
+    known: dict[tuple[object, ...], Again | None] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
         """What stage `index` computes again to hold at most `cap` bytes; None if it cannot."""
+        asked = index, tuple(before), tuple(nodes), cap
+        if asked not in self.known:
+            self.known[asked] = self._of(*asked)
+        return self.known[asked]
+
+    def _of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
         plain = Again("none", (), 0, footprint_of(self.lives, before, nodes))
         policy = self.options.recompute
         if policy == "auto":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
@@ -47,7 +48,6 @@ class _Entry(NamedTuple):
     left: int
 
 
-NO_ENTRY = _Entry(0, 0)
 NO_ENTRIES: Mapping[int, _Entry] = {}
 
 
@@ -101,8 +101,12 @@ class _Stage(Part):
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
-        last = max((places[-1] for _, places in self.trained), default=-1)
+        last = self._last_trained
         return self.splits and bool(made.holders) and made.holders[0] > last and not self.is_sent(made.storage)
+
+    @cached_property
+    def _last_trained(self) -> int:
+        return max((places[-1] for _, places in self.trained), default=-1)
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -116,6 +120,15 @@ class _Stage(Part):
             if made.again:
                 yield Change(made.again[0], made.storage.bytes, begins=False)
 
+    @cached_property
+    def _levels(self) -> tuple[Level, Level]:
+        return Level(1, int), Level(BOUND_SCRATCH, self.allocator.rounded)
+
+    @cached_property
+    def _entries_by_level(self) -> tuple[Mapping[int, _Entry], Mapping[int, _Entry]]:
+        first, second = map(self._entries, self._levels)
+        return first, second
+
     def _entries(self, level: Level) -> dict[int, _Entry]:
         """The regions by the node whose backward computes them again: the last one that saves anything."""
         saving = [[place for place in region if self._packs(place) != "never"] for region in self.regions]
@@ -128,7 +141,8 @@ class _Stage(Part):
     def _entry(self, region: Sequence[int], last: int, level: Level) -> _Entry:
         """The forward once more, until node `last` has saved what it saves: that may be before its kernels run."""
         nodes = [place for place in region if place < last or (place == last and self._packs(last) == "after")]
-        again = [made for made in self.made if made.place in set(nodes)]
+        inside = set(nodes)
+        again = [made for made in self.made if made.place in inside]
         changes = [change for made in again for change in self._once_more(made, set(region))]
         peak = self._highest(nodes, changes, [self.graph.nodes[place].forward_peak_bytes for place in nodes], level)
         return _Entry(peak, sum(level.size_of(made.storage.bytes) for made in again if made.again))
@@ -181,8 +195,8 @@ class _Stage(Part):
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
         expected, bound = (
-            self._highest(nodes, changes, rises, level, sums, self._entries(level) if again else NO_ENTRIES)
-            for level in (Level(1, lambda size: size), Level(BOUND_SCRATCH, self.allocator.rounded))
+            self._highest(nodes, changes, rises, level, sums, entries if again else NO_ENTRIES)
+            for level, entries in zip(self._levels, self._entries_by_level, strict=True)
         )
         return Amount(expected=expected, bound=bound)
 
@@ -200,15 +214,19 @@ class _Stage(Part):
         padding: dict[int, int] = defaultdict(int)
         for place, size, begins in changes:
             counted = level.size_of(size)
-            after[place] += counted if begins else -counted
-            padding[place] += counted - size if begins else 0
+            if begins:
+                after[place] += counted
+                padding[place] += counted - size
+            else:
+                after[place] -= counted
         now = highest = 0
         for place, rise in zip(nodes, rises, strict=True):
-            entry = entries.get(place, NO_ENTRY)
-            highest = max(highest, now + entry.peak)
-            now += entry.left
-            needed = self.needed(self.graph.nodes[place], rise, level)
-            highest = max(highest, now + needed + padding[place])
-            now += after[place]
-            highest = max(highest, now + level.size_of(sums.get(place, 0)))
+            if place in entries:
+                highest = max(highest, now + entries[place].peak)
+                now += entries[place].left
+            if rise or place in padding:
+                highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + padding[place])
+            if place in after:
+                now += after[place]
+            highest = max(highest, now + level.size_of(sums[place]) if place in sums else now)
         return highest

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
@@ -120,7 +119,7 @@ class Part:
         places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
@@ -128,7 +127,9 @@ class Part:
     @staticmethod
     def needed(node: Node, rise: int, level: Level) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
-        return rise + ceil(level.scratch * node.workspace_bytes) if rise else 0
+        if not rise:
+            return 0
+        return rise - (-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""

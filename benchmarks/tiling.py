@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
 from pipecompile.ir.modules import block_of
 
-__all__ = ["tiled"]
+__all__ = ["LEAST", "tiled"]
 
+LEAST = 3  # layers: the first, the last, and one that is like all others between them
 BEFORE, REPEATED = -1, 1
 
 
@@ -49,8 +50,10 @@ class _Tiling:
     def graph(self) -> CostGraph:
         """Everything where it will be."""
         kinds = [[node.operator for node in nodes] for nodes in self._by_layer]
-        if len(kinds) < 3 or self.layers < 3 or any(kind != kinds[0] for kind in kinds):
-            raise ValueError(f"{len(kinds)} layers cannot be tiled to {self.layers}: give three or more that are alike")
+        if min(len(kinds), self.layers) < LEAST or any(kind != kinds[0] for kind in kinds):
+            raise ValueError(
+                f"{len(kinds)} layers cannot be tiled to {self.layers}: give {LEAST} or more that are alike"
+            )
         source = self.source
         nodes = [self._node(source.nodes[index], to) for index, to in self._moved(self._node_homes)]
         tensors = [self._tensor(source.tensors[index], to) for index, to in self._moved(self._tensor_homes)]
@@ -164,9 +167,7 @@ class _Tiling:
     @cached_property
     def _outside(self) -> dict[_Home, str]:
         ends = {BEFORE: BEFORE, self._last + 1: self.layers}
-        return {
-            _Home(ends[home.layer], home.place): name for name, home in self._home.items() if home.layer in ends
-        }
+        return {_Home(ends[home.layer], home.place): name for name, home in self._home.items() if home.layer in ends}
 
     def _stored(self, storage: int, layer: int, to: int) -> int:
         return self._new_storages[self._from(self._storage_homes[storage], layer, to)]

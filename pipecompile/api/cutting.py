@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,7 @@ def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partiti
             options,
             problem.stage_ranks,
             {index: stage.footprint for index, stage in stages.items()},
-            {index for index, stage in stages.items() if stage.recompute == "stage"},
+            {index for index, stage in stages.items() if stage.recomputes},
             sparing=sparing,
         )
         for stages in held
@@ -145,22 +146,24 @@ def _missing(
 
     By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
     """
-    assert options.memory_bytes is not None
+    caps, rank = options.caps(max(placement) + 1), placement[min(stages)]
+    assert caps is not None
     allocator = ALLOCATORS[graph.memory]
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
         left = room(
             stages,
-            options.memory_bytes,
+            caps[rank],
             microbatches=options.microbatches,
             allocator=allocator,
             recomputed=again,
         )
         return max(0, needed - left)
     name = stand_in(options, placement)
-    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[placement[min(stages)]]
+    but_last = options.recompute == "except-last"
+    at = moments_of(name, tuple(placement), options.microbatches, bool(again), but_last)[rank]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
-    return max(0, memory.total.bound - options.memory_bytes)
+    return max(0, memory.total.bound - caps[rank])
 
 
 def problem_of(
@@ -187,7 +190,7 @@ def problem_of(
         objective=options.objective,
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
-        recompute=options.recompute == "stage",
+        recompute=_share_again(options),
         memory=_memory(recomputing, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
@@ -202,22 +205,29 @@ def problem_of(
 def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
     graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
-    if options.memory_bytes is None:
+    ranks = max(placement) + 1
+    caps = options.caps(ranks)
+    if caps is None:
         return None
     from pipecompile.partition.problem import Floor, Memory
 
-    ranks = max(placement) + 1
     alone = ranks == options.k
     in_flight = (1,) * options.k if sparing else flights(options, placement)
     summed = options.microbatches > max(in_flight)  # a backward has been when most microbatches are in flight
     return Memory(
-        (options.memory_bytes,) * ranks,
+        caps,
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing),
         price=_price(recomputing, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
         freeable=freeable(graph) if alone and options.recompute == "auto" else (),
     )
+
+
+def _share_again(options: Options) -> Fraction:
+    """The part of a step's microbatches whose forward the policy has run again, in all stages but the last."""
+    spared = {"stage": 0, "except-last": 1}.get(options.recompute, options.microbatches)
+    return Fraction(options.microbatches - spared, options.microbatches)
 
 
 def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
@@ -243,10 +253,10 @@ def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], int
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
             return None
-        again = (candidate.stage,) if found.kind == "stage" else ()
+        again = (candidate.stage,) if found.kind in ("stage", "except-last") else ()
         if _missing(graph, within, placement, {candidate.stage: found.footprint}, again, sparing=sparing):
             return None
-        return 0 if options.recompute == "stage" else found.ns
+        return 0 if options.recompute in ("stage", "except-last") else found.ns
 
     return price
 
@@ -268,7 +278,8 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
     if options.memory_bytes is None:
         return ""
-    most = options.k if links.ranks is not None else 2 * options.k + 2  # links of some ranks are for no others
+    of_ranks = links.ranks is not None or isinstance(options.memory_bytes, tuple)  # what they list is for no others
+    most = options.k if of_ranks else 2 * options.k + 2
     more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, most + 1)]
     changed = {f"k={other.k}": other for other in more}
     if options.recompute == "none":

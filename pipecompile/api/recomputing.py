@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
-from pipecompile.api.ordering import flights, stand_in
-from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.api.ordering import stand_in
+from pipecompile.ir.allocator import ALLOCATORS, Allocator
 from pipecompile.ir.footprint import NOTHING, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import Moment, moments, rank_memory
+from pipecompile.ir.memory import Moment, moments, rank_memory, spare
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Options
 from pipecompile.ir.tape import Tape
@@ -31,10 +31,17 @@ TRIES = 6  # as less memory is allowed, where the peak of regions is not that of
 class Again(NamedTuple):
     """What a stage computes again, all of it or regions, and what it holds then; `ns` is the extra time."""
 
-    kind: Literal["none", "stage", "regions"]
+    kind: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...]
     ns: int
     footprint: Footprint
+
+
+class _Step(TypedDict):
+    """What the memory of a rank hangs on besides its stages and its moments."""
+
+    microbatches: int
+    allocator: Allocator
 
 
 NOTHING_AGAIN = Again("none", (), 0, NOTHING)
@@ -61,10 +68,10 @@ class Recomputing:
         policy = self.options.recompute
         if policy == "auto":
             return self._cheapest(index, before, nodes, cap, plain)
-        if index == self.options.k - 1 or policy == "none":
+        if index == self.options.k - 1 or policy == "none" or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
-        if policy == "stage":
-            return plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
+        if policy in ("stage", "except-last"):
+            return plain._replace(kind=policy, ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
         return self._by_policy(before, nodes)
 
     def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
@@ -92,20 +99,20 @@ class Recomputing:
         """The cheapest regions by the tape's peak; as long as that of the order is too high, with less memory."""
         from pipecompile.memory.choose import cheapest
 
-        in_flight = self._flights[index]
-        tape = self._tape(before, nodes, summed=self.options.microbatches > in_flight)
-        kept = plain.kept.bound
-        available = (in_flight - 1) * kept + max(plain.forward_peak.bound, kept + plain.backward_peak.bound)
-        over = self._total(index, Again("none", (), 0, plain)) - cap
+        limits = list(spare({index: plain}, index, cap, self._moments(index), **self._step))
+        if not limits:
+            return None  # without backwards nothing is kept for them
+        tight = max(limits, key=lambda limit: (limit.in_flight, limit.summed, -limit.bytes))
+        tape, available = self._tape(before, nodes, summed=bool(tight.summed)), tight.bytes
         for _ in range(TRIES):
-            available -= over
-            choice = cheapest(tape, self._blocks(nodes), in_flight, available)
+            choice = cheapest(tape, self._blocks(nodes), tight.in_flight, available)
             if choice is None:
                 return None
             found = self._again(before, nodes, choice.regions, choice.ns)
             over = self._total(index, found) - cap
             if over <= 0:
                 return found
+            available -= over
         return None
 
     def _again(self, before: Sequence[str], nodes: Sequence[str], regions: Iterable[tuple[int, int]], ns: int) -> Again:
@@ -114,11 +121,16 @@ class Recomputing:
 
     def _total(self, index: int, again: Again) -> int:
         """What the rank may hold at its peak, under the named schedule or the one that stands in for a search."""
-        options, name = self.options, stand_in(self.options, self.placement)
-        at = moments_of(name, self.placement, options.microbatches, again.kind == "stage")[self.placement[index]]
-        allocator = ALLOCATORS[self.graph.memory]
-        memory = rank_memory({index: again.footprint}, at, microbatches=options.microbatches, allocator=allocator)
-        return memory.total.bound
+        at = self._moments(index, again.kind == "stage")
+        return rank_memory({index: again.footprint}, at, **self._step).total.bound
+
+    def _moments(self, index: int, again: bool = False) -> tuple[Moment, ...]:
+        name = stand_in(self.options, self.placement)
+        return moments_of(name, self.placement, self.options.microbatches, again)[self.placement[index]]
+
+    @property
+    def _step(self) -> _Step:
+        return {"microbatches": self.options.microbatches, "allocator": ALLOCATORS[self.graph.memory]}
 
     def _tape(self, before: Sequence[str], nodes: Sequence[str], *, summed: bool) -> Tape:
         return tape_of(self.lives, before, nodes, summed=summed)
@@ -131,12 +143,13 @@ class Recomputing:
         """The storages of the graph."""
         return Lives(self.graph, self.options.optimizer, self.options.master_weights)
 
-    @cached_property
-    def _flights(self) -> tuple[int, ...]:
-        return flights(self.options, self.placement)
-
 
 @lru_cache(maxsize=8)
-def moments_of(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute."""
-    return tuple(map(moments, generate(name, placement, microbatches, again).rows))
+def moments_of(
+    name: str, placement: tuple[int, ...], microbatches: int, again: bool, but_last: bool = False
+) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute.
+
+    `but_last` if the step's last microbatch is not computed again.
+    """
+    return tuple(map(moments, generate(name, placement, microbatches, again, but_last=but_last).rows))

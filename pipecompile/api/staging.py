@@ -59,7 +59,8 @@ def _stage(
 
 
 def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: int) -> Again:
-    cap = recomputing.options.memory_bytes
+    caps, rank = recomputing.options.caps(max(recomputing.placement) + 1), recomputing.placement[index]
+    cap = None if caps is None else caps[rank]
     found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
     if found is None:
         raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again")

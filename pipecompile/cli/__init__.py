@@ -20,9 +20,9 @@ from pipecompile.cli.options import (
     self_check_option,
 )
 from pipecompile.errors import InputError
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serde import check_writable, encode, read, write
-from pipecompile.ir.size import parse_bytes
+from pipecompile.ir.size import parse_budget
 
 if TYPE_CHECKING:
     from pipecompile.api.verify import Comparison
@@ -141,8 +141,9 @@ def _print_plan(made: Plan, form: str) -> None:
 @click.argument("path", metavar="PLAN")
 @click.argument("target", required=False)
 @click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
-@click.option("--max-memory", help="Largest bound of a rank, such as 16GiB.")
+@click.option("--memory", "--max-memory", help="Largest bound of a rank, such as 16GiB, or one a rank with commas.")
 @click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
+@click.option("--recompute", type=click.Choice(RECOMPUTES), help="The policy that the plan was to be made by.")
 @format_option
 @answers
 def check(path: str, target: str | None, form: str, **limits: Any) -> int:
@@ -150,12 +151,13 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
     from pipecompile.api.checking import over_limits, violations
 
     made = read(path, Plan)
-    size = limits["max_memory"]
+    memory = limits["memory"]
     found = violations(made) + over_limits(
         made,
         max_imbalance=limits["max_imbalance"],
-        max_memory_bytes=None if size is None else parse_bytes(size),
+        memory_bytes=None if memory is None else parse_budget(memory),
         max_bubble=limits["max_bubble"],
+        recompute=limits["recompute"],
     )
     if target is not None:
         found += _staleness(made, target)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby
-from math import ceil
+from itertools import pairwise
 
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.graph import CostGraph, Tensor
@@ -14,7 +13,8 @@ from pipecompile.ir.plan import Recompute
 
 __all__ = ["Freeable", "buffers", "floors", "freeable"]
 
-CLASSES = 24  # of storages that are told apart by what it takes to compute a byte again
+CLASSES = 32  # of nodes that are told apart by what it takes to compute a byte of theirs again
+RATIOS = [1 + Fraction(2**step, 64) for step in range(64)]  # by which their rates are apart: as little as is possible
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ def floors(graph: CostGraph, recompute: Recompute, *, gradients: bool) -> tuple[
         parameter = graph.parameter_by_name[name]
         for reader in nodes:
             resident[reader] += rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
-    kept = resident if recompute == "stage" else saved
-    for producer, storage in _roots(graph, _savers(graph)) if recompute in ("none", "stage", "auto") else ():
+    whole = recompute in ("stage", "except-last")
+    kept = resident if whole else saved
+    for producer, storage in _roots(graph, _savers(graph)) if whole or recompute in ("none", "auto") else ():
         if recompute != "auto" or not graph.by_name[producer].again:
             kept[producer] += rounded(graph.storages[storage])
     return resident, saved
@@ -73,18 +74,21 @@ def freeable(graph: CostGraph) -> tuple[Freeable, ...]:
 
 
 def _classes(rates: Mapping[str, Fraction], sizes: Mapping[str, int]) -> Iterator[Freeable]:
-    """Nodes by rate, in classes that take about the same time; the lowest rate in a class counts for all of it."""
-    share = max(1, ceil(sum(rate * sizes[name] for name, rate in rates.items()) / CLASSES))
-    names: list[str] = []
-    spent = Fraction(0)
-    for _, group in groupby(sorted(rates, key=lambda name: (rates[name], name)), key=rates.__getitem__):
-        names += group
-        spent = sum((rates[name] * sizes[name] for name in names), Fraction(0))
-        if spent >= share:
-            yield Freeable(rates[names[0]], {name: sizes[name] for name in names})
-            names = []
-    if names:
-        yield Freeable(rates[names[0]], {name: sizes[name] for name in names})
+    """Nodes by rate, in classes whose rates differ little; the lowest one counts for all of a class."""
+    order = sorted(rates, key=lambda name: (rates[name], name))
+    apart = next(ratio for ratio in RATIOS if len(_begins(order, rates, ratio)) <= CLASSES)
+    begins = _begins(order, rates, apart)
+    for start, stop in pairwise([*begins, len(order)] if begins else []):
+        yield Freeable(rates[order[start]], {name: sizes[name] for name in order[start:stop]})
+
+
+def _begins(order: Sequence[str], rates: Mapping[str, Fraction], apart: Fraction) -> list[int]:
+    """Where classes begin in which no rate is `apart` times as high as the lowest, or higher."""
+    found: list[int] = []
+    for index, name in enumerate(order):
+        if not found or rates[name] > rates[order[found[-1]]] * apart:
+            found.append(index)
+    return found
 
 
 def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:

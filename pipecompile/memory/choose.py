@@ -33,19 +33,26 @@ def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) 
     They are from the menu of the tape or those of a policy. `blocks` says of each position which block of the model it
     lies in, `available` is in bytes.
     """
-    known = [priced(tape, regions) for regions in (whole(tape), per_block(tape, blocks), square_root(tape, blocks))]
+    search, choices = Regions(tape, 0, len(tape.ns)), list[Choice]()
     found = menu(tape, segments(tape, blocks), frozenset(), MOST)
     ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
     row = front.cheapest(in_flight, available - (in_flight - 1) * _sent(tape))
-    known += [] if row is None else [priced(tape, found.regions(state, row))]
-    fitting = [choice for choice in known if (in_flight - 1) * choice.kept + choice.peak <= available]
-    return min(fitting, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+    policies = [whole(tape), per_block(tape, blocks), square_root(tape, blocks)]
+    for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
+        if not choices or search.extra_ns(regions) < choices[-1].ns:
+            choice = _priced(search, regions)
+            choices += [choice] if (in_flight - 1) * choice.kept + choice.peak <= available else []
+    return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
 
 
 def priced(tape: Tape, regions: Sequence[Region]) -> Choice:
     """These regions, exactly."""
-    front = Regions(tape, 0, len(tape.ns)).along(regions)
-    return Choice(tuple(regions), int(front.ns[0]), int(front.kept[0]) + _sent(tape), int(front.peak[0]))
+    return _priced(Regions(tape, 0, len(tape.ns)), regions)
+
+
+def _priced(search: Regions, regions: Sequence[Region]) -> Choice:
+    _, kept, peak, ns = search.along(regions)
+    return Choice(tuple(regions), ns, kept + _sent(search.tape), peak)
 
 
 def _sent(tape: Tape) -> int:

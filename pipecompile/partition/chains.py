@@ -27,7 +27,7 @@ __all__ = ["Chain", "Chains"]
 NEVER = -1  # the price of a stage that cannot be
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
 FLOORS_MAX = 1 << 23  # pairs whose least prices are remembered
-GUESS = 64  # a guess is off by less than the square of this part of a cap
+GUESS = 4096  # guesses are off by less than this part of a cap
 ROUNDING = 1e-9  # more than sums of floating point numbers are off
 
 
@@ -184,22 +184,24 @@ class Chains:
         price = self.priced.get((stage, a, b))
         return self._floor_of(stage, a, b, self.guesses.get(stage, 0)) if price is None else price
 
-    def guess(self, stage: int, a: int, b: int) -> None:
-        """Takes it that a stage needs as much memory besides as explains what the one between two rows pays."""
-        price, low = self.priced[stage, a, b], 0
-        high = max(1, 2 * self.guesses.get(stage, 0))
+    def guess(self) -> None:
+        """Takes it that a stage needs as much memory besides as explains the lowest of the prices that it was given."""
         memory = self.problem.memory
         assert memory is not None
-        cap = memory.caps[self.problem.stage_ranks[stage]]
-        if price is None:
-            self.guesses[stage] = min(cap, max(high, cap // GUESS))
-            return
-        while high < cap and self._floor_of(stage, a, b, high) < price:
-            low, high = high, 2 * high
-        while high - low > cap // GUESS**2:
+        for stage in range(self.problem.k):
+            cap = memory.caps[self.problem.stage_ranks[stage]]
+            needed = [self._besides(key, price, cap) for key, price in self.priced.items() if key[0] == stage]
+            self.guesses[stage] = min(needed, default=0)
+
+    def _besides(self, stage: tuple[int, int, int], price: int | None, cap: int) -> int:
+        """The least memory besides that makes a stage pay its price, or impossible."""
+        low, high = -1, cap
+        while high - low > max(1, cap // GUESS):
             middle = (low + high) // 2
-            low, high = (middle, high) if 0 <= self._floor_of(stage, a, b, middle) < price else (low, middle)
-        self.guesses[stage] = high
+            floor = self._floor_of(*stage, middle)
+            reached = floor == NEVER if price is None else floor >= price or floor == NEVER
+            low, high = (low, middle) if reached else (middle, high)
+        return max(0, high)
 
     def _floor_of(self, stage: int, a: int, b: int, besides: int) -> int:
         return int(self._floor(np.array([a], np.intp), np.array([b], np.intp), stage, besides)[0, 0])

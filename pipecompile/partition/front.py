@@ -9,6 +9,7 @@ and not in seconds, so the same input gives the same output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.check import faults
 from pipecompile.partition.explain import why_infeasible
+from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.lattice import every_cut, nearby
 from pipecompile.partition.linear import cut_order
@@ -43,7 +45,7 @@ ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
-NODES_PRICED_PER_SECOND = 10_000
+NODES_PRICED_PER_SECOND = 5_000
 STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
@@ -99,7 +101,8 @@ class _Search:
     @property
     def spent(self) -> float:
         """Seconds of work so far."""
-        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND
+        prices = len(self.pricing.known) * len(self.problem.graph.nodes) / self.problem.k / NODES_PRICED_PER_SECOND
+        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND + prices
 
     @property
     def limit(self) -> Limit:
@@ -117,7 +120,10 @@ class _Search:
         if self.problem.ranks != self.problem.k:
             self._shared_ranks()
             return
-        self._linear()
+        if self.pricing.limit < self.instance.count and self.problem.memory is not None:
+            self._between_blocks()
+        else:
+            self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
         for near, every, integer in SHARES:
             for step, share in (
@@ -151,6 +157,20 @@ class _Search:
             self._try_order(order)
             if self._is_met() or self.spent > self.seconds / 2:
                 return
+
+    def _between_blocks(self) -> None:
+        """Where too few stages can be priced: the best cut between blocks, whose ends then move by single units."""
+        closed = kept_together(self.problem.graph, "blocks")
+        between = replace(self.problem, granularity="operators", together=(*self.problem.together, *closed))
+        with suppress(InfeasibleError):
+            first = _Search(Instance.of(between), self.seconds / 2)
+            first._linear()
+            if first.best is not None:
+                found = first.instance.assignment(first.best.stages)
+                stages = tuple(found[unit[0]] for unit in self.instance.units)
+                self._keep(stages, first.best.replicas, first.best.extra_ns, "linear-dp")
+        if self.best is None:
+            self._linear()
 
     def _is_close(self) -> bool:
         """Whether what is left to gain is too little to search for."""
@@ -214,7 +234,7 @@ class _Search:
         """Shuffles the order inside the stages and lists what lies near the best cut, for a share of the budget."""
         random, reach = np.random.default_rng(int(1000 * share)), 64
         until = self.spent + share * self.seconds
-        while self.best is not None and self.spent < until and not self._is_met():
+        while self.best is not None and self.spent < until and not self._is_met() and not self.pricing.is_spent:
             order = reordered(self.instance, self.best.stages, random)
             rows = [0, *np.cumsum(np.bincount(self.best.stages, minlength=self.problem.k)).tolist()]
             chains = nearby(self.instance, order, rows, reach)

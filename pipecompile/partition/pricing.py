@@ -20,7 +20,7 @@ __all__ = ["Pricing"]
 
 Key = tuple[int, bytes, bytes]
 Stage = tuple[int, int, int]  # its number, and the rows where it begins and ends
-SHARE = 6  # of the prices that there may be, for what one family is asked without guesses; as many come with them
+SURE, SHARE = 16, 3  # parts of the prices that there may be: for a family without guesses, and with them
 
 
 @dataclass
@@ -56,14 +56,14 @@ class Pricing:
             if all(pays):
                 return chain
             asked = len(self.known) - start
-            if self._is_spent or asked > 2 * self.limit // SHARE:
+            if self.is_spent or asked > self.limit // SHARE:
                 chains.closed = True
-            elif asked > self.limit // SHARE:
-                for stage in new:
-                    chains.guess(*stage)
+            elif asked > self.limit // SURE:
+                chains.guess()
 
     @property
-    def _is_spent(self) -> bool:
+    def is_spent(self) -> bool:
+        """Whether no more stages are priced."""
         return len(self.known) >= self.limit or self.pairs > self.pairs_limit
 
     def _pays(self, chains: Chains, stage: Stage, taken: int) -> bool:

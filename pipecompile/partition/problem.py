@@ -82,8 +82,8 @@ class Problem:
     """A graph to be cut into `k` non-empty stages so that stages never decrease along a tensor.
 
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
-    costs say), `links` how ranks are connected. Under `recompute` every
-    stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
+    costs say), `links` how ranks are connected. Every stage but the last runs its forward again for the share
+    `recompute` of the microbatches. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
     from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
     first lies in no later stage than the second; with `parameters_everywhere` each
     stage has a node with parameters. `granularity` is the level at which the graph is cut: "modules" and "blocks" keep
@@ -102,7 +102,7 @@ class Problem:
     links: Links = FREE
     placement: tuple[int, ...] | None = None
     speeds: tuple[Fraction, ...] | None = None
-    recompute: bool = False
+    recompute: Fraction | bool = False
     memory: Memory | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
@@ -261,11 +261,11 @@ class Problem:
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
         """The time of these nodes for one microbatch at speed 1, in the last stage or in another one."""
-        return sum(_compute_ns(self.graph.by_name[name], self.recompute and not last) for name in names)
+        return sum(_compute_ns(self.graph.by_name[name], 0 if last else self.recompute) for name in names)
 
 
-def _compute_ns(node: Node, again: bool) -> int:
-    return node.forward_ns * (1 + again) + node.backward_ns
+def _compute_ns(node: Node, again: Fraction | int) -> int:
+    return node.forward_ns + int(node.forward_ns * again) + node.backward_ns
 
 
 def _joined(numbers: Iterable[Fraction]) -> str:

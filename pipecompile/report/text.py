@@ -54,7 +54,6 @@ def summary(plan: Plan) -> str:
 def _header(plan: Plan) -> Iterator[str]:
     loads, prediction = plan.prediction.loads_ns, plan.prediction
     mean = sum(loads) / len(loads)
-    cap = plan.options.memory_bytes
     again = ", recomputing" if any(stage.recompute != "none" for stage in plan.stages) else ""
     cut = _GRANULARITIES[plan.options.granularity]
     yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}{cut}"
@@ -66,7 +65,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  costs      {plan.options.costs}; time is simulated from them"
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in own_texts(plan.links))
-    limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
+    caps = sorted(set(plan.options.caps(plan.ranks) or ()))
+    limit = f"cap {' – '.join(map(size_text, caps[:1] + caps[1:][-1:]))} a rank" if caps else "no cap"
     yield f"  memory     {limit}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
     proof = "verified against the model" if plan.capture.verified else "unverified capture"
     yield f"  capture    {proof}" + ("" if plan.capture.method == "recorded" else f"; {plan.capture.method}")

@@ -35,18 +35,21 @@ def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None
     assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
 
 
-@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.8), ("unet", 0.95)])
-def test_what_does_not_fit_is_computed_again(name: str, share: float) -> None:
+@pytest.mark.parametrize(("name", "share", "others"), [("gpt2", 0.8, None), ("unet", 0.95, "1GiB")])
+def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
     """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
     fitting = planned(name)
-    cap, pin = int(share * max(peaks(fitting))), fitting.assignment
+    needed, pin = peaks(fitting), fitting.assignment
+    cap = int(share * max(needed))
+    memory = [cap if size == max(needed) else others for size in needed] if others else cap
     with pytest.raises(InfeasibleError):
-        planned(name, memory=cap, pin=pin)
+        planned(name, memory=memory, pin=pin)
     plan, comparisons = verify(
-        example(name), self_check=False, k=2, microbatches=4, costs="flops", memory=cap, recompute="auto", pin=pin
+        example(name), self_check=False, k=2, microbatches=4, costs="flops", memory=memory, recompute="auto", pin=pin
     )
-    assert plan.regions
-    assert max(peaks(plan)) <= cap
+    caps = plan.options.caps(2)
+    assert caps is not None and all(size <= given for size, given in zip(peaks(plan), caps, strict=True))
+    assert set(plan.regions) == {rank for rank, size in enumerate(needed) if size > caps[rank]}
     assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
     again = sum(stage.recompute_ns for stage in plan.stages)
     assert 0 < again < sum(stage.forward_ns for stage in plan.stages) // 2
@@ -71,7 +74,14 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     [
         ({"recompute": "block", "schedule": "zb-h1"}, "recompute='block' is not possible under schedule 'zb-h1'"),
         ({"recompute": "auto", "k": 4, "schedule": "zb-v"}, "ranks of one stage each"),
-        ({"recompute": "some"}, "recompute='some' is not known; choose one of auto, none, stage, block, sqrt"),
+        (
+            {"recompute": "except-last", "schedule": "search"},
+            "recompute='except-last' is not possible under schedule 'search'",
+        ),
+        (
+            {"recompute": "some"},
+            "recompute='some' is not known; choose one of auto, none, stage, except-last, block, sqrt",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:

@@ -18,7 +18,15 @@ def workers() -> Iterator[Workers]:
     group.close()
 
 
-@pytest.mark.parametrize("setting", [Setting("gpipe", 2, 2, "rmsprop"), Setting("1f1b", 2, 4, "adamw")])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("gpipe", 2, 2, "rmsprop"),
+        Setting("1f1b", 2, 4, "adamw"),
+        Setting("1f1b", 2, 4, "sgd", "stage"),
+        Setting("gpipe", 2, 4, "sgd", "except-last"),
+    ],
+)
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
     workers: Workers, tmp_path: Path, setting: Setting
 ) -> None:

@@ -133,8 +133,6 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
             "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
             "choose stage, or a named schedule"
         )
-    if options.recompute == "auto" and len(placement) > max(placement) + 1:
-        raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")
 
 
 def _check_kinds(**given: Any) -> None:

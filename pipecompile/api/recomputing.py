@@ -5,12 +5,13 @@ Needs no PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Literal, NamedTuple, TypedDict
 
-from pipecompile.api.ordering import stand_in
+from pipecompile.api.ordering import flights, stand_in
 from pipecompile.ir.allocator import ALLOCATORS, Allocator
 from pipecompile.ir.footprint import NOTHING, Footprint
 from pipecompile.ir.graph import CostGraph
@@ -27,6 +28,7 @@ from pipecompile.schedule.named import SPLIT, generate
 __all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]
 
 REFINING_SECONDS = 1.0  # of work on the regions of one stage
+EXPONENTS = -80, 40  # of what a byte costs in ns, in half powers of two: next to nothing, and more than anything
 TRIES = 6  # as less memory is allowed, where the peak of regions is not that of the order
 
 
@@ -64,7 +66,7 @@ NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
 
 @dataclass(frozen=True)
 class Recomputing:
-    """The choice for the stages of one graph, placed on ranks; each rank holds one where memory decides.
+    """The choice for the stages of one graph, placed on ranks.
 
     While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search.
     """
@@ -75,6 +77,50 @@ class Recomputing:
     settled: bool = False
     known: dict[tuple[object, ...], Again | None] = field(default_factory=dict, repr=False, compare=False)
 
+    def of_all(self, names: Sequence[tuple[str, ...]]) -> list[Again | None]:
+        """What all stages compute again, by their nodes; None for those whose rank does not hold them, whatever it is.
+
+        Each for itself; where memory decides and a rank holds several, these together, as little as they can if the
+        rank does not hold them.
+        """
+        ranks = max(self.placement) + 1
+        caps = self.options.caps(ranks)
+        if self.options.recompute == "auto" and caps is not None and ranks < len(names):
+            chosen: dict[int, Again | None] = {}
+            for rank, cap in enumerate(caps):
+                chosen |= self._of_rank([i for i, r in enumerate(self.placement) if r == rank], names, cap)
+            return [chosen[index] for index in range(len(names))]
+        given = (None,) * ranks if caps is None else caps
+        return [self.of(i, _before(names, i), names[i], given[self.placement[i]]) for i in range(len(names))]
+
+    def _of_rank(self, held: Sequence[int], names: Sequence[tuple[str, ...]], cap: int) -> Mapping[int, Again | None]:
+        """Of the stages of a rank: each byte costs the same in all of them, as little as lets the rank fit."""
+        plain: dict[int, Again | None] = {i: self._plain(_before(names, i), names[i]) for i in held}
+        if self._total(plain) <= cap:
+            return plain
+        if self.options.schedule in (*SPLIT, "search"):
+            stages = {index: again for index, again in plain.items() if again is not None and index < len(names) - 1}
+            return {**plain, **{index: self._whole(again, names[index], "stage") for index, again in stages.items()}}
+        low, high = EXPONENTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._total(self._at(held, names, middle)) <= cap
+            low, high = (low, middle) if fits else (middle, high)
+        return self._at(held, names, high)
+
+    def _at(self, held: Sequence[int], names: Sequence[tuple[str, ...]], exponent: int) -> dict[int, Again | None]:
+        """The stages of a rank where a byte costs 2^(exponent / 2) ns."""
+        from pipecompile.memory.choose import weighed
+
+        found: dict[int, Again | None] = {}
+        in_flight = flights(self.options, self.placement)
+        for index in held:
+            before, nodes = _before(names, index), names[index]
+            tape = self._tape(before, nodes, summed=self.options.microbatches > in_flight[index])
+            choice = weighed(tape, self._blocks(nodes), in_flight[index], 2 ** (exponent / 2))
+            found[index] = self._again(before, nodes, choice.regions, choice.ns, 0)
+        return found
+
     def of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
         """What stage `index` computes again to hold at most `cap` bytes; None if it cannot."""
         asked = index, tuple(before), tuple(nodes), cap
@@ -83,7 +129,7 @@ class Recomputing:
         return self.known[asked]
 
     def _of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
-        plain = Again("none", (), 0, 0, footprint_of(self.lives, before, nodes))
+        plain = self._plain(before, nodes)
         policy = self.options.recompute
         if policy == "auto":
             return self._cheapest(index, before, nodes, cap, plain)
@@ -92,6 +138,9 @@ class Recomputing:
         if policy in ("stage", "except-last"):
             return self._whole(plain, nodes, policy)
         return self._by_policy(before, nodes)
+
+    def _plain(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
+        return Again("none", (), 0, 0, footprint_of(self.lives, before, nodes))
 
     def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
         """Regions by hand: each block of the model, or about √n of n blocks together."""
@@ -109,12 +158,12 @@ class Recomputing:
     def _cheapest(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None, plain: Again
     ) -> Again | None:
-        over = 0 if cap is None else self._total(index, plain) - cap
+        over = 0 if cap is None else self._total({index: plain}) - cap
         if cap is None or over <= 0:
             return plain
         if self.options.schedule in (*SPLIT, "search"):  # eager stages that split their backwards have no regions
             stage = self._whole(plain, nodes, "stage")
-            return stage if index < self.options.k - 1 and self._total(index, stage) <= cap else None
+            return stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
         return self._fitting(index, before, nodes, cap, plain.footprint)
 
     def _fitting(
@@ -134,7 +183,7 @@ class Recomputing:
                 return None
             exact = attempt == 0 and is_exact(fit.tape)
             found = self._again(before, nodes, choice.regions, choice.ns, choice.ns if exact else least)
-            over = self._total(index, found) - cap
+            over = self._total({index: found}) - cap
             if over <= 0:
                 return self._refined(index, before, nodes, cap, fit, found) if self.settled else found
             fit = fit._replace(available=fit.available - over)
@@ -164,7 +213,7 @@ class Recomputing:
         least = max(found.least, bound)
         assert regions is not None
         better = self._again(before, nodes, regions, priced(fit.tape, regions).ns, least)
-        fits = better.ns < found.ns and self._total(index, better) <= cap
+        fits = better.ns < found.ns and self._total({index: better}) <= cap
         return better if fits else found._replace(least=min(least, found.ns))
 
     def _again(
@@ -173,12 +222,14 @@ class Recomputing:
         named = tuple(tuple(nodes[start:stop]) for start, stop in regions)
         return Again("regions" if named else "none", named, ns, least, footprint_of(self.lives, before, nodes, named))
 
-    def _total(self, index: int, again: Again) -> int:
-        """What the rank may hold at its peak, under the named schedule or the one that stands in for a search."""
-        at = self._moments(index, again.kind == "stage")
-        return rank_memory({index: again.footprint}, at, **self._step).total.bound
+    def _total(self, stages: Mapping[int, Again | None]) -> int:
+        """What the rank of these stages may hold at its peak, by the named schedule or that which stands in for one."""
+        known = {index: again for index, again in stages.items() if again is not None}
+        at = self._moments(next(iter(known)), any(again.kind == "stage" for again in known.values()))
+        return rank_memory({index: again.footprint for index, again in known.items()}, at, **self._step).total.bound
 
     def _moments(self, index: int, again: bool = False) -> tuple[Moment, ...]:
+        """Of the rank of a stage."""
         name = stand_in(self.options, self.placement)
         return moments_of(name, self.placement, self.options.microbatches, again)[self.placement[index]]
 
@@ -196,6 +247,10 @@ class Recomputing:
     def lives(self) -> Lives:
         """The storages of the graph."""
         return Lives(self.graph, self.options.optimizer, self.options.master_weights)
+
+
+def _before(names: Sequence[tuple[str, ...]], index: int) -> tuple[str, ...]:
+    return tuple(chain.from_iterable(names[:index]))
 
 
 @lru_cache(maxsize=8)

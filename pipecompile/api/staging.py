@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from pipecompile.api.recomputing import NOTHING_AGAIN, Again, Recomputing
 from pipecompile.errors import InfeasibleError
@@ -25,22 +25,22 @@ def stages_of(
     k = recomputing.options.k
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(k)]
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, k)]
-    return tuple(_stage(recomputing, names, index, boundaries, weighed) for index in range(k))
+    every = recomputing.of_all(names) if weighed else [NOTHING_AGAIN] * k
+    for index, again in enumerate(every):
+        if again is None:
+            raise InfeasibleError(f"rank {recomputing.placement[index]} does not fit, whatever it computes again")
+    return tuple(
+        _stage(graph, nodes, again, boundaries[index : index + 2])
+        for index, (nodes, again) in enumerate(zip(names, every, strict=True))
+        if again is not None
+    )
 
 
-def _stage(
-    recomputing: Recomputing,
-    names: Sequence[tuple[str, ...]],
-    index: int,
-    boundaries: Sequence[tuple[Boundary, ...]],
-    weighed: bool,
-) -> Stage:
-    graph = recomputing.graph
-    nodes = [graph.by_name[name] for name in names[index]]
-    again = _again(recomputing, names, index) if weighed else NOTHING_AGAIN
+def _stage(graph: CostGraph, names: tuple[str, ...], again: Again, boundaries: Sequence[tuple[Boundary, ...]]) -> Stage:
+    nodes = [graph.by_name[name] for name in names]
     parameters = tuple(sorted({name for node in nodes for name in node.parameters}))
     return Stage(
-        nodes=names[index],
+        nodes=names,
         modules=tuple(module_ranges(node.module for node in nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
         parameters=parameters,
@@ -51,21 +51,12 @@ def _stage(
         recompute_ns=again.ns,
         recompute_bound_ns=again.least,
         finish_ns=sum(node.finish_ns for node in nodes),
-        inputs=boundaries[index],
-        outputs=boundaries[index + 1],
+        inputs=boundaries[0],
+        outputs=boundaries[1],
         recompute=again.kind,
         regions=again.regions,
         footprint=again.footprint,
     )
-
-
-def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: int) -> Again:
-    caps, rank = recomputing.options.caps(max(recomputing.placement) + 1), recomputing.placement[index]
-    cap = None if caps is None else caps[rank]
-    found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
-    if found is None:
-        raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again")
-    return found
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:

@@ -12,7 +12,7 @@ from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Region, Regions
 from pipecompile.memory.segments import SHORTEST, segments
 
-__all__ = ["Choice", "cheapest", "is_exact", "per_block", "priced", "square_root", "whole"]
+__all__ = ["Choice", "cheapest", "is_exact", "per_block", "priced", "square_root", "weighed", "whole"]
 
 MOST = 400  # choices that are kept for each state
 
@@ -47,6 +47,14 @@ def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) 
             choice = _priced(search, regions)
             choices += [choice] if choice.fits(in_flight, available) else []
     return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+
+
+def weighed(tape: Tape, blocks: Sequence[str], in_flight: int, ns_per_byte: float) -> Choice:
+    """The regions of least cost: extra time, and so much for each byte that microbatches take, one at its peak."""
+    found = menu(tape, segments(tape, blocks), frozenset(), MOST)
+    ((state, front),) = found.fronts.items()
+    cost = front.ns + ns_per_byte * ((in_flight - 1) * front.kept + front.peak)
+    return priced(tape, found.regions(state, int(cost.argmin())))
 
 
 def is_exact(tape: Tape) -> bool:

@@ -45,7 +45,8 @@ ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
-NODES_PRICED_PER_SECOND = 5_000
+NODES_PRICED_PER_SECOND = 4_000
+NODES_OF_A_PRICE = 60  # that take as long as a price does besides
 STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
@@ -94,14 +95,18 @@ class _Search:
 
     @cached_property
     def pricing(self) -> Pricing:
-        pairs, k = int(self.seconds * PAIRS_PER_SECOND), self.problem.k
-        prices = int(self.seconds * NODES_PRICED_PER_SECOND * k / len(self.problem.graph.nodes))
-        return Pricing(self.problem, prices + 4 * k, pairs_limit=pairs)
+        pairs, prices = int(self.seconds * PAIRS_PER_SECOND), int(self.seconds / self._price_seconds)
+        return Pricing(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
+
+    @property
+    def _price_seconds(self) -> float:
+        """What a price takes, of a stage of mean size."""
+        return (len(self.problem.graph.nodes) / self.problem.k + NODES_OF_A_PRICE) / NODES_PRICED_PER_SECOND
 
     @property
     def spent(self) -> float:
         """Seconds of work so far."""
-        prices = len(self.pricing.known) * len(self.problem.graph.nodes) / self.problem.k / NODES_PRICED_PER_SECOND
+        prices = len(self.pricing.known) * self._price_seconds
         return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND + prices
 
     @property

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.memory_models import gpt_blocks
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import tape_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.tape import Tape
+from pipecompile.ir.taping import tape_of
 from pipecompile.memory import refine
 from pipecompile.memory.choose import cheapest, priced, whole
 from pipecompile.memory.refine import refined

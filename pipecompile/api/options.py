@@ -15,7 +15,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
-from pipecompile.ir.size import parse_bytes
+from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.placement import SHAPES
 
@@ -30,12 +30,13 @@ class Choices(TypedDict, total=False):
     stages_per_rank         how many stages share a rank (default: what the schedule needs)
     placement               "linear", "loop" or "v" (default: what the schedule needs; a search tries all)
     objective               "variance", "max-load" or "step-time" (default: "variance")
-    memory                  the cap of each rank, "16GiB" or bytes (default: none)
+    memory                  the cap of each rank, "16GiB" or bytes, or a list of one for each (default: none)
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
     recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
-                            whole), "block" or "sqrt" (each block of the model, or about √n of n together), "auto"
-                            (what lets each rank fit `memory` at the least extra time)
+                            whole), "except-last" (so for all microbatches but a step's last), "block" or "sqrt" (each
+                            block of the model, or about √n of n together), "auto" (what lets each rank fit `memory` at
+                            the least extra time)
     pin                     the stage of nodes, negative ones from the last (default: {})
     groups                  nodes or modules that stay together (default: ())
     parameters_everywhere   whether each stage has a node with parameters (default: no)
@@ -49,7 +50,7 @@ class Choices(TypedDict, total=False):
     stages_per_rank: int | None
     placement: str | None
     objective: str
-    memory: int | str | None
+    memory: int | str | Sequence[int | str] | None
     optimizer: str | None
     master_weights: bool
     recompute: str
@@ -69,7 +70,7 @@ def options_for(
     stages_per_rank: int | None = None,
     placement: str | None = None,
     objective: str = "variance",
-    memory: int | str | None = None,
+    memory: int | str | Sequence[int | str] | None = None,
     optimizer: str | None = None,
     master_weights: bool = False,
     costs: str = "measured",
@@ -103,7 +104,7 @@ def options_for(
         schedule=schedule,
         objective=objective,
         recompute=cast(Recompute, recompute),
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_budget(memory),
         optimizer=optimizer,
         master_weights=master_weights,
         costs=costs,
@@ -115,15 +116,22 @@ def options_for(
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
-    _check_recompute(options, placements(options)[0])  # what does not go together is refused before any capture
+    _check_together(options, placements(options)[0])
     return options
 
 
-def _check_recompute(options: Options, placement: Sequence[int]) -> None:
+def _check_together(options: Options, placement: Sequence[int]) -> None:
+    """What does not go together is refused before any capture."""
+    options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in (*SPLIT, "search"):
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
             "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
+        )
+    if options.recompute == "except-last" and options.schedule == "search":
+        raise InputError(
+            "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
+            "choose stage, or a named schedule"
         )
     if options.recompute == "auto" and len(placement) > max(placement) + 1:
         raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")

@@ -49,6 +49,7 @@ def _stage(
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         recompute_ns=again.ns,
+        recompute_bound_ns=again.least,
         finish_ns=sum(node.finish_ns for node in nodes),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],
@@ -59,7 +60,8 @@ def _stage(
 
 
 def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: int) -> Again:
-    cap = recomputing.options.memory_bytes
+    caps, rank = recomputing.options.caps(max(recomputing.placement) + 1), recomputing.placement[index]
+    cap = None if caps is None else caps[rank]
     found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
     if found is None:
         raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again")

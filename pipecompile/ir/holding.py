@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
@@ -79,7 +80,7 @@ class _Stage(Part):
             optimizer_scratch=amount([scratch]),
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
-            received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self.leaves(p, r)),
+            received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
             kept=amount(made.storage.bytes for made in self.made if self.is_kept(made)),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.read),
@@ -102,8 +103,12 @@ class _Stage(Part):
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
-        last = max((places[-1] for _, places in self.trained), default=-1)
+        last = self._last_trained
         return self.splits and bool(made.holders) and made.holders[0] > last and not self.is_sent(made.storage)
+
+    @cached_property
+    def _last_trained(self) -> int:
+        return max((places[-1] for _, places in self.trained), default=-1)
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -117,6 +122,15 @@ class _Stage(Part):
             for copy in made.copies:
                 if copy.early == early:
                     yield Change(copy.place, made.storage.bytes, begins=False)
+
+    @cached_property
+    def _levels(self) -> tuple[Level, Level]:
+        return Level(1, int), Level(BOUND_SCRATCH, self.allocator.rounded)
+
+    @cached_property
+    def _entries_by_level(self) -> tuple[Mapping[int, Sequence[_Entry]], Mapping[int, Sequence[_Entry]]]:
+        first, second = map(self._entries, self._levels)
+        return first, second
 
     def _entries(self, level: Level) -> dict[int, list[_Entry]]:
         """The regions by the node whose backward computes them again, from the outermost on; then what is let go."""
@@ -185,8 +199,8 @@ class _Stage(Part):
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
         expected, bound = (
-            self._highest(nodes, changes, rises, level, sums, self._entries(level) if again else NO_ENTRIES)
-            for level in (Level(1, lambda size: size), Level(BOUND_SCRATCH, self.allocator.rounded))
+            self._highest(nodes, changes, rises, level, sums, entries if again else NO_ENTRIES)
+            for level, entries in zip(self._levels, self._entries_by_level, strict=True)
         )
         return Amount(expected=expected, bound=bound)
 
@@ -204,15 +218,19 @@ class _Stage(Part):
         padding: dict[int, int] = defaultdict(int)
         for place, size, begins in changes:
             counted = level.size_of(size)
-            after[place] += counted if begins else -counted
-            padding[place] += counted - size if begins else 0
+            if begins:
+                after[place] += counted
+                padding[place] += counted - size
+            else:
+                after[place] -= counted
         now = highest = 0
         for place, rise in zip(nodes, rises, strict=True):
             for entry in entries.get(place, ()):
                 highest = max(highest, now + entry.peak)
                 now += entry.left
-            needed = self.needed(self.graph.nodes[place], rise, level)
-            highest = max(highest, now + needed + padding[place])
-            now += after[place]
-            highest = max(highest, now + level.size_of(sums.get(place, 0)))
+            if rise or place in padding:
+                highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + padding[place])
+            if place in after:
+                now += after[place]
+            highest = max(highest, now + level.size_of(sums[place]) if place in sums else now)
         return highest

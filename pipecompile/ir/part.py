@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
@@ -71,19 +70,16 @@ class Part:
         self.own = [self.graph.nodes[place] for place in nodes]
         self.allocator = ALLOCATORS[lives.graph.memory]
         self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
-        self.arriving = [(t, readers) for t, producer, readers in lives.tensors if self.arrives(producer, readers)]
+        self.arriving = list(lives.crossing(before))  # to be read here or handed on
 
     def is_later(self, place: int) -> bool:
         """Whether the node of this place lies in a later stage."""
         return place not in self.inside and place not in self.before
 
-    def arrives(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a tensor comes from an earlier stage, to be read here or handed on."""
-        return producer in self.before and any(reader not in self.before for reader in readers)
-
-    def leaves(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a later stage reads a tensor of this stage or of an earlier one."""
-        return not self.is_later(producer) and any(map(self.is_later, readers))
+    @property
+    def leaving(self) -> Iterator[Tensor]:
+        """What a later stage reads of this stage or of an earlier one."""
+        return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
 
     def is_sent(self, storage: Storage) -> bool:
         """Whether a later stage reads it."""
@@ -181,7 +177,7 @@ class Part:
         places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
@@ -189,7 +185,9 @@ class Part:
     @staticmethod
     def needed(node: Node, rise: int, level: Level) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
-        return rise + ceil(level.scratch * node.workspace_bytes) if rise else 0
+        if not rise:
+            return 0
+        return rise - (-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""

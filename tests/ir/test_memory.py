@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Literal
 
 import msgspec
 import pytest
@@ -36,7 +37,8 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
     placement = place(draw(st.sampled_from(["linear", "loop", "v"])), stages // each, each)
     microbatches = draw(st.sampled_from([1, 2, 3, 4]))
     names = [n for n in fitting(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")]
-    return generate(draw(st.sampled_from(names)), placement, microbatches, draw(st.booleans()))
+    again, but_last = draw(st.booleans()), draw(st.booleans())
+    return generate(draw(st.sampled_from(names)), placement, microbatches, again, but_last=but_last)
 
 
 def _footprints(graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None) -> list[Footprint]:
@@ -133,17 +135,18 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
 
 
 @settings(max_examples=300, deadline=None)
-@given(cost_graphs(wild=True), st.booleans(), st.data())
+@given(cost_graphs(wild=True), st.sampled_from(["none", "stage", "except-last"]), st.data())
 def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
-    graph: CostGraph, recompute: bool, data: st.DataObject
+    graph: CostGraph, recompute: Literal["none", "stage", "except-last"], data: st.DataObject
 ) -> None:
     """By the most microbatches that a stage holds under 1F1B; gradients are there then if a backward has been."""
     cut = data.draw(stages_of(graph))
     microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
-    schedule = generate("1f1b", range(stages), microbatches, recompute)
+    again, but_last = recompute != "none", recompute == "except-last"
+    schedule = generate("1f1b", range(stages), microbatches, again, but_last=but_last)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
-    resident, saved = floors(graph, "stage" if recompute else "none", gradients=summed)
+    resident, saved = floors(graph, recompute, gradients=summed)
     for stage, footprint in enumerate(_footprints(graph, cut)):
         memory = rank_memory(
             {stage: footprint},

@@ -200,16 +200,12 @@ class _Level:
     ) -> tuple[Numbers, Numbers, State]:
         """What is kept, and lives in the backward, with one more node or region; its forward aside."""
         now = state | self._needed(position, stop, again=region is not None)
-        inner = (
-            np.array([[0, 0, self.tape.before[position], 0]])
-            if region is None
-            else self.search.inner[region][1].columns
-        )
+        alone = np.array([[0, 0, self.tape.before[position], 0]])
+        inner = alone if region is None else self.search.inner[region][1].columns
         outer_row, inner_row = (each.ravel() for each in np.indices((len(rows), len(inner))))
         columns = rows.columns[outer_row]
-        done = columns[:, KEPT] + (
-            self.sent + self.tape.after[position] if position > self.start or self.is_stage else 0
-        )
+        counts = position > self.start or self.is_stage  # what begins a region lets go of what that reads
+        done = columns[:, KEPT] + (self.sent + self.tape.after[position] if counts else 0)
         columns[:, KEPT] += self._bytes(now - state)
         columns[:, NS] += inner[inner_row, NS]
         backward = columns[:, KEPT] + self.sent + inner[inner_row, BACKWARD]
@@ -281,23 +277,22 @@ class _Level:
 
     def _joined(self, parts: Sequence[_Rows]) -> _Rows:
         if len(parts) == 1 and len(parts[0]) <= MOST:
-            return parts[0]
+            return _fitting(parts[0], self.search.available)
         rows = _Rows(np.concatenate([part.columns for part in parts]), np.concatenate([part.how for part in parts]))
         return _least(rows, self.search.available) if self.is_stage else _pruned(rows, MOST, self.search.available)
 
 
 def _fitting(rows: _Rows, available: int) -> _Rows:
+    """Those that fit by themselves."""
     return rows.picked(np.flatnonzero(rows.columns[:, [KEPT, FORWARD, BACKWARD]].max(axis=1) <= available))
 
 
 def _least(rows: _Rows, available: int) -> _Rows:
     """Of choices that fit, those of which no faster one keeps as little: how much they leave free does not count."""
     rows = _fitting(rows, available)
-    order = np.lexsort((rows.columns[:, BACKWARD], rows.columns[:, KEPT], rows.columns[:, NS]))
-    kept = rows.columns[order, KEPT]
-    return rows.picked(
-        order[np.concatenate([[True], kept[1:] < np.minimum.accumulate(kept)[:-1]])] if len(rows) else order
-    )
+    rows = rows.picked(np.lexsort((rows.columns[:, BACKWARD], rows.columns[:, KEPT], rows.columns[:, NS])))
+    least = np.minimum.accumulate(rows.columns[:, KEPT])
+    return rows.picked(np.flatnonzero(np.diff(least, prepend=least[:1] + 1)))
 
 
 def _pruned(rows: _Rows, most: int, available: int) -> _Rows:
@@ -305,12 +300,12 @@ def _pruned(rows: _Rows, most: int, available: int) -> _Rows:
     rows = _fitting(rows, available)
     if len(rows) > most:
         rows = rows.picked(_spread(rows.columns, most))
-    values = rows.columns[np.lexsort(rows.columns.T)]
-    order = np.lexsort(rows.columns.T)
+    rows = rows.picked(np.lexsort(rows.columns.T))
+    values = rows.columns
     better = (values[:, None, :] <= values[None, :, :]).all(axis=2)
     equal = (values[:, None, :] == values[None, :, :]).all(axis=2)
     beaten = better & (~equal | np.triu(np.ones_like(equal), 1))
-    return rows.picked(order[~beaten.any(axis=0)])
+    return rows.picked(np.flatnonzero(~beaten.any(axis=0)))
 
 
 def _spread(columns: Numbers, most: int) -> Numbers:

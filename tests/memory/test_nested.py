@@ -14,11 +14,11 @@ from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.taping import tape_of
-from pipecompile.memory import nested as module
 from pipecompile.memory.choose import cheapest, priced
 from pipecompile.memory.nested import nested
+from pipecompile.memory.regions import Region
 from tests.ir import naive
-from tests.ir.cost_graphs import cost_graphs
+from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.memory.test_regions import every_choice
 
 Run = tuple[int, int]
@@ -40,17 +40,17 @@ def price(graph: CostGraph, runs: Sequence[Run]) -> tuple[int, int]:
     footprint = footprint_of(Lives(graph), (), names, regions)
     kept = footprint.kept.bound
     peak = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
-    return peak, extra_ns(graph, regions)
+    return peak, extra_ns(graph, [names], 0, regions)
 
 
-def extra_ns(graph: CostGraph, regions: Sequence[Sequence[str]]) -> int:
-    """Each region runs again until the last that is put aside for it."""
-    stage = naive._Stage(graph, [[node.name for node in graph.nodes]], 0, regions)
-    ends = {
-        frame: stage.packs(frame)[-1][:2] if stage.is_needed(frame) else (0, False) for frame in range(len(regions))
-    }
-    runs = [regions[frame][: number + after] for frame, (number, after) in ends.items()]
-    return sum(graph.by_name[name].forward_ns for run in runs for name in run)
+def extra_ns(graph: CostGraph, cut: Sequence[Sequence[str]], index: int, regions: Sequence[Sequence[str]]) -> int:
+    """Each region of a stage runs again until the last that is put aside for it."""
+    stage = naive._Stage(graph, cut, index, regions)
+    found = 0
+    for frame in filter(stage.is_needed, range(len(regions))):
+        number, after, *_ = stage.packs(frame)[-1]
+        found += sum(graph.by_name[name].forward_ns for name in regions[frame][: number + after])
+    return found
 
 
 @st.composite
@@ -99,17 +99,21 @@ def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataOb
 def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     graph: CostGraph, data: st.DataObject
 ) -> None:
-    names = [node.name for node in graph.nodes]
-    tape = tape_of(Lives(graph), (), names, summed=True)
-    choices = {runs: priced(tape, [module.Region(*run) for run in runs]) for runs in every_choice(tape.boundaries)}
-    available = data.draw(st.sampled_from(sorted(choice.peak for choice in choices.values())))
+    """Of one of two stages, or of all."""
+    cut = data.draw(stages_of(graph, most=2))
+    index = data.draw(st.integers(0, len(cut) - 1))
+    before, names = list(chain(*cut[:index])), cut[index]
+    tape = tape_of(Lives(graph), before, names, summed=True)
+    choices = [priced(tape, [Region(*run) for run in runs]) for runs in every_choice(tape.boundaries)]
+    available = data.draw(st.sampled_from(sorted(choice.peak for choice in choices)))
     best = nested(tape, names, available)
     assert best is not None
-    assert best.ns == extra_ns(graph, [names[a:b] for a, b in best.regions])
-    assert best.ns <= min(choice.ns for choice in choices.values() if choice.peak <= available)
-    footprint = footprint_of(Lives(graph), (), names, [names[a:b] for a, b in best.regions])
+    regions = [names[a:b] for a, b in best.regions]
+    assert best.ns == extra_ns(graph, cut, index, regions)
+    assert best.ns <= min(choice.ns for choice in choices if choice.peak <= available)
+    footprint = footprint_of(Lives(graph), before, names, regions)
     assert footprint.kept.bound == best.kept
-    assert footprint.kept.bound + footprint.backward_peak.bound <= best.peak
+    assert footprint.kept.bound + footprint.backward_peak.bound <= best.peak <= available
 
 
 def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -20,13 +19,14 @@ from ortools.sat.python import cp_model
 
 from pipecompile.ir.tape import Held, Tape
 from pipecompile.memory.choose import Choice, priced
+from pipecompile.memory.ends import Ends
 from pipecompile.memory.regions import Region, Regions
 
 __all__ = ["refined"]
 
 BYTE_UNITS, TIME_UNITS = 1 << 24, 1 << 21  # most units in what is available, and in the time of all nodes
 TRIES = 4  # with less memory in turn, where what was found fits by rounded bytes alone
-LARGEST = 1500  # regions to choose from (six blocks of a GPT): with more, seconds do not lead to a bound
+LARGEST = 3000  # regions to choose from (eight blocks of a GPT): with more, it takes a minute
 
 
 def refined(
@@ -39,7 +39,7 @@ def refined(
     deterministic budget: the same regions each time. Long stages are not searched: of these the bound is 0.
     """
     best = None if known is None else priced(tape, known)
-    ends = _Ends.of(tape)
+    ends = Ends.of(tape)
     room, bound = available, None
     for _ in range(TRIES if len(ends.regions) <= LARGEST else 0):
         found, proven = _Model(tape, in_flight, room, best, ends).solve(seconds)
@@ -55,31 +55,6 @@ def refined(
     return (None if best is None else best.regions), bound or 0
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Where regions may begin and stop that some choice may need: at other ends are nodes better left out of them."""
-
-    begins: frozenset[int]
-    stops: frozenset[int]
-    regions: tuple[Region, ...]
-
-    @staticmethod
-    def of(tape: Tape) -> _Ends:
-        """Those between boundaries.
-
-        The nodes up to the next boundary save or make something, or a region may as well begin after them. Those from
-        the boundary before save something, or it may as well end before them.
-        """
-        made = {held.made for held in tape.held}
-        pairs = list(pairwise(sorted(tape.boundaries)))
-        saving = [any(tape.packs[place] != "never" for place in range(*pair)) for pair in pairs]
-        begins = [a for (a, b), saves in zip(pairs, saving, strict=True) if saves or not made.isdisjoint(range(a, b))]
-        stops = [b for (_, b), saves in zip(pairs, saving, strict=True) if saves]
-        ends = {a: min((place for place in tape.fixed if place >= a), default=len(tape.ns)) for a in begins}
-        regions = tuple(Region(a, b) for a in begins for b in stops if a < b <= ends[a])
-        return _Ends(frozenset(begins), frozenset(stops), regions)
-
-
 @dataclass
 class _Model:
     """The program for one capacity."""
@@ -88,7 +63,7 @@ class _Model:
     in_flight: int
     available: int
     known: Choice | None
-    ends: _Ends
+    ends: Ends
 
     def __post_init__(self) -> None:
         self.model = cp_model.CpModel()
@@ -111,11 +86,7 @@ class _Model:
                 self._fits(terms)
         self.model.minimize(sum(self._time(region) // self.time_unit * v for region, v in self.again.items()))
         self._hint()
-        solver = cp_model.CpSolver()
-        solver.parameters.max_deterministic_time = seconds
-        solver.parameters.num_workers = 1
-        solver.parameters.linearization_level = 2  # without all rows in its LP the bound hardly moves
-        solver.parameters.random_seed = 0
+        solver = _solver(seconds)
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
             return None, 0  # that nothing fits is not believed
@@ -208,3 +179,17 @@ class _Model:
         regions = set(self.known.regions) if self.known else set()
         for region, variable in self.again.items() if self.known else ():
             self.model.add_hint(variable, region in regions)
+
+
+def _solver(seconds: float) -> cp_model.CpSolver:
+    """One worker, and the same search each time."""
+    solver = cp_model.CpSolver()
+    solver.parameters.max_deterministic_time = seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.linearization_level = 2  # without all rows in its LP the bound hardly moves
+    # What would take most of the time before the search begins, and helps it little:
+    solver.parameters.cp_model_probing_level = 0
+    solver.parameters.merge_at_most_one_work_limit = 0
+    solver.parameters.symmetry_level = 0
+    return solver

@@ -172,6 +172,7 @@ class Recomputing:
         """The cheapest regions by the tape's peak; as long as that of the order is too high, with less memory."""
         from pipecompile.memory.bound import least_ns
         from pipecompile.memory.choose import cheapest, is_exact
+        from pipecompile.memory.nested import nested
 
         fit = self._fit(index, before, nodes, cap, plain)
         least = None if fit is None else least_ns(fit.tape, fit.in_flight, fit.available)
@@ -179,6 +180,8 @@ class Recomputing:
             return None
         for attempt in range(TRIES):
             choice = cheapest(*fit)
+            if choice is None and fit.in_flight == 1:
+                choice = nested(fit.tape, fit.blocks, fit.available)
             if choice is None:
                 return None
             exact = attempt == 0 and is_exact(fit.tape)
@@ -201,20 +204,27 @@ class Recomputing:
     def _refined(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, fit: _Fit, found: Again
     ) -> Again:
-        """By integer programming, which also finds a better bound; `found` if that is not better."""
+        """By integer programming, which also finds a better bound, or with regions within others; or `found` as it is.
+
+        That bound is for regions that lie side by side.
+        """
         from pipecompile.memory.choose import priced
+        from pipecompile.memory.nested import nested
         from pipecompile.memory.refine import refined
 
-        place = {name: position for position, name in enumerate(nodes)}
-        known = [Region(place[region[0]], place[region[-1]] + 1) for region in found.regions]
         if found.ns == found.least:
             return found
-        regions, bound = refined(fit.tape, fit.in_flight, fit.available, known, REFINING_SECONDS)
-        least = max(found.least, bound)
-        assert regions is not None
-        better = self._again(before, nodes, regions, priced(fit.tape, regions).ns, least)
-        fits = better.ns < found.ns and self._total({index: better}) <= cap
-        return better if fits else found._replace(least=min(least, found.ns))
+        choices, least = [], found.least
+        if fit.in_flight == 1:
+            choices = [nested(fit.tape, fit.blocks, fit.available)]
+        else:
+            place = {name: position for position, name in enumerate(nodes)}
+            known = [Region(place[region[0]], place[region[-1]] + 1) for region in found.regions]
+            regions, bound = refined(fit.tape, fit.in_flight, fit.available, known, REFINING_SECONDS)
+            choices, least = [priced(fit.tape, regions or ())], max(least, bound)
+        others = [self._again(before, nodes, each.regions, each.ns, least) for each in choices if each is not None]
+        better = [other for other in others if other.ns < found.ns and self._total({index: other}) <= cap]
+        return min(better, key=lambda other: other.ns, default=found._replace(least=min(least, found.ns)))
 
     def _again(
         self, before: Sequence[str], nodes: Sequence[str], regions: Iterable[tuple[int, int]], ns: int, least: int

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pipecompile.ir.tape import Tape
-from pipecompile.memory.regions import Region
 
-__all__ = ["Ends"]
+__all__ = ["Ends", "Region"]
+
+
+class Region(NamedTuple):
+    """The nodes at positions `start` … `stop` − 1, computed again."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)

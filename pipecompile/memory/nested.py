@@ -190,7 +190,7 @@ class _Level:
         """The choices with one more node, or with each choice for one more region."""
         columns, how, kept = self._after(position, stop, state, rows, region)
         waiting = self._bytes(self._across(position) - state)
-        highest = self.tape.forward[position] if region is None else self.search.regions._again(region).forward
+        highest = self.tape.forward[position] if region is None else self.search.regions.again(region).forward
         level = rows.columns[how[:, 1], KEPT] + waiting + self._sent_before(position) + highest
         columns[:, FORWARD] = np.maximum(columns[:, FORWARD], level)
         return kept & self._across(stop), _Rows(columns, how)
@@ -248,8 +248,8 @@ class _Level:
     def _needed(self, start: int, stop: int, *, again: bool) -> State:
         """What the forward must keep for these nodes: what they save, or what a region of them reads."""
         if not again:
-            return frozenset(self.search.regions._savings[start]) & self.own
-        used = {index for position in range(start, stop) for index in self.search.regions._uses[position]}
+            return frozenset(self.search.regions.savings[start]) & self.own
+        used = {index for position in range(start, stop) for index in self.search.regions.uses[position]}
         return frozenset(index for index in used & self.own if self.tape.held[index].made < start)
 
     def _across(self, position: int) -> State:

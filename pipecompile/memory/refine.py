@@ -98,7 +98,7 @@ class _Model:
     def _worth_it(self) -> Iterator[Region]:
         """The regions that fit by themselves, and those that are known."""
         for region in self.ends.regions:
-            if self.sent + self.search._again(region).backward <= self.available:
+            if self.sent + self.search.again(region).backward <= self.available:
                 yield region
         for region in self.known.regions if self.known else ():
             if region.start not in self.ends.begins or region.stop not in self.ends.stops:
@@ -153,7 +153,7 @@ class _Model:
         sent = sum(held.bytes for held in tape.held if held.sent and held.made < position)
         yield [(waiting + sent + tape.forward[position], 1), *gone]
         regions = self._by_position[position]
-        backward = [(self.search._again(region).backward, variable) for region, variable in regions]
+        backward = [(self.search.again(region).backward, variable) for region, variable in regions]
         yield [(self.sent, 1), (tape.before[position], once), *self._kept_by(position), *backward]
         begun = [(tape.after[position], variable) for region, variable in regions if region.start == position]
         yield [(self.sent, 1), (tape.after[position], once), *begun, *self._kept_by(position - 1)]
@@ -172,7 +172,7 @@ class _Model:
         return sizes * (-(-self.available // (sizes * BYTE_UNITS)) or 1)
 
     def _time(self, region: Region) -> int:
-        return self.search._again(region).ns
+        return self.search.again(region).ns
 
     def _hint(self) -> None:
         """Starts from what is known."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipecompile.ir.tape import Held, Tape
+from pipecompile.memory.ends import Ends, Region
 from pipecompile.memory.front import Front, Numbers, joined
 
 __all__ = ["Region", "Regions", "State"]
@@ -23,14 +24,7 @@ __all__ = ["Region", "Regions", "State"]
 State = frozenset[int]  # indices of storages that are kept already
 
 
-class Region(NamedTuple):
-    """The nodes at positions `start` … `stop` − 1, computed again."""
-
-    start: int
-    stop: int
-
-
-class _Again(NamedTuple):
+class Again(NamedTuple):
     """What a region takes: time, the most that lives in its forward, in its backward, and when that is done."""
 
     ns: int
@@ -69,7 +63,7 @@ class Regions:
     kept: State = frozenset()
     most: int | None = None
     steps: list[_Step] = field(default_factory=list, init=False, compare=False)
-    known: dict[Region, _Again] = field(default_factory=dict, init=False, compare=False)
+    known: dict[Region, Again] = field(default_factory=dict, init=False, compare=False)
     needs: dict[tuple[int, int, bool], State] = field(default_factory=dict, init=False, compare=False)
 
     def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
@@ -120,19 +114,19 @@ class Regions:
     def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
         if position < self.stop:
             yield position + 1, None
-        if position in self._boundaries:
+        if position in self._ends.begins:
             for stop in range(position + 1, self.stop + 1):
                 if stop - 1 in self.tape.fixed:
                     return
-                if stop in self._boundaries:
+                if stop in self._ends.stops:
                     yield stop, Region(position, stop)
 
     def _move(self, position: int, stop: int, state: State, region: Region | None) -> _Move:
         """One more node, or one more region."""
         now = state | self._needed_by(position, stop, again=region is not None)
-        again = _Again(0, self.tape.forward[position], self.tape.before[position])
+        again = Again(0, self.tape.forward[position], self.tape.before[position])
         if region is not None:
-            again = self._again(region)
+            again = self.again(region)
         held, sent = self.tape.held, self._sent_by[-1]
         kept = sum(held[index].bytes for index in now - state)
         waiting = sum(held[index].bytes for index in self._across[position] - state)
@@ -148,21 +142,21 @@ class Regions:
 
     def _needs(self, start: int, stop: int, *, again: bool) -> State:
         if not again:
-            return frozenset(i for i in self._savings[start] if not self.tape.held[i].sent)
-        used = {index for position in range(start, stop) for index in self._uses[position]}
+            return frozenset(i for i in self.savings[start] if not self.tape.held[i].sent)
+        used = {index for position in range(start, stop) for index in self.uses[position]}
         return frozenset(i for i in used if self.tape.held[i].made < start and not self.tape.held[i].sent)
 
-    def _again(self, region: Region) -> _Again:
+    def again(self, region: Region) -> Again:
         """A region by itself, above what was kept for it."""
         if region not in self.known:
             self.known[region] = self._alone(region)
         return self.known[region]
 
-    def _alone(self, region: Region) -> _Again:
+    def _alone(self, region: Region) -> Again:
         last, stop = self._until(region)
         first = self._walk(region, region.stop, again=False)
         backward = self._backward(region, last, self._walk(region, stop, again=True))
-        return _Again(sum(self.tape.ns[region.start : stop]), first, backward)
+        return Again(sum(self.tape.ns[region.start : stop]), first, backward)
 
     def _until(self, region: Region) -> tuple[int | None, int]:
         """The last node that saves anything, and where computing again stops: that may be before its kernels run."""
@@ -242,11 +236,13 @@ class Regions:
         return found
 
     @cached_property
-    def _savings(self) -> list[list[int]]:
+    def savings(self) -> list[list[int]]:
+        """By position the storages that its node saves."""
         return self._indices(lambda held: set(held.saved))
 
     @cached_property
-    def _uses(self) -> list[list[int]]:
+    def uses(self) -> list[list[int]]:
+        """By position the storages that its node reads or saves."""
         return self._indices(lambda held: {*held.uses, *held.saved})
 
     def _indices(self, places_of: Callable[[Held], set[int]]) -> list[list[int]]:
@@ -259,8 +255,8 @@ class Regions:
         return found
 
     @cached_property
-    def _boundaries(self) -> frozenset[int]:
-        return frozenset(self.tape.boundaries)
+    def _ends(self) -> Ends:
+        return Ends.of(self.tape)
 
 
 def _moved(front: Front, move: _Move, left: Numbers, right: Numbers) -> Front:

@@ -10,6 +10,7 @@ NAMES = (
     "partition",
     "schedules",
     "gpipe_models",
+    "gpipe_memory",
     "capture",
     "capture_large",
     "verify_zoo",

@@ -102,8 +102,8 @@ class Whole(NamedTuple):
         )
 
     @property
-    def activations(self) -> int:
-        """Expected bytes of all else, at the peaks of all ranks."""
+    def others(self) -> int:
+        """Expected bytes of all else at the peaks of all ranks: activations, buffers, scratch."""
         held = [memory.activations + memory.buffers + memory.workspace for memory in self.prediction.memory]
         return sum(amount.expected for amount in held)
 
@@ -125,7 +125,7 @@ def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) 
     placement = placements(options)[0]
     stages = stages_of(graph, assignment, Recomputing(graph, options, placement))
     schedule, _ = ordered(options, stages, FREE, placement, graph.memory)
-    return Whole(stages, predicted(stages, schedule, FREE, options.memory_bytes, graph.memory))
+    return Whole(stages, predicted(stages, schedule, FREE, options.caps(schedule.ranks), graph.memory))
 
 
 def _runs(graph: CostGraph, layers: Sequence[int]) -> list[tuple[str, ...]]:

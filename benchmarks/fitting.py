@@ -36,7 +36,10 @@ class Fitting:
 
     @cached_property
     def most(self) -> tuple[int, ...]:
-        """The most layers of each stage. Stages between the first and the last have ever fewer in flight."""
+        """The most layers of each stage; of a single one less than `LEAST` if so few do not fit.
+
+        Stages between the first and the last have ever fewer in flight.
+        """
         k = self.options.k
         if k == 1:
             return (self._most(0, LEAST - 1, self._beyond),)
@@ -65,8 +68,9 @@ class Fitting:
 
     @property
     def _memory_bytes(self) -> int:
-        assert self.options.memory_bytes is not None
-        return self.options.memory_bytes
+        caps = self.options.caps(self.options.k)
+        assert caps is not None
+        return min(caps)
 
     def fits(self, stage: int, layers: int) -> bool:
         """Whether a stage of so many layers fits, by what the partitioner asks; others lie before and behind it."""

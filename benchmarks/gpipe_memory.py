@@ -79,7 +79,7 @@ class Format:
     """Numbers and attention of the Transformer."""
 
     name: str
-    type: torch.dtype
+    dtype: torch.dtype
     layer: type[Layer]
     master_weights: bool
     graphs: dict[int, CostGraph] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Format:
     def target(self) -> Target:
         """The model of a few layers with its minibatch."""
         with torch.device("meta"):
-            model = Transformer(LEAST, layer=self.layer).to(self.type)
+            model = Transformer(LEAST, layer=self.layer).to(self.dtype)
             tokens = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         return Target(model, arguments_of(model, tokens), token_loss, tokens)
 
@@ -167,7 +167,9 @@ def largest(format: Format, k: int) -> dict[str, Any]:
         "stage": stages,
         "auto": auto,
         "stage_by_setting": [
-            {"schedule": order, "microbatches": m, "layers": sum(fit.most)} for (order, m), fit in fitting.items()
+            {"schedule": order, "microbatches": m, "layers": found if found >= LEAST else None}
+            for (order, m), fit in fitting.items()
+            for found in [sum(fit.most)]
         ],
         "cut_by_partitioner": is_cut(best) if k <= MOST_TO_CUT else None,
     }

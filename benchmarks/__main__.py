@@ -7,6 +7,7 @@ NAMES = (
     "time_prediction",
     "memory_prediction",
     "profile_large",
+    "recompute",
     "partition",
     "schedules",
     "gpipe_models",

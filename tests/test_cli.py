@@ -95,6 +95,14 @@ def test_show(plan_file: str, form: str) -> None:
         assert "bubble" in result.stdout
 
 
+def test_view(plan_file: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = invoke("view", plan_file, "-o", str(page))
+    assert (result.exit_code, result.output) == (0, "")
+    assert page.read_text().startswith("<!DOCTYPE html>") and "1f1b: 4 stages on 4 ranks" in page.read_text()
+    assert invoke("view", plan_file, "-o", str(tmp_path / "nowhere" / "plan.html")).exit_code == 2
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
     result = invoke("check", plan_file, UNET, "--format", form)
@@ -203,13 +211,14 @@ def imported(*arguments: str) -> list[str]:
     )
     result = fresh("-c", code, *arguments)
     assert result.returncode == 0, result.stderr
-    assert result.stdout
+    assert result.stdout or "-o" in arguments
     return result.stderr.split()
 
 
-@pytest.mark.parametrize("command", ["show", "check", "simulate"])
-def test_reading_a_plan_needs_no_torch(plan_file: str, command: str) -> None:
-    assert imported(command, plan_file) == []
+@pytest.mark.parametrize("command", ["show", "check", "simulate", "view"])
+def test_reading_a_plan_needs_no_torch(plan_file: str, command: str, tmp_path: Path) -> None:
+    output = ["-o", str(tmp_path / "plan.html")] if command == "view" else []
+    assert imported(command, plan_file, *output) == []
 
 
 def linked(bandwidth: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -26,7 +27,7 @@ from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
 if TYPE_CHECKING:
-    from pipecompile.partition.problem import Candidate, Memory, Problem
+    from pipecompile.partition.problem import Candidate, Memory, Price, Problem
     from pipecompile.partition.result import Partition
 
 __all__ = ["cut", "problem_of", "step_ns", "sums_in_order"]
@@ -36,39 +37,49 @@ OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
 CAPS_LOWERED = 5
 
 
-def cut(
-    graph: CostGraph,
-    options: Options,
-    links: Links,
-    placement: Sequence[int],
-    assignment: Mapping[str, int] | None = None,
-) -> Partition:
+def cut(recomputing: Recomputing, links: Links, assignment: Mapping[str, int] | None = None) -> Partition:
     """The cut, all objectives' values for it, and whether another objective would shorten the step.
 
-    With `assignment` the cut is that one, and the best one that is found only bounds it.
+    Its stages compute again what `recomputing` says. With `assignment` the cut is that one, and the best one that is
+    found only bounds it.
     """
-    # Imported here: solvers need numpy and networkx, which reading a plan does not.
-    from pipecompile.partition.front import solve
-    from pipecompile.partition.result import Partition
-
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
     problem, found = _fitting(graph, options, links, placement)
-    if assignment is not None:
-        found = Partition.of(problem, assignment, method=found.search.method, bound=found.search.bound)
+    found = _with_extra(recomputing, problem, assignment or found.assignment, found)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
-    others = [
-        Faster(objective=objective, step_ns=problem.step_ns(solve(other, seconds=OTHERS_SECONDS).assignment))
-        for objective in OBJECTIVES
-        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only")
-        for other in [replace(problem, objective=objective)]
-    ]
-    fastest = min(others, key=lambda other: other.step_ns)
+    fastest = min(_others(problem, options), key=lambda other: other.step_ns, default=None)
     search = msgspec.structs.replace(
         found.search,
         values={**found.search.values, "step_ns": step_ns},
-        faster=fastest if fastest.step_ns < step_ns else None,
+        faster=fastest if fastest is not None and fastest.step_ns < step_ns else None,
     )
     return replace(found, search=search)
+
+
+def _others(problem: Problem, options: Options) -> Iterator[Faster]:
+    """What a little work on each other objective finds: the step of its cut."""
+    from pipecompile.partition.front import solve
+
+    assert problem.step_ns is not None
+    for objective in OBJECTIVES:
+        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only"):
+            with suppress(InfeasibleError):  # which may only mean that little work did not find any
+                found = solve(replace(problem, objective=objective), seconds=OTHERS_SECONDS)
+                yield Faster(objective=objective, step_ns=problem.step_ns(found.assignment))
+
+
+def _with_extra(
+    recomputing: Recomputing, problem: Problem, assignment: Mapping[str, int], found: Partition
+) -> Partition:
+    """This cut with the time that its stages take to compute again what they do, where loads do not have it."""
+    from pipecompile.partition.result import Partition
+
+    extra: dict[int, int] = {}
+    if recomputing.options.recompute != "none" and not _is_in_loads(recomputing.options):
+        stages = stages_of(recomputing.graph, assignment, recomputing)
+        extra = {index: stage.recompute_ns for index, stage in enumerate(stages)}
+    return Partition.of(problem, assignment, method=found.search.method, bound=found.search.bound, extra_ns=extra)
 
 
 def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequence[int]) -> tuple[Problem, Partition]:
@@ -77,6 +88,7 @@ def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequen
     A searched order may hold fewer microbatches than the named one by which the cut is judged: if that does not fit,
     there must be room for one.
     """
+    # Imported here: solvers need numpy and networkx, which reading a plan does not.
     from pipecompile.partition.front import solve
 
     for sparing in (False, True) if options.schedule == "search" else (False,):
@@ -224,6 +236,11 @@ def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     )
 
 
+def _is_in_loads(options: Options) -> bool:
+    """Whether the loads of stages have what they compute again, and prices need not."""
+    return options.recompute in ("stage", "except-last")
+
+
 def _share_again(options: Options) -> Fraction:
     """The part of a step's microbatches whose forward the policy has run again, in all stages but the last."""
     spared = {"stage": 0, "except-last": 1}.get(options.recompute, options.microbatches)
@@ -244,19 +261,21 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield consumers[-3], consumers[-1]
 
 
-def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], int | None]:
+def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:
     """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
+    from pipecompile.partition.problem import Price
+
     graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
 
-    def price(candidate: Candidate) -> int | None:
+    def price(candidate: Candidate) -> Price:
         found = recomputing.of(candidate.stage, candidate.before, candidate.nodes, candidate.budget)
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
-            return None
+            return Price(None, 0 if options.recompute == "auto" else None)
         again = (candidate.stage,) if found.kind in ("stage", "except-last") else ()
         if _missing(graph, within, placement, {candidate.stage: found.footprint}, again, sparing=sparing):
-            return None
-        return 0 if options.recompute in ("stage", "except-last") else found.ns
+            return Price(None, None)
+        return Price(0, 0) if _is_in_loads(options) else Price(found.ns, found.least)
 
     return price
 

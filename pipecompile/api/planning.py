@@ -63,8 +63,9 @@ def _drafted(
     assignment: Mapping[str, int] | None,
 ) -> Plan:
     """The plan with its stages on these ranks."""
-    partition = cut(graph, options, links, placement, assignment)
-    stages = stages_of(graph, partition.assignment, Recomputing(graph, options, tuple(placement)))
+    recomputing = Recomputing(graph, options, tuple(placement), settled=True)
+    partition = cut(recomputing, links, assignment)
+    stages = stages_of(graph, partition.assignment, recomputing)
     schedule, ordering = ordered(options, stages, links, placement, graph.memory)
     prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
     return Plan(

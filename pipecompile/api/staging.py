@@ -49,6 +49,7 @@ def _stage(
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         recompute_ns=again.ns,
+        recompute_bound_ns=again.least,
         finish_ns=sum(node.finish_ns for node in nodes),
         inputs=boundaries[index],
         outputs=boundaries[index + 1],

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, say
+from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, print_findings, say
 from pipecompile.cli.options import (
     COSTS_HELP,
     OPTIMIZER_HELP,
@@ -115,6 +114,21 @@ def show(path: str, form: str) -> int:
     return FINE
 
 
+@commands.command()
+@click.argument("path", metavar="PLAN")
+@click.option("-o", "--output", required=True, help="Where to write the page (HTML, one file).")
+@answers
+def view(path: str, output: str) -> int:
+    """The plan as a page: timeline, memory of ranks by kind and budget, what stages compute again."""
+    from pipecompile.report.view import plan_page
+    from pipecompile.schedule.simulate import simulate_plan
+
+    check_writable(output)
+    made = _read_plan(path)
+    write(output, plan_page(made, simulate_plan(made)).encode())
+    return FINE
+
+
 def _read_plan(path: str) -> Plan:
     """The plan; standard error says if it is not sound, for then its figures are not to be trusted."""
     from pipecompile.api.checking import violations
@@ -161,7 +175,7 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
     )
     if target is not None:
         found += _staleness(made, target)
-    _print_findings(path, found, form)
+    print_findings(path, found, form)
     return NO if found else FINE
 
 
@@ -174,15 +188,6 @@ def _staleness(made: Plan, target: str) -> list[str]:
     if not comparable(costs):
         click.echo(f"{costs} costs are not compared: they differ from run to run, or are not at hand here", err=True)
     return staleness(made, load_target(target))
-
-
-def _print_findings(path: str, found: Sequence[str], form: str) -> None:
-    if form == "json":
-        click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
-    elif form == "github":
-        click.echo("\n".join(f"::error file={path}::{line}" for line in found) or f"::notice file={path}::sound")
-    else:
-        click.echo("\n".join(found) or "sound")
 
 
 @commands.command()

@@ -9,6 +9,8 @@ backward    nodes run from the last to the first. What was saved goes with the f
 
 A region is computed again: what its nodes save lives only from there on. Kept are what it reads, and what is saved
 outside; when the backward comes to its last node, its forward runs once more, up to the last tensor that it saves.
+Within a region there may be others: the forward that runs once more keeps of them what they read, and they are computed
+again in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def footprint_of(
 ) -> Footprint:
     """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later.
 
-    `regions` are runs of its nodes that are computed again; none of them under a split backward.
+    `regions` are runs of its nodes that are computed again, apart or one within another; none under a split backward.
     """
     places = sorted(map(lives.place.__getitem__, nodes))
     again = [sorted(map(lives.place.__getitem__, region)) for region in regions]
@@ -48,7 +50,7 @@ class _Entry(NamedTuple):
     left: int
 
 
-NO_ENTRIES: Mapping[int, _Entry] = {}
+NO_ENTRIES: Mapping[int, Sequence[_Entry]] = {}
 
 
 class _Stage(Part):
@@ -97,7 +99,7 @@ class _Stage(Part):
         for made in self.made:
             yield Change(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
-                yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
+                yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
@@ -114,47 +116,49 @@ class _Stage(Part):
             if made.holders and not self.is_sent(made.storage) and not (half and self._is_dropped(made)):
                 yield Change(made.holders[0], made.storage.bytes, begins=False)
 
-    def _copies(self) -> Iterator[Change]:
-        """What was computed again is let go by the first node of its region that saved it."""
+    def _copies(self, *, early: bool = False) -> Iterator[Change]:
+        """What was computed again is let go where it is needed last; `early` before the backward of that node."""
         for made in self.made:
-            if made.again:
-                yield Change(made.again[0], made.storage.bytes, begins=False)
+            for copy in made.copies:
+                if copy.early == early:
+                    yield Change(copy.place, made.storage.bytes, begins=False)
 
     @cached_property
     def _levels(self) -> tuple[Level, Level]:
         return Level(1, int), Level(BOUND_SCRATCH, self.allocator.rounded)
 
     @cached_property
-    def _entries_by_level(self) -> tuple[Mapping[int, _Entry], Mapping[int, _Entry]]:
+    def _entries_by_level(self) -> tuple[Mapping[int, Sequence[_Entry]], Mapping[int, Sequence[_Entry]]]:
         first, second = map(self._entries, self._levels)
         return first, second
 
-    def _entries(self, level: Level) -> dict[int, _Entry]:
-        """The regions by the node whose backward computes them again: the last one that saves anything."""
-        saving = [[place for place in region if self._packs(place) != "never"] for region in self.regions]
-        return {
-            places[-1]: self._entry(region, places[-1], level)
-            for region, places in zip(self.regions, saving, strict=True)
-            if places
-        }
+    def _entries(self, level: Level) -> dict[int, list[_Entry]]:
+        """The regions by the node whose backward computes them again, from the outermost on; then what is let go."""
+        found: dict[int, list[_Entry]] = defaultdict(list)
+        for index in sorted(range(len(self.regions)), key=lambda index: -len(self.regions[index])):
+            place = self.called(index)
+            if place is not None:
+                found[place].append(self._entry(index, level))
+        for place, size, _ in self._copies(early=True):
+            found[place].append(_Entry(0, -level.size_of(size)))
+        return found
 
-    def _entry(self, region: Sequence[int], last: int, level: Level) -> _Entry:
-        """The forward once more, until node `last` has saved what it saves: that may be before its kernels run."""
-        nodes = [place for place in region if place < last or (place == last and self._packs(last) == "after")]
-        inside = set(nodes)
-        again = [made for made in self.made if made.place in inside]
-        changes = [change for made in again for change in self._once_more(made, set(region))]
+    def _entry(self, region: int, level: Level) -> _Entry:
+        """The forward once more, of the nodes that must run for what the region holds."""
+        nodes = self.run_again(region)
+        inside, again = set(nodes), set(self.regions[region])
+        here = [
+            (made, any(copy.region == region for copy in made.copies)) for made in self.made if made.place in inside
+        ]
+        changes = [change for made, held in here for change in self._once_more(made, again, held=held)]
         peak = self._highest(nodes, changes, [self.graph.nodes[place].forward_peak_bytes for place in nodes], level)
-        return _Entry(peak, sum(level.size_of(made.storage.bytes) for made in again if made.again))
+        return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
-    def _once_more(self, made: Made, region: set[int]) -> Iterator[Change]:
-        """A storage while its region is computed again: what the region saves or returns lives to the end."""
+    def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
+        """A storage while its region is computed again: what the region holds or returns lives to the end."""
         yield Change(made.place, made.storage.bytes, begins=True)
-        if not made.again and region.issuperset(made.storage.readers):
-            yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
-
-    def _packs(self, place: int) -> str:
-        return self.graph.nodes[place].packs
+        if not held and region.issuperset(made.storage.readers):
+            yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _released(self) -> Iterator[Change]:
         """What the first half held for the second."""
@@ -207,7 +211,7 @@ class _Stage(Part):
         rises: Sequence[int],
         level: Level,
         sums: Mapping[int, int] = NO_SUMS,
-        entries: Mapping[int, _Entry] = NO_ENTRIES,
+        entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
     ) -> int:
         """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums are made last."""
         after: dict[int, int] = defaultdict(int)
@@ -221,9 +225,9 @@ class _Stage(Part):
                 after[place] -= counted
         now = highest = 0
         for place, rise in zip(nodes, rises, strict=True):
-            if place in entries:
-                highest = max(highest, now + entries[place].peak)
-                now += entries[place].left
+            for entry in entries.get(place, ()):
+                highest = max(highest, now + entry.peak)
+                now += entry.left
             if rise or place in padding:
                 highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + padding[place])
             if place in after:

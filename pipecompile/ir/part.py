@@ -32,13 +32,24 @@ class Made(NamedTuple):
     """A storage that the node of this place makes.
 
     `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
-    nodes of regions that read it. `again` are those of its own region's nodes that save what is computed again.
+    nodes of regions that read it. `copies` are what regions that it lies in make of it and hold, from the outermost on.
     """
 
     place: int
     storage: Storage
     holders: tuple[int, ...]
-    again: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+
+class Copy(NamedTuple):
+    """What a region (by index) makes anew and holds until the backward of a node is done.
+
+    If `early`, only until that backward has computed again a region within, which reads it.
+    """
+
+    region: int
+    place: int
+    early: bool
 
 
 class Level(NamedTuple):
@@ -55,7 +66,7 @@ class Part:
         self.lives, self.graph = lives, lives.graph
         self.before, self.nodes, self.inside = before, nodes, set(nodes)
         self.regions = regions
-        self.region = {place: index for index, region in enumerate(regions) for place in region}
+        self.around = _around(nodes, regions)
         self.own = [self.graph.nodes[place] for place in nodes]
         self.allocator = ALLOCATORS[lives.graph.memory]
         self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
@@ -76,12 +87,59 @@ class Part:
 
     def _made(self, place: int, storage: Storage) -> Made:
         """Where a storage that is made at `place` is needed again."""
-        savers, home = [saver for saver in storage.savers if saver in self.inside], self.region.get(place)
-        users = {self.region[user] for user in (*storage.readers, *savers) if user in self.region} - {home}
-        holders = [saver for saver in savers if saver not in self.region]
+        savers, home = [saver for saver in storage.savers if saver in self.inside], self.around[place][:1]
+        users = {self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)} - {*home}
+        holders = [saver for saver in savers if not self.around[saver]]
         holders += [self.regions[index][0] for index in users]
-        again = [saver for saver in savers if home is not None and self.region.get(saver) == home]
-        return Made(place, storage, tuple(sorted(holders)), tuple(again))
+        return Made(place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)))
+
+    def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:
+        """What each region around `place` holds of the storage: for its own nodes, and for regions within it."""
+        home = self.around[place]
+        users = {user for user in (*storage.readers, *storage.savers) if user in self.inside} if home else set()
+        for depth in range(1, len(home) + 1):
+            beside = [u for u in users if self._meet(home, self.around[u]) == depth]
+            ends = [(user, False) for user in beside if user in storage.savers]
+            inner = {region for user in beside for region in self.around[user][depth:]}
+            ends += [(at, True) for at in map(self.called, inner) if at is not None]
+            if ends:
+                yield Copy(home[depth - 1], *min(ends))
+
+    def last_read(self, place: int, storage: Storage) -> int:
+        """Until when a forward has what is made at `place` and not held; a region has what it reads until it ends."""
+        home = self.around[place]
+        paths = [self.around.get(reader, ()) for reader in storage.readers]
+        inner = [region for path in paths for region in path[self._meet(home, path) :]]
+        return max([*storage.readers, *(self.regions[region][-1] for region in inner)], default=place)
+
+    @staticmethod
+    def _meet(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+        """How many regions are around both."""
+        return sum(a == b for a, b in zip(one, other, strict=False))
+
+    def called(self, region: int) -> int | None:
+        """The node in whose backward a region is computed again: its last one that saves anything."""
+        return max((place for place in self.regions[region] if self._packs(place) != "never"), default=None)
+
+    def run_again(self, region: int) -> list[int]:
+        """The nodes that are computed again: until there is all that is held for the region.
+
+        The last of that is what a node of its own saves, or what a region within it reads, which then does not begin.
+        """
+        nodes = self.regions[region]
+        own = [place for place in nodes if self.around[place][-1] == region and self._packs(place) != "never"]
+        within = [self.regions[index][0] for index in self._within(region)]
+        last = max([*own, *within], default=-1)
+        runs_last = last in own and last not in within and self._packs(last) == "after"
+        return [place for place in nodes if place < last or (runs_last and place == last)]
+
+    def _within(self, region: int) -> set[int]:
+        """The regions directly within a region."""
+        paths = (self.around[place] for place in self.regions[region])
+        return {path[path.index(region) + 1] for path in paths if path[-1] != region}
+
+    def _packs(self, place: int) -> str:
+        return self.graph.nodes[place].packs
 
     def is_kept(self, made: Made) -> bool:
         """Whether it lives on after the forward."""
@@ -172,3 +230,12 @@ class Part:
             if gradient.sum and (gradient.origin is None or self.is_later(gradient.origin)):
                 sums[gradient.producer] += gradient.bytes
         return sums
+
+
+def _around(nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The regions (by index) that each node lies in, from the outermost on."""
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
+    for index in sorted(range(len(regions)), key=lambda index: -len(regions[index])):
+        for place in regions[index]:
+            found[place] += (index,)
+    return found

@@ -88,7 +88,8 @@ class Stage(Value, frozen=True, kw_only=True):
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
     `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own ("stage", or for all
-    microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward.
+    microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward. Of what lets it fit its
+    rank nothing is proven to take less than `recompute_bound_ns`.
     """
 
     nodes: tuple[str, ...]
@@ -100,6 +101,7 @@ class Stage(Value, frozen=True, kw_only=True):
     backward_input_ns: NonNegative | None
     backward_weight_ns: NonNegative | None
     recompute_ns: NonNegative
+    recompute_bound_ns: NonNegative = 0
     finish_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]

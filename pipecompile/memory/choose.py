@@ -10,9 +10,9 @@ from math import ceil, sqrt
 from pipecompile.ir.tape import Tape
 from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Region, Regions
-from pipecompile.memory.segments import segments
+from pipecompile.memory.segments import SHORTEST, segments
 
-__all__ = ["Choice", "cheapest", "per_block", "priced", "square_root", "whole"]
+__all__ = ["Choice", "cheapest", "is_exact", "per_block", "priced", "square_root", "whole"]
 
 MOST = 400  # choices that are kept for each state
 
@@ -26,6 +26,10 @@ class Choice:
     kept: int
     peak: int
 
+    def fits(self, in_flight: int, available: int) -> bool:
+        """Whether so many microbatches, one at its peak, take no more bytes."""
+        return (in_flight - 1) * self.kept + self.peak <= available
+
 
 def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) -> Choice | None:
     """The regions of least extra time whose `in_flight` microbatches, one at its peak, fit; None if none do.
@@ -34,15 +38,20 @@ def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) 
     lies in, `available` is in bytes.
     """
     search, choices = Regions(tape, 0, len(tape.ns)), list[Choice]()
-    found = menu(tape, segments(tape, blocks), frozenset(), MOST)
+    found = menu(tape, segments(tape, blocks), frozenset(), None if is_exact(tape) else MOST)
     ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
     row = front.cheapest(in_flight, available - (in_flight - 1) * _sent(tape))
     policies = [whole(tape), per_block(tape, blocks), square_root(tape, blocks)]
     for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
         if not choices or search.extra_ns(regions) < choices[-1].ns:
             choice = _priced(search, regions)
-            choices += [choice] if (in_flight - 1) * choice.kept + choice.peak <= available else []
+            choices += [choice] if choice.fits(in_flight, available) else []
     return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+
+
+def is_exact(tape: Tape) -> bool:
+    """Whether every choice is looked at: longer tapes are put together from segments, with the choices that count."""
+    return len(tape.ns) <= SHORTEST
 
 
 def priced(tape: Tape, regions: Sequence[Region]) -> Choice:

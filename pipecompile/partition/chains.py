@@ -12,23 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipecompile.partition.boundaries import Boundaries, Rows
 from pipecompile.partition.instance import Integers, Mask
-from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.payments import Payments
+from pipecompile.partition.problem import Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Chain", "Chains"]
 
-NEVER = -1  # the price of a stage that cannot be
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
-FLOORS_MAX = 1 << 23  # pairs whose least prices are remembered
-GUESS = 4096  # guesses are off by less than this part of a cap
-ROUNDING = 1e-9  # more than sums of floating point numbers are off
 
 
 @dataclass(frozen=True)
@@ -42,23 +38,19 @@ class Chain:
 
 @dataclass
 class Chains:
-    """Chains of a family. `near` restricts boundary s to some rows; `priced` holds what stages were found to pay.
+    """Chains of a family. `near` restricts boundary s to some rows; `payments` says what stages pay for their memory.
 
     With `rough`, `endpoint` is taken for `relay`, which is faster and never charges less.
-
-    `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be. One that
-    was not priced yet pays the least that it may, with the bytes that `guesses` has for its stage held besides; if
-    `closed`, it cannot be.
     """
 
     family: Boundaries
     near: dict[int, Rows] = field(default_factory=dict)
     rough: bool = False
-    priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
-    guesses: dict[int, int] = field(default_factory=dict)
-    closed: bool = False
-    _prices: dict[int, Integers] = field(default_factory=dict)
-    _floors: dict[tuple[int, int, bytes, bytes], Integers] = field(default_factory=dict)
+
+    @cached_property
+    def payments(self) -> Payments:
+        """What stages pay, as far as it is known."""
+        return Payments(self.family)
 
     @property
     def problem(self) -> Problem:
@@ -165,104 +157,10 @@ class Chains:
         problem, sums = self.problem, self.family.sums
         fits = self.family.inside(a, b)
         if problem.memory is not None:
-            fits &= self._held(problem.memory, a, b, stage) <= problem.memory.caps[problem.stage_ranks[stage]]
+            fits &= self.payments.over(a, b, stage) <= 0
         if problem.parameters_everywhere:
             fits &= sums.parameters[b][None, :] > sums.parameters[a][:, None]
         return fits
-
-    def _held(self, memory: Memory, a: Rows, b: Rows, stage: int) -> Integers:
-        """What every pair holds at the least, bytes."""
-        sums = self.family.sums
-        each = sums.resident + memory.in_flight[stage] * sums.saved
-        held: Integers = each[b][None, :] - each[a][:, None]
-        if memory.floor is None:
-            return held
-        return held + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
-
-    def taken(self, stage: int, a: int, b: int) -> int:
-        """What the stage between two rows of a chain is taken to pay, ns."""
-        price = self.priced.get((stage, a, b))
-        return self._floor_of(stage, a, b, self.guesses.get(stage, 0)) if price is None else price
-
-    def guess(self) -> None:
-        """Takes it that a stage needs as much memory besides as explains the lowest of the prices that it was given."""
-        memory = self.problem.memory
-        assert memory is not None
-        for stage in range(self.problem.k):
-            cap = memory.caps[self.problem.stage_ranks[stage]]
-            needed = [self._besides(key, price, cap) for key, price in self.priced.items() if key[0] == stage]
-            self.guesses[stage] = min(needed, default=0)
-
-    def _besides(self, stage: tuple[int, int, int], price: int | None, cap: int) -> int:
-        """The least memory besides that makes a stage pay its price, or impossible."""
-        low, high = -1, cap
-        while high - low > max(1, cap // GUESS):
-            middle = (low + high) // 2
-            floor = self._floor_of(*stage, middle)
-            reached = floor == NEVER if price is None else floor >= price or floor == NEVER
-            low, high = (low, middle) if reached else (middle, high)
-        return max(0, high)
-
-    def _floor_of(self, stage: int, a: int, b: int, besides: int) -> int:
-        return int(self._floor(np.array([a], np.intp), np.array([b], np.intp), stage, besides)[0, 0])
-
-    def floor(self, a: Rows, b: Rows, stage: int) -> Integers:
-        """The least that every pair pays to fit its memory, ns, or as is guessed; NEVER where nothing helps."""
-        besides = self.guesses.get(stage, 0)
-        key = stage, besides, a.tobytes(), b.tobytes()
-        if key in self._floors:
-            return self._floors[key]
-        found = self._floor(a, b, stage, besides)
-        if not besides and len(a) * len(b) + sum(known.size for known in self._floors.values()) <= FLOORS_MAX:
-            self._floors[key] = found
-        return found
-
-    @property
-    def most_guessed(self) -> int:
-        """No stage that was not priced yet is taken to pay more, in ns."""
-        memory = self.problem.memory
-        if memory is None:
-            return 0
-        held = self.family.sums.freeable[:, -1].tolist()
-        return ceil(sum(size * each.rate for size, each in zip(held, memory.freeable, strict=True)))
-
-    def _floor(self, a: Rows, b: Rows, stage: int, besides: int) -> Integers:
-        """What is too much, freed from the cheapest class on: a fractional knapsack."""
-        memory, sums = self.problem.memory, self.family.sums.freeable
-        assert memory is not None
-        flight, every = memory.in_flight[stage], sums.sum(axis=0)
-        over = self._held(memory, a, b, stage) + besides - memory.caps[self.problem.stage_ranks[stage]]
-        missing = -(-over // flight) + every[b][None, :] - every[a][:, None]
-        spent = np.zeros(missing.shape)
-        for each, held in zip(memory.freeable, sums, strict=True):
-            if not (missing > 0).any():
-                break
-            freed = np.clip(missing, 0, np.maximum(held[b][None, :] - held[a][:, None], 0))
-            spent += freed * float(each.rate)
-            missing -= freed
-        return np.where(missing > 0, NEVER, np.floor(spent * (1 - ROUNDING)).astype(np.int64))
-
-    def pay(self, stage: int, a: int, b: int, extra: int | None) -> None:
-        """Notes what the stage between two rows was found to pay."""
-        self.priced[stage, a, b] = extra
-        known = self._prices.get(stage, np.zeros((0, 3), np.int64))
-        self._prices[stage] = np.concatenate([known, [[a, b, NEVER if extra is None else extra]]])
-
-    def _add_prices(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
-        """Adds what stages were found to pay, and what others pay at the least or as is guessed, in place."""
-        if self.problem.memory is None or self.problem.memory.price is None:
-            return
-        floor = self.floor(a, b, stage)
-        allowed = fits.copy()
-        fits &= (floor != NEVER) & (not self.closed)
-        load += np.maximum(floor, 0)
-        before, after, extra = self._prices.get(stage, np.zeros((0, 3), np.int64)).T
-        i, j = np.searchsorted(a, before), np.searchsorted(b, after)
-        here = (i < len(a)) & (j < len(b))
-        here[here] = (a[i[here]] == before[here]) & (b[j[here]] == after[here])
-        i, j, extra = i[here], j[here], extra[here]
-        fits[i, j] = allowed[i, j] & (extra != NEVER)
-        load[i, j] += np.maximum(extra, 0) - np.maximum(floor[i, j], 0)
 
     def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
         """The chain of least Σ load², then least maximum; or of least maximum alone."""
@@ -284,7 +182,7 @@ class Chains:
         after = {used: _Layer.empty(len(b), cost.kind) for used in range(stage + 1, self.ranks - left + 1)}
         for part, some in self._blocks(a, b, stage, limit):
             load, fits = self.loads(part, some, stage), self.possible(part, some, stage)
-            self._add_prices(part, some, stage, load, fits)
+            self.payments.add(part, some, stage, load, fits)
             rows, columns = live[np.searchsorted(a, part)], np.searchsorted(b, some)
             for used, layer in before.items():
                 for replicas in range(1, self.ranks - left - used + 1):
@@ -331,7 +229,7 @@ class _Squares:
         problem, sums = chains.problem, chains.family.sums
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
         crossing = max((int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0)
-        priced = max((extra or 0 for extra in chains.priced.values()), default=0) + chains.most_guessed
+        priced = chains.payments.most
         spare = chains.ranks - problem.k
         reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
         most = int(total / min(speeds)) + 1 + 2 * crossing + priced + reduction

@@ -96,7 +96,7 @@ class _Search:
     def pricing(self) -> Pricing:
         pairs, k = int(self.seconds * PAIRS_PER_SECOND), self.problem.k
         prices = int(self.seconds * NODES_PRICED_PER_SECOND * k / len(self.problem.graph.nodes))
-        return Pricing(self.problem, prices + 10 * k, pairs_limit=pairs)
+        return Pricing(self.problem, prices + 4 * k, pairs_limit=pairs)
 
     @property
     def spent(self) -> float:
@@ -264,6 +264,9 @@ class _Search:
 
     def _integer(self, share: float) -> None:
         """CP-SAT on the whole graph: a bound where there was none, and perhaps a better cut."""
+        memory = self.problem.memory
+        if memory is not None and memory.freeable:
+            return  # it would choose by memory alone, and know no more of it than the dynamic program
         if self.instance.count * self.problem.k > INTEGER_SIZE or self.problem.replica_ranks is not None:
             return
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer

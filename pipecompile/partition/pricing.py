@@ -13,13 +13,13 @@ from itertools import pairwise
 
 from pipecompile.partition.boundaries import Boundaries
 from pipecompile.partition.chains import Chain, Chains
-from pipecompile.partition.problem import Candidate, Problem
+from pipecompile.partition.payments import Stage
+from pipecompile.partition.problem import Candidate, Price, Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Pricing"]
 
 Key = tuple[int, bytes, bytes]
-Stage = tuple[int, int, int]  # its number, and the rows where it begins and ends
 SURE, SHARE = 16, 3  # parts of the prices that there may be: for a family without guesses, and with them
 
 
@@ -28,13 +28,15 @@ class Pricing:
     """The best chain with its stages priced; of `known` prices there are at most about `limit`.
 
     `complete` tells whether the last answer is proven the best of its family; if it is not, nothing in the family is
-    better than the chain `least` with the prices that its stages were taken to have.
+    better than the chain `least` with the prices that its stages were taken to have. `exact` turns false with the first
+    price that may be too high.
     """
 
     problem: Problem
     limit: int
-    known: dict[Key, int | None] = field(default_factory=dict)
+    known: dict[Key, Price] = field(default_factory=dict)
     complete: bool = True
+    exact: bool = True
     least: tuple[Chain, dict[int, int]] | None = None
     pairs_limit: int = 1 << 62
     pairs: int = 0  # that chains were made of
@@ -42,24 +44,27 @@ class Pricing:
     def best(self, chains: Chains, limit: Limit) -> Chain | None:
         """The best chain within the limit, prices included; None if there is none."""
         memory, start, self.least = self.problem.memory, len(self.known), None
+        payments = chains.payments
         while True:
             self.pairs += chains.pairs(limit)
             chain = chains.best(self.problem.objective, limit)
-            self.complete = not (chains.guesses or chains.closed)
+            certain = payments.certain and (self.exact or not payments.priced)
+            self.complete = certain
             if chain is None or memory is None or memory.price is None:
                 return chain
-            taken = {stage: chains.taken(*stage) for stage in _stages(chain)}
-            if self.complete:
+            taken = {stage: payments.taken(*stage) for stage in _stages(chain)}
+            if certain:
                 self.least = chain, {number: taken[number, a, b] for number, a, b in taken}
-            new = [stage for stage in taken if stage not in chains.priced]
+            new = [stage for stage in taken if stage not in payments.priced]
             pays = [self._pays(chains, stage, taken[stage]) for stage in new]
             if all(pays):
+                self.complete = certain and self.exact
                 return chain
             asked = len(self.known) - start
             if self.is_spent or asked > self.limit // SHARE:
-                chains.closed = True
+                payments.closed = True
             elif asked > self.limit // SURE:
-                chains.guess()
+                payments.guess()
 
     @property
     def is_spent(self) -> bool:
@@ -69,7 +74,7 @@ class Pricing:
     def _pays(self, chains: Chains, stage: Stage, taken: int) -> bool:
         """Whether a stage that is now priced pays no more than it was taken to."""
         price = self.price(chains.family, *stage)
-        chains.pay(*stage, price)
+        chains.payments.pay(*stage, price)
         return price is not None and price <= taken
 
     def price(self, family: Boundaries, stage: int, a: int, b: int) -> int | None:
@@ -81,7 +86,7 @@ class Pricing:
             return None
         if key not in self.known:
             units = family.instance.units
-            self.known[key] = memory.price(
+            found = memory.price(
                 Candidate(
                     stage=stage,
                     before=tuple(name for unit in before.nonzero()[0] for name in units[unit]),
@@ -90,7 +95,8 @@ class Pricing:
                     budget=memory.caps[self.problem.stage_ranks[stage]],
                 )
             )
-        return self.known[key]
+            self.known[key], self.exact = found, self.exact and found.ns == found.least
+        return self.known[key].ns
 
     def extra_ns(self, family: Boundaries, chain: Chain) -> dict[int, int]:
         """What each stage of a chain pays."""

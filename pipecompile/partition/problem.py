@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.floors import Freeable
@@ -15,7 +16,7 @@ from pipecompile.ir.plan import GRANULARITIES
 from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
-__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]
+__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Price", "Problem"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
@@ -32,6 +33,13 @@ class Candidate:
     nodes: tuple[str, ...]
     in_flight: int
     budget: int
+
+
+class Price(NamedTuple):
+    """What a stage pays to fit its budget, in ns, and the least that is proven; None if nothing helps."""
+
+    ns: int | None
+    least: int | None
 
 
 @dataclass(frozen=True)
@@ -52,16 +60,16 @@ class Memory:
 
     A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
     stage. With `price` that sum, and `floor`, are only what it holds at the least: `price(candidate)` then says how
-    many ns the stage must spend more per microbatch to fit its budget (it may recompute), or None if it cannot. It is
-    never less than what it takes to free of `freeable`, the cheapest first and per microbatch in flight, what the stage
-    would hold too much with all of that kept.
+    many ns the stage spends more per microbatch to fit its budget (it may recompute). That is never less than what it
+    takes to free of `freeable`, the cheapest first and per microbatch in flight, what the stage would hold too much
+    with all of that kept.
     """
 
     caps: tuple[int, ...]
     in_flight: tuple[int, ...]
     resident: Mapping[str, int]
     saved: Mapping[str, int]
-    price: Callable[[Candidate], int | None] | None = None
+    price: Callable[[Candidate], Price] | None = None
     floor: Floor | None = None
     freeable: tuple[Freeable, ...] = ()
 

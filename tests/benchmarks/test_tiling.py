@@ -105,5 +105,5 @@ def test_too_few_layers_are_refused(shallow: int, deep: int) -> None:
 def test_what_many_layers_read_cannot_be_tiled() -> None:
     with torch.device("meta"):
         graph = costs(Shared(), torch.zeros(4, 8, dtype=torch.long))
-    with pytest.raises(ValueError, match="something in layer . names what lies in layer"):
+    with pytest.raises(ValueError, match="this cannot be tiled"):
         tiled(graph, 6)

@@ -26,6 +26,10 @@ def workers() -> Iterator[Workers]:
         Setting("1f1b", 2, 4, "adamw"),
         Setting("1f1b", 2, 4, "sgd", "stage"),
         Setting("gpipe", 2, 4, "sgd", "except-last"),
+        Setting("gpipe", 2, 4, "sgd", "block"),
+        Setting("1f1b", 2, 4, "adamw", "sqrt"),
+        Setting("1f1b", 2, 4, "sgd", "auto", 28_000_000),  # without regions 38,858,752
+        Setting("gpipe", 2, 8, "adamw", "auto", 46_000_000),  # without regions 65,556,902
     ],
 )
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
@@ -34,6 +38,7 @@ def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
     for expected, bound, measured in workers.run(2, measured_rank, "mlp", setting, folder=str(tmp_path)):
         assert abs(expected - measured) <= measured // 100
         assert measured <= bound <= measured * 11 // 10
+        assert setting.memory is None or bound <= setting.memory
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])

@@ -143,6 +143,8 @@ def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[st
 
 @st.composite
 def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Some runs of the nodes of a stage, each computed again."""
+    """Some runs of the nodes of a stage, each computed again, and some within others."""
     ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
-    return [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+    found = [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+    inner = [part for region in found if len(region) > 1 for part in draw(regions_of(region)) if part != region]
+    return draw(st.permutations([*found, *inner]))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
@@ -78,6 +79,27 @@ def test_so_is_the_peak_of_stages_with_regions(graph: CostGraph, data: st.DataOb
         )
         assert memory.total.expected == highest(graph, cut, row, schedule.microbatches, regions), index
         assert memory.total.bound >= memory.total.expected
+
+
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs(most=9), st.data())
+def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
+    """Of one stage, without forwards and gradients that would hide most of it."""
+    nodes = [replace(node, forward_peak_bytes=0, workspace_bytes=0) for node in graph.nodes]
+    graph = replace(graph, nodes=tuple(nodes), gradients=())
+    names = tuple(node.name for node in graph.nodes)
+    regions = [names[data.draw(st.integers(0, min(1, len(names) - 1))) :]]
+    while len(regions[-1]) > 1 and len(regions) < 4:
+        begin = data.draw(st.integers(0, len(regions[-1]) - 1))
+        length = data.draw(st.integers(1, len(regions[-1]) - max(begin, 1)))
+        regions.append(regions[-1][begin : begin + length])
+    taken = {name for region in regions[1:] for name in region} or {*regions[0]}
+    regions += [part for part in data.draw(regions_of(regions[0])) if taken.isdisjoint(part)]
+    row = generate("gpipe", range(1), 1).rows[0]
+    footprint = footprint_of(Lives(graph), (), names, regions)
+    allocator = ALLOCATORS[graph.memory]
+    memory = rank_memory({0: footprint}, moments(row), microbatches=1, allocator=allocator)
+    assert memory.total.expected == highest(graph, [names], row, 1, {0: regions})
 
 
 @given(cost_graphs(wild=True), st.sampled_from(["cpu", "cuda"]), st.data())

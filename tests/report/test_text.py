@@ -21,13 +21,27 @@ def test_the_summary_of_a_plan(make_plan: MakePlan, file_regression: FileRegress
 
 
 def test_the_summary_of_a_recomputing_plan(make_plan: MakePlan, file_regression: FileRegressionFixture) -> None:
-    plan = make_plan(microbatches=8, schedule="gpipe", recompute=True)
+    plan = make_plan(microbatches=8, schedule="gpipe", recompute="stage")
     file_regression.check(summary(plan) + "\n" + timeline_text(simulate_plan(plan)), encoding="utf-8")
 
 
-@pytest.mark.parametrize("k", [1, 3, 12])
-def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int) -> None:
-    plan = make_plan(k=k, microbatches=16)
+def test_the_summary_of_a_plan_with_budgets_and_regions(
+    make_plan: MakePlan, file_regression: FileRegressionFixture
+) -> None:
+    caps = tuple(mib << 20 for mib in (140, 170, 1500, 128))
+    plan = make_plan(microbatches=8, schedule="gpipe", recompute="sqrt", memory_bytes=caps)
+    file_regression.check(summary(plan), encoding="utf-8")
+
+
+def test_without_a_budget_and_without_recompute_nothing_is_said_of_them(make_plan: MakePlan) -> None:
+    text = summary(make_plan(memory_bytes=None))
+    assert "no cap" in text
+    assert not any(word in text for word in ("budget", "computed again", "regions"))
+
+
+@pytest.mark.parametrize(("k", "recompute"), [(1, "none"), (3, "sqrt"), (12, "except-last")])
+def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int, recompute: str) -> None:
+    plan = make_plan(k=k, microbatches=16, recompute=recompute, memory_bytes=tuple((1 << 30) - s for s in range(k)))
     long = tuple(f"{module}.{'a_long_name.' * 9}" for module in plan.stages[0].modules)
     stages = (msgspec.structs.replace(plan.stages[0], modules=long), *plan.stages[1:])
     text = summary(msgspec.structs.replace(plan, stages=stages)) + timeline_text(simulate_plan(plan))

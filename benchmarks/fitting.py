@@ -83,7 +83,7 @@ class Fitting:
         assert memory is not None and memory.price is not None
         earlier = tuple(name for run in runs[:before] for name in run)
         candidate = Candidate(stage, earlier, runs[before], memory.in_flight[stage], self._memory_bytes)
-        return memory.price(candidate) is not None
+        return memory.price(candidate).ns is not None
 
 
 class Whole(NamedTuple):

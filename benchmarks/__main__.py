@@ -11,6 +11,7 @@ NAMES = (
     "partition",
     "schedules",
     "gpipe_models",
+    "gpipe_memory",
     "capture",
     "capture_large",
     "verify_zoo",

@@ -36,7 +36,10 @@ class Fitting:
 
     @cached_property
     def most(self) -> tuple[int, ...]:
-        """The most layers of each stage. Stages between the first and the last have ever fewer in flight."""
+        """The most layers of each stage; of a single one less than `LEAST` if so few do not fit.
+
+        Stages between the first and the last have ever fewer in flight.
+        """
         k = self.options.k
         if k == 1:
             return (self._most(0, LEAST - 1, self._beyond),)
@@ -65,8 +68,9 @@ class Fitting:
 
     @property
     def _memory_bytes(self) -> int:
-        assert self.options.memory_bytes is not None
-        return self.options.memory_bytes
+        caps = self.options.caps(self.options.k)
+        assert caps is not None
+        return min(caps)
 
     def fits(self, stage: int, layers: int) -> bool:
         """Whether a stage of so many layers fits, by what the partitioner asks; others lie before and behind it."""
@@ -79,7 +83,7 @@ class Fitting:
         assert memory is not None and memory.price is not None
         earlier = tuple(name for run in runs[:before] for name in run)
         candidate = Candidate(stage, earlier, runs[before], memory.in_flight[stage], self._memory_bytes)
-        return memory.price(candidate) is not None
+        return memory.price(candidate).ns is not None
 
 
 class Whole(NamedTuple):
@@ -102,8 +106,8 @@ class Whole(NamedTuple):
         )
 
     @property
-    def activations(self) -> int:
-        """Expected bytes of all else, at the peaks of all ranks."""
+    def others(self) -> int:
+        """Expected bytes of all else at the peaks of all ranks: activations, buffers, scratch."""
         held = [memory.activations + memory.buffers + memory.workspace for memory in self.prediction.memory]
         return sum(amount.expected for amount in held)
 
@@ -125,7 +129,7 @@ def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) 
     placement = placements(options)[0]
     stages = stages_of(graph, assignment, Recomputing(graph, options, placement))
     schedule, _ = ordered(options, stages, FREE, placement, graph.memory)
-    return Whole(stages, predicted(stages, schedule, FREE, options.memory_bytes, graph.memory))
+    return Whole(stages, predicted(stages, schedule, FREE, options.caps(schedule.ranks), graph.memory))
 
 
 def _runs(graph: CostGraph, layers: Sequence[int]) -> list[tuple[str, ...]]:

@@ -9,10 +9,10 @@ Three layers are captured on the meta device and tiled to any depth (tiling.py).
 found that fit by what the partitioner asks, the bound of the memory model, which counts the allocator and NCCL too.
 Stages differ only in being first or last and in how many microbatches they have in flight, so no cut between layers
 holds more. All of them together are then planned as any model is, but for the cut: stages, order, what ranks hold. On
-up to 8 accelerators the partitioner has to find a cut of as many layers itself, and must not find one of one more.
+up to 8 accelerators the partitioner has to find a cut of as many layers itself.
 
-AmoebaNet-D on one accelerator of 8 GiB, as in the table: (18, 208) without recompute, 16 images at once, the most of
-1, 2, 4, … that fit, beside (18, 416) with recompute and with smaller microbatches.
+AmoebaNet-D on one accelerator of 8 GiB, as in the table: (18, 208) without recompute, 16 images at once (32 would be
+too many), beside (18, 416), which does not fit like that: with recompute, and in smaller microbatches.
 
 Prints the tables, writes benchmarks/results/gpipe_memory.json.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -79,7 +79,7 @@ class Format:
     """Numbers and attention of the Transformer."""
 
     name: str
-    type: torch.dtype
+    dtype: torch.dtype
     layer: type[Layer]
     master_weights: bool
     graphs: dict[int, CostGraph] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Format:
     def target(self) -> Target:
         """The model of a few layers with its minibatch."""
         with torch.device("meta"):
-            model = Transformer(LEAST, layer=self.layer).to(self.type)
+            model = Transformer(LEAST, layer=self.layer).to(self.dtype)
             tokens = torch.zeros(BATCH, TOKENS, dtype=torch.long)
         return Target(model, arguments_of(model, tokens), token_loss, tokens)
 
@@ -139,13 +139,15 @@ def main() -> None:
 
 def transformers(format: Format) -> list[dict[str, Any]]:
     """The largest Transformers in this format, and those of the paper."""
+    for _, microbatches in SETTINGS:
+        format.graph(microbatches)  # which may print notes
     print(f"\nTransformer-L, {format.name}: the largest L on K accelerators of 16 GiB")
     print(f"{'':5}{'paper':>5}  {'whole stages again':^44}  {'regions by cost (auto)':^32}")
     print(f"{'K':>4} {'L':>5}  {'L':>5} {'parameters':>10} {'fullest':>9}  {'order':17}  ", end="")
     print(f"{'L':>5} {'parameters':>10} {'fullest':>9} {'again':>5}")
     rows = [{"format": format.name, "k": k, **largest(format, k)} for k in PAPER]
     print("The paper's L: memory on all accelerators beside the paper's, and the step of 32 sequences")
-    print(f"{'K':>4} {'L':>5}  {'parameters':>19} {'activations':>20}  {'step':>8}", end="")
+    print(f"{'K':>4} {'L':>5}  {'parameters':>19} {'all else':>20}  {'step':>8}", end="")
     print(f" {'again':>5}  {'auto':>8} {'again':>5}")
     return [row | {"paper": compared(format, k)} for row, k in zip(rows, PAPER, strict=True)]
 
@@ -165,9 +167,11 @@ def largest(format: Format, k: int) -> dict[str, Any]:
         "stage": stages,
         "auto": auto,
         "stage_by_setting": [
-            {"schedule": order, "microbatches": m, "layers": sum(fit.most)} for (order, m), fit in fitting.items()
+            {"schedule": order, "microbatches": m, "layers": found if found >= LEAST else None}
+            for (order, m), fit in fitting.items()
+            for found in [sum(fit.most)]
         ],
-        "cut_by_partitioner": [is_cut(best, sum(best.most) + more) for more in (0, 1)] if k <= MOST_TO_CUT else None,
+        "cut_by_partitioner": is_cut(best) if k <= MOST_TO_CUT else None,
     }
 
 
@@ -191,10 +195,10 @@ def parameters_of(shallow: CostGraph, layers: int) -> int:
     return sum(prod(each.shape or ()) for each in tiled(shallow, layers).parameters)
 
 
-def is_cut(fitting: Fitting, layers: int) -> bool:
-    """Whether the partitioner finds a cut of so many layers."""
+def is_cut(fitting: Fitting) -> bool:
+    """Whether the partitioner finds a cut of as many layers."""
     try:
-        solve(problem_of(tiled(fitting.shallow, layers), fitting.options, FREE))
+        solve(problem_of(tiled(fitting.shallow, sum(fitting.most)), fitting.options, FREE))
     except InfeasibleError:
         return False
     return True
@@ -208,13 +212,13 @@ def compared(format: Format, k: int) -> dict[str, Any]:
         for recompute in ("stage", "auto")
     )
     print(f"{k:4} {paper.layers:5}  {stage.parameters / GIB:6.1f} GiB ({paper.parameters:5}G) ", end="")
-    print(f"{stage.activations / GIB:7.1f} GiB ({paper.activations:5}G)  ", end="")
+    print(f"{stage.others / GIB:7.1f} GiB ({paper.activations:5}G)  ", end="")
     print(" ".join(f"{w.prediction.step_ns / 1e9:6.2f} s {w.again:5.0%} " for w in (stage, auto)), flush=True)
     return {
         "layers": paper.layers,
         "parameter_bytes": stage.parameters,
         "published_parameter_gb": paper.parameters,
-        "activation_bytes": stage.activations,
+        "other_bytes": stage.others,
         "published_activation_gb": paper.activations,
         **{
             f"{name}_{key}": value
@@ -240,30 +244,37 @@ def amoebanets() -> list[dict[str, Any]]:
     print("\nAmoebaNet-D (18, D), float32, on one accelerator of 8 GiB, so many of 128 images at once")
     print(f"{'D':>4} {'images':>6} {'recompute':9} {'parameters':>10} {'their memory':>12} {'activations':>11}", end="")
     print(f" {'paper':>7} {'bound':>10} {'again':>5}")
-    wanted = (
-        (208, 32, {"none": None}),
-        (208, 16, {"none": 6.26}),
-        (416, 16, {"none": None, "auto": 3.46}),
-        (416, 4, {"none": None}),
+    wanted: tuple[tuple[int, int, tuple[Again, ...]], ...] = (
+        (208, 16, (Again(None, 6.26),)),
+        (416, 16, (Again(None), Again(8), Again(7, 3.46))),
+        (416, 4, (Again(None),)),
     )
     return [row for filters, images, policies in wanted for row in convnet(filters, images, policies)]
 
 
-def convnet(filters: int, images: int, policies: Mapping[str, float | None]) -> Iterator[dict[str, Any]]:
-    """AmoebaNet-D (18, `filters`) with so many `images` a microbatch; the paper's GB of activations by policy."""
+class Again(NamedTuple):
+    """Recompute to fit so many GiB, None for no recompute; and the paper's GB of activations."""
+
+    memory_gib: int | None
+    published: float | None = None
+
+
+def convnet(filters: int, images: int, policies: Iterable[Again]) -> Iterator[dict[str, Any]]:
+    """AmoebaNet-D (18, `filters`) with so many `images` a microbatch."""
     with torch.device("meta"):
         model, inputs = AmoebaNet(18, filters), torch.zeros(IMAGES, 3, 224, 224)
         targets = torch.zeros(IMAGES, dtype=torch.long)
     target = Target(model, arguments_of(model, inputs), nn.functional.cross_entropy, targets)
     plain = options_for(target, k=1, microbatches=IMAGES // images, optimizer="rmsprop", costs=COSTS)
     graph = costs_of(target, plain)
-    for recompute, published in policies.items():
-        memory = SMALL if recompute == "auto" else None
-        whole = composed(
-            graph, replace(plain, recompute=recompute, memory_bytes=memory), {node.name: 0 for node in graph.nodes}
-        )
+    everywhere = {node.name: 0 for node in graph.nodes}
+    for memory_gib, published in policies:
+        recompute = "none" if memory_gib is None else "auto"
+        memory = None if memory_gib is None else memory_gib * GIB
+        whole = composed(graph, replace(plain, recompute=recompute, memory_bytes=memory), everywhere)
         parameters, held = sum(each.numel() for each in model.parameters()), activations_of(whole.stages[0].footprint)
-        print(f"{filters:4} {images:6} {recompute:9} {parameters / 1e6:9.1f}M {whole.parameters / 1e9:9.2f} GB", end="")
+        label = "none" if memory_gib is None else f"to {memory_gib} GiB"
+        print(f"{filters:4} {images:6} {label:9} {parameters / 1e6:9.1f}M {whole.parameters / 1e9:9.2f} GB", end="")
         print(f" {held / 1e9:8.2f} GB {published or '':>7} {whole.fullest / GIB:6.2f} GiB", end="")
         print(f" {whole.again:5.0%}" + " (does not fit)" * (whole.fullest > SMALL), flush=True)
         yield {
@@ -271,6 +282,7 @@ def convnet(filters: int, images: int, policies: Mapping[str, float | None]) -> 
             "filters": filters,
             "images_at_once": images,
             "recompute": recompute,
+            "memory_bytes": memory,
             "parameters": parameters,
             "parameter_bytes": whole.parameters,
             "activation_bytes": held,

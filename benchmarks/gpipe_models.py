@@ -62,7 +62,8 @@ class FusedLayer(Layer):
     """The same with attention in one kernel, which keeps no scores."""
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(query, key, value)
+        mixed: Tensor = nn.functional.scaled_dot_product_attention(query, key, value)
+        return mixed
 
 
 class Transformer(nn.Module):

@@ -77,7 +77,11 @@ def measured_rank(name: str, setting: Setting) -> tuple[int, int, int]:
     """On one rank: bytes expected, bound and measured."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    target = Target.of(MODELS[name](), name)
+    return measured(Target.of(MODELS[name](), name), setting)
+
+
+def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
+    """The same of a model at hand."""
     pipeline = pipecompile(
         target.model,
         target.call,

@@ -128,7 +128,9 @@ class _Tiling:
 
     def _origin(self, to: int) -> int:
         """The layer that a layer is made from."""
-        return min(to, REPEATED) if to < self.layers - self._last + REPEATED else to - self._more
+        if to < REPEATED:
+            return to
+        return REPEATED if to < self.layers - 1 else to - self._more
 
     @property
     def _more(self) -> int:

@@ -8,6 +8,7 @@ NAMES = (
     "memory_prediction",
     "profile_large",
     "recompute",
+    "recompute_gpt2",
     "partition",
     "schedules",
     "gpipe_models",

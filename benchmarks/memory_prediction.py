@@ -98,10 +98,10 @@ def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
     assert bool(pipeline.plan.regions) == (setting.recompute in ("block", "sqrt", "auto")), "nothing is computed again"
     rank = torch.distributed.get_rank()
     memory = pipeline.plan.prediction.memory[rank].total
-    return memory.expected, memory.bound, _resident(pipeline, target, rank) + _highest(pipeline, target, setting)
+    return memory.expected, memory.bound, resident(pipeline, target, rank) + _highest(pipeline, target, setting)
 
 
-def _resident(pipeline: Pipeline, target: Target, rank: int) -> int:
+def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
     """What the rank holds before its first step: parameters, buffers, and the minibatch where it is read."""
     tensors = [*pipeline.parameters(), *(buffer for _, buffer in pipeline.named_buffers())]
     if rank == pipeline.plan.schedule.placement[0]:

@@ -3,9 +3,10 @@
 First the budget falls from what saving everything holds at its peak to 15 % of it, with 1, 4 and 8 microbatches in
 flight: four blocks of a GPT (2048 channels, 16 heads, one sequence of 2048, bfloat16, fused attention) as a stage in
 the middle of more, ResNet-50 (32 images of 224 × 224) and a U-Net (8 of 256 × 256) as a stage each. Costs are those of
-an H100's roofline, nothing is allocated. Prints the extra compute of every policy in % of a forward, ours among them,
-and what issue 7 asks of it. Then regions chosen for smaller models run in this process: prints the peak of torch's CPU
-allocator beside the predicted one. Writes benchmarks/results/recompute.json.
+an H100's roofline, nothing is allocated. Prints the extra compute of every policy in % of a forward, ours among them
+with a bound below which no regions that fit can be, and what issue 7 asks of it. Then regions chosen for smaller models
+run in this process: prints the peak of torch's CPU allocator beside the predicted one. Writes
+benchmarks/results/recompute.json.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.tape import Tape
 from pipecompile.ir.taping import tape_of
+from pipecompile.memory.bound import least_ns
 from pipecompile.memory.choose import Choice, cheapest, per_block, priced, square_root, whole
+from pipecompile.memory.refine import refined
 from pipecompile.passes.seed import Moment
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage
@@ -47,6 +50,7 @@ IN_FLIGHT = (1, 4, 8)
 BUDGETS = (100, 90, 80, 70, 60, 50, 40, 30, 20, 15)  # % of what saving everything holds at its peak
 MEASURED_IN_FLIGHT, MEASURED_BUDGETS = (1, 4), (100, 80, 60, 40)
 MICROBATCHES = 4
+SECONDS = 2.0  # deterministic ones, of the search for regions that no menu has
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,13 @@ class Stage:
         }
         return {name: priced(self.tape, regions) for name, regions in chosen.items()}
 
-    def ours(self, in_flight: int, available: int) -> Choice | None:
-        """The regions of least extra time that fit."""
-        return cheapest(self.tape, self.blocks, in_flight, available)
+    def ours(self, in_flight: int, available: int) -> tuple[Choice | None, int | None]:
+        """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit)."""
+        known = cheapest(self.tape, self.blocks, in_flight, available)
+        regions, bound = refined(self.tape, in_flight, available, known and known.regions, SECONDS)
+        least = least_ns(self.tape, in_flight, available)
+        found = None if regions is None else priced(self.tape, regions)
+        return found, None if least is None else max(least, bound)
 
 
 def held(choice: Choice, in_flight: int) -> int:
@@ -172,17 +180,23 @@ def _sweep(name: str, stage: Stage, in_flight: int) -> Iterator[dict[str, Any]]:
         f"MiB; extra compute in % of a forward ({stage.forward_ns / 1e6:.2f} ms)"
     )
     print(
-        f"{'budget':>7} {'MiB':>8}" + "".join(f"{policy:>13}" for policy in (*stage.policies, "ours")) + "  its regions"
+        f"{'budget':>7} {'MiB':>8}"
+        + "".join(f"{policy:>13}" for policy in (*stage.policies, "ours", "bound"))
+        + "  regions"
     )
     for budget in BUDGETS:
         available = everything * budget // 100
         began = time.perf_counter()
-        own = stage.ours(in_flight, available)
+        own, bound = stage.ours(in_flight, available)
         seconds = time.perf_counter() - began
         fitting = {n: choice if held(choice, in_flight) <= available else None for n, choice in stage.policies.items()}
-        extra = {policy: _extra(stage, choice) for policy, choice in {**fitting, "ours": own}.items()}
+        spent = {policy: choice and choice.ns for policy, choice in {**fitting, "ours": own}.items()}
+        extra = {policy: _percent_of_forward(stage, ns) for policy, ns in {**spent, "bound": bound}.items()}
         regions = "" if own is None else len(own.regions)
-        print(f"{budget:6} % {available / 2**20:8,.0f}" + "".join(map(_percent, extra.values())) + f"  {regions}")
+        print(
+            f"{budget:6} % {available / 2**20:8,.0f}" + "".join(map(_percent, extra.values())) + f"  {regions}",
+            flush=True,
+        )
         yield {
             "stage": name,
             "in_flight": in_flight,
@@ -193,9 +207,8 @@ def _sweep(name: str, stage: Stage, in_flight: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _extra(stage: Stage, choice: Choice | None) -> float | None:
-    """In % of a forward; None where nothing fits."""
-    return None if choice is None else round(100 * choice.ns / stage.forward_ns, 2)
+def _percent_of_forward(stage: Stage, ns: int | None) -> float | None:
+    return None if ns is None else round(100 * ns / stage.forward_ns, 2)
 
 
 def _percent(extra: float | None) -> str:
@@ -207,21 +220,25 @@ def _asked(stage: Stage) -> Iterator[dict[str, Any]]:
     print("\nAsked of ours on the GPT blocks:")
     all_again, nothing = stage.policies["whole stage"], stage.policies["none"]
     for in_flight, most in ((1, 5), (4, 65), (8, 85)):
-        own = stage.ours(in_flight, held(all_again, in_flight))
+        own, _ = stage.ours(in_flight, held(all_again, in_flight))
         share = None if own is None else 100 * own.ns / all_again.ns
         yield _verdict(f"{in_flight} in flight, whole-stage recompute's peak: % of its extra compute", share, most)
     for budget, most in ((80, 6), (60, 20)):
-        available = 4 * nothing.kept * budget // 100 + nothing.peak - nothing.kept
-        own, of_peak = stage.ours(4, available), stage.ours(4, held(nothing, 4) * budget // 100)
-        text = f"4 in flight, {budget} % of the activations that saving everything keeps: % of a forward"
-        yield {**_verdict(text, _extra(stage, own), most), "got_at_that_share_of_the_peak": _extra(stage, of_peak)}
-        print(f"    ({_extra(stage, of_peak)} at {budget} % of its peak, which holds gradients and workspace too)")
+        kept = 4 * nothing.kept * budget // 100
+        for available, what in (
+            (kept + nothing.peak - nothing.kept, "the activations that saving everything keeps"),
+            (held(nothing, 4) * budget // 100, "its peak, with gradients and workspace"),
+        ):
+            own, bound = stage.ours(4, available)
+            text = f"4 in flight, {budget} % of {what}: % of a forward"
+            yield _verdict(text, _percent_of_forward(stage, own and own.ns), most, _percent_of_forward(stage, bound))
 
 
-def _verdict(text: str, got: float | None, most: int) -> dict[str, Any]:
+def _verdict(text: str, got: float | None, most: float, least: float | None = None) -> dict[str, Any]:
     told = "does not fit" if got is None else f"{got:.1f}"
-    print(f"  {text}: {told}, at most {most}: {'holds' if got is not None and got <= most else 'DOES NOT HOLD'}")
-    return {"what": text, "got": None if got is None else round(got, 2), "at_most": most}
+    proof = "" if least is None else f" (no regions take less than {least:.1f})"
+    print(f"  {text}: {told}, at most {most}: {'holds' if got is not None and got <= most else 'DOES NOT HOLD'}{proof}")
+    return {"what": text, "got": None if got is None else round(got, 2), "at_most": most, "bound": least}
 
 
 # -- what is held
@@ -238,7 +255,7 @@ def _peaks(name: str, target: Target) -> Iterator[dict[str, Any]]:
     for in_flight in MEASURED_IN_FLIGHT:
         for budget in MEASURED_BUDGETS:
             available = held(stage.policies["none"], in_flight) * budget // 100
-            own = stage.ours(in_flight, available)
+            own, _ = stage.ours(in_flight, available)
             if own is None:
                 print(f"{in_flight:9} {budget:6} %    does not fit")
             else:
@@ -260,7 +277,7 @@ def _peak(target: Target, stage: Stage, in_flight: int, choice: Choice) -> dict[
     forward, backward = footprint.forward_peak.expected, footprint.backward_peak.expected
     return {
         "regions": len(regions),
-        "extra_percent": _extra(stage, choice),
+        "extra_percent": _percent_of_forward(stage, choice.ns),
         "expected_bytes": max((in_flight - 1) * kept + forward, in_flight * kept + backward),
         "measured_bytes": _measured(target, in_flight, regions),
     }

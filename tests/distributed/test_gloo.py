@@ -142,7 +142,7 @@ def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> 
     target = jobs.load("unet")
     chosen = options_for(target, k=2, microbatches=4, costs="flops")
     plan = make_plan(target, chosen, capture_target(target, chosen, verify=False))
-    memory = [int(0.95 * plan.prediction.memory[0].total.bound), None]
+    memory = [int(0.95 * plan.prediction.memory[0].total.bound), "1GiB"]
     options = {"k": 2, "recompute": "auto", "memory": memory, "pin": plan.assignment}
     for verdict in workers.run(2, jobs.verify_model, "unet", options, folder=str(tmp_path)):
         assert verdict.passed and not verdict.unequal, verdict

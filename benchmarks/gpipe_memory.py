@@ -205,7 +205,7 @@ def is_cut(fitting: Fitting) -> bool:
 
 
 def compared(format: Format, k: int) -> dict[str, Any]:
-    """The paper's model in even stages: what it holds beside the paper's figures, and what `auto` saves of the step."""
+    """The paper's model in even stages: what it holds beside the paper's figures, and both steps."""
     graph, paper = format.graph(BATCH), PAPER[k]
     stage, auto = (
         planned(graph, format.options(k, BATCH, "1f1b", recompute), evenly(paper.layers, k))

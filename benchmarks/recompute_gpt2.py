@@ -51,11 +51,13 @@ class Outcome:
 def run(target_name: str, path: str) -> Outcome:
     """On one rank: the plan in this file."""
     transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)  # every rank and both plans begin with the same model
     target = load_target(target_name)
     pipeline = pipecompile(
         target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, plan=path, self_check=False
     )
-    _step(pipeline, target)
+    before = resident(pipeline, target, dist.get_rank())
+    held = before + highest(lambda: [_step(pipeline, target) for _ in range(2)])  # the first makes receive buffers
     gradients = {name: _digest(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None}
     moments = []
     for _ in range(STEPS):
@@ -63,10 +65,6 @@ def run(target_name: str, path: str) -> Outcome:
         began = time.perf_counter_ns()
         _step(pipeline, target)
         moments.append((began, time.perf_counter_ns()))
-    for parameter in pipeline.parameters():
-        parameter.grad = None
-    before = resident(pipeline, target, dist.get_rank())
-    held = before + highest(lambda: [_step(pipeline, target) for _ in range(2)])
     return Outcome(held, gradients, moments)
 
 
@@ -77,6 +75,7 @@ def _step(pipeline: Pipeline, target: Target) -> None:
 
 
 def _digest(gradient: torch.Tensor) -> str:
+    gradient = gradient + 0.0  # zeros are equal whatever their sign
     return hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -96,11 +95,12 @@ def main() -> None:
         finally:
             workers.close()
     rows = [*_rows("none", plain, found[0], None), *_rows("auto", fitting, found[1], budget)]
-    equal = _gradients(found[0]) == _gradients(found[1])
-    print(f"gradients of both plans equal bit for bit: {'yes' if equal else 'NO'}")
+    plain_gradients, gradients = map(_gradients, found)
+    unequal = [name for name, digests in plain_gradients.items() if digests != gradients[name]]
+    print(f"gradients of both plans equal bit for bit: {'all' if not unequal else 'all but ' + ', '.join(unequal)}")
     steps = [_say_step(*case) for case in zip(("none", "auto"), (plain, fitting), found, strict=True)]
     result = {"torch": torch.__version__, "target": target.rpartition(":")[2], "ranks": RANKS, "budget": budget}
-    result |= {"rows": rows, "gradients_equal": equal, "steps": steps}
+    result |= {"rows": rows, "unequal_gradients": unequal, "steps": steps}
     if not sys.argv[1:]:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -32,7 +32,8 @@ class Made(NamedTuple):
     """A storage that the node of this place makes.
 
     `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
-    nodes of regions that read it. `copies` are what regions that it lies in make of it and hold, from the outermost on.
+    nodes of regions that read it and save anything (others are never computed again). `copies` are what regions that it
+    lies in make of it and hold, from the outermost on.
     """
 
     place: int
@@ -90,7 +91,7 @@ class Part:
         savers, home = [saver for saver in storage.savers if saver in self.inside], self.around[place][:1]
         users = {self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)} - {*home}
         holders = [saver for saver in savers if not self.around[saver]]
-        holders += [self.regions[index][0] for index in users]
+        holders += [self.regions[index][0] for index in users if self.called(index) is not None]
         return Made(place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)))
 
     def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:

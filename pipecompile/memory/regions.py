@@ -143,6 +143,8 @@ class Regions:
     def _needs(self, start: int, stop: int, *, again: bool) -> State:
         if not again:
             return frozenset(i for i in self.savings[start] if not self.tape.held[i].sent)
+        if all(packs == "never" for packs in self.tape.packs[start:stop]):  # it is never computed again
+            return frozenset()
         used = {index for position in range(start, stop) for index in self.uses[position]}
         return frozenset(i for i in used if self.tape.held[i].made < start and not self.tape.held[i].sent)
 

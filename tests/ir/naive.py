@@ -122,11 +122,11 @@ class _Stage:
         return sorted(found)
 
     def holders(self, storage: int) -> list[str]:
-        """Whose backwards need what the forward kept: savers outside regions, and regions that begin with it."""
+        """Whose backwards need what the forward kept: savers outside regions, and regions that run again."""
         home = self.region(self._maker(storage) or "")
         found = [name for name in self.savers(storage) if not self.region(name)]
-        for region in self.regions:
-            is_outer = self.frame(region) is None
+        for index, region in enumerate(self.regions):
+            is_outer = self.frame(region) is None and self.is_needed(index)
             if is_outer and region is not home and set(region) & (self.readers(storage) | set(self.savers(storage))):
                 found.append(region[0])
         return self.inside(found)

@@ -43,6 +43,7 @@ class Setting(NamedTuple):
     microbatches: int
     optimizer: str
     recompute: str = "none"
+    memory: int | None = None  # bytes of each rank
 
 
 SETTINGS = (
@@ -53,6 +54,11 @@ SETTINGS = (
     Setting("1f1b", 4, 8, "adamw"),
     Setting("1f1b", 8, 8, "adafactor"),
     Setting("1f1b", 4, 4, "adam", "stage"),
+    Setting("gpipe", 2, 1, "adamw", "block"),
+    Setting("gpipe", 2, 4, "sgd", "block"),
+    Setting("1f1b", 4, 8, "adam", "block"),
+    Setting("gpipe", 2, 8, "sgd", "sqrt"),
+    Setting("1f1b", 4, 4, "momentum", "sqrt"),
     Setting("zb-h1", 4, 8, "adamw"),
 )
 
@@ -71,7 +77,11 @@ def measured_rank(name: str, setting: Setting) -> tuple[int, int, int]:
     """On one rank: bytes expected, bound and measured."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    target = Target.of(MODELS[name](), name)
+    return measured(Target.of(MODELS[name](), name), setting)
+
+
+def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
+    """The same of a model at hand."""
     pipeline = pipecompile(
         target.model,
         target.call,
@@ -79,17 +89,19 @@ def measured_rank(name: str, setting: Setting) -> tuple[int, int, int]:
         microbatches=setting.microbatches,
         schedule=setting.schedule,
         recompute=setting.recompute,
+        memory=setting.memory,
         optimizer=setting.optimizer,
         costs="flops",
         loss_fn=target.loss_fn,
         sample_target=target.targets,
     )
+    assert bool(pipeline.plan.regions) == (setting.recompute in ("block", "sqrt", "auto")), "nothing is computed again"
     rank = torch.distributed.get_rank()
     memory = pipeline.plan.prediction.memory[rank].total
-    return memory.expected, memory.bound, _resident(pipeline, target, rank) + _highest(pipeline, target, setting)
+    return memory.expected, memory.bound, resident(pipeline, target, rank) + _highest(pipeline, target, setting)
 
 
-def _resident(pipeline: Pipeline, target: Target, rank: int) -> int:
+def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
     """What the rank holds before its first step: parameters, buffers, and the minibatch where it is read."""
     tensors = [*pipeline.parameters(), *(buffer for _, buffer in pipeline.named_buffers())]
     if rank == pipeline.plan.schedule.placement[0]:
@@ -107,15 +119,24 @@ def _leaves(tree: Any) -> list[Tensor]:
 def _highest(pipeline: Pipeline, target: Target, setting: Setting) -> int:
     """The highest sum of allocations during two steps, the first of which makes what stays."""
     optimizer = OPTIMIZERS[setting.optimizer](list(pipeline.parameters()))
-    gc.collect()  # what planning left is not let go during the steps
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        torch.empty(1)  # a process's first profile may miss events
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
+
+    def steps() -> None:
         for _ in range(2):
             pipeline.step(target.call, target.targets)
             optimizer.step()
             optimizer.zero_grad()
+
+    return highest(steps)
+
+
+def highest(run: Callable[[], object]) -> int:
+    """The highest sum of allocations of torch's CPU allocator during `run`."""
+    gc.collect()  # what planning left is not let go meanwhile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        torch.empty(1)  # a process's first profile may miss events
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
+        run()
         time.sleep(SETTLING_SECONDS)
     events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

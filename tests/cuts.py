@@ -13,7 +13,7 @@ from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE, Links
 from pipecompile.partition.check import faults
 from pipecompile.partition.objective import measures, rank_loads, stage_loads
-from pipecompile.partition.problem import COMMUNICATIONS, Candidate, Memory, Problem
+from pipecompile.partition.problem import COMMUNICATIONS, Candidate, Memory, Price, Problem
 
 Score = tuple[int, int]
 
@@ -105,12 +105,13 @@ def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
     return Memory(caps, flights, simple.resident, simple.saved, prices(draw(st.integers(0, 9))) if priced else None)
 
 
-def prices(seed: int) -> Callable[[Candidate], int | None]:
+def prices(seed: int) -> Callable[[Candidate], Price]:
     """A price that follows no rule, so that no search can assume one."""
 
-    def price(candidate: Candidate) -> int | None:
+    def price(candidate: Candidate) -> Price:
         number = sum(map(ord, "".join(sorted(candidate.nodes)))) + seed * candidate.stage
-        return (0, 0, 0, 3, None)[number % 5]
+        ns = (0, 0, 0, 3, None)[number % 5]
+        return Price(ns, ns)
 
     return price
 
@@ -155,6 +156,6 @@ def _extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
     assert memory is not None and memory.price is not None
     members = [tuple(name for name in assignment if assignment[name] == s) for s in range(problem.k)]
     return [
-        memory.price(Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)) or 0
+        memory.price(Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)).ns or 0
         for s in range(problem.k)
     ]

@@ -39,6 +39,7 @@ class Order:
     stages_per_rank: int = 1
     shape: str = "linear"
     recompute: bool = False
+    but_last: bool = False
 
     @property
     def stages(self) -> int:
@@ -46,14 +47,14 @@ class Order:
 
     def __str__(self) -> str:
         where = f"{self.ranks}x{self.stages_per_rank} {self.shape}" if self.stages_per_rank > 1 else f"{self.ranks}"
-        return f"{self.name} {where}{' recompute' if self.recompute else ''}"
+        return f"{self.name} {where}{' recompute' * self.recompute}{' but last' * self.but_last}"
 
     def schedule(self, microbatches: int) -> Schedule:
         """Its compute actions."""
         placement = place(self.shape, self.ranks, self.stages_per_rank)
         again = [self.recompute and stage < self.stages - 1 for stage in range(self.stages)]
         if self.name not in BACKWARDS:
-            return generate(self.name, placement, microbatches, again)
+            return generate(self.name, placement, microbatches, again, but_last=self.but_last)
         rows = [
             _row([s for s, where in enumerate(placement) if where == rank], microbatches, self.name, again)
             for rank in range(self.ranks)
@@ -105,12 +106,9 @@ def _cut(target: Target, options: Options, captured: Captured) -> Plan:
 def _under(plan: Plan, order: Order) -> Plan:
     compute = order.schedule(plan.microbatches)
     problem = problem_of_stages(plan.stages, plan.links, compute.placement, plan.microbatches)
-    stages = [
-        msgspec.structs.replace(
-            stage, recompute="stage" if order.recompute and stage is not plan.stages[-1] else "none"
-        )
-        for stage in plan.stages
-    ]
+    again = ("except-last" if order.but_last else "stage") if order.recompute else "none"
+    *before, last = plan.stages
+    stages = [*(msgspec.structs.replace(stage, recompute=again) for stage in before), last]
     return msgspec.structs.replace(
         plan,
         options=msgspec.structs.replace(plan.options, schedule=order.name),

@@ -10,6 +10,7 @@ from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Ordering, Plan
 from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
@@ -29,14 +30,16 @@ def violations(plan: Plan) -> list[str]:
 
 def _over_cap(plan: Plan) -> Iterator[str]:
     """Which ranks may hold more than the plan's options allow."""
-    for rank, excess in enumerate(_excess(plan)(plan.schedule)):
+    caps = plan.options.caps(plan.ranks) or ()
+    for rank, (excess, cap) in enumerate(zip(_excess(plan)(plan.schedule), caps, strict=False)):
         if excess:
-            yield f"rank {rank} may need {excess} bytes over its cap of {plan.options.memory_bytes}; plan again"
+            yield f"rank {rank} may need {excess} bytes over its cap of {cap}; plan again"
 
 
 def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
     """What the plan says of itself, though its stages and its schedule give something else."""
-    if predicted(plan.stages, plan.schedule, plan.links, plan.options.memory_bytes, plan.allocator) != plan.prediction:
+    caps = plan.options.caps(plan.ranks)
+    if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
         yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
     if not _is_placed(plan) or not _is_named_rightly(plan, problem):
         yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
@@ -63,14 +66,14 @@ def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
 
 def _searched_problem(plan: Plan, problem: Problem) -> Problem:
     """What a search for the order of `plan` begins with."""
-    placement, cap = plan.schedule.placement, plan.options.memory_bytes
+    placement, caps = plan.schedule.placement, plan.options.caps(plan.ranks)
     return replace(
-        problem, caps=activation_caps(plan.stages, placement, plan.microbatches, cap, plan.allocator, highest=True)
+        problem, caps=activation_caps(plan.stages, placement, plan.microbatches, caps, plan.allocator, highest=True)
     )
 
 
 def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
-    return lambda schedule: excess_of(plan.stages, schedule, plan.options.memory_bytes, plan.allocator)
+    return lambda schedule: excess_of(plan.stages, schedule, plan.options.caps(plan.ranks), plan.allocator)
 
 
 def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bool:
@@ -86,17 +89,28 @@ def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bo
 
 
 def over_limits(
-    plan: Plan, *, max_imbalance: float | None, max_memory_bytes: int | None, max_bubble: float | None
+    plan: Plan,
+    *,
+    max_imbalance: float | None,
+    memory_bytes: int | tuple[int, ...] | None,
+    max_bubble: float | None,
+    recompute: str | None,
 ) -> list[str]:
-    """Which of the given limits the plan's prediction exceeds."""
+    """Which of the given limits the plan's prediction exceeds, and whether it was made by the policy `recompute`.
+
+    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other ranks.
+    """
     loads, found = plan.prediction.loads_ns, []
     imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
     if max_imbalance is not None and imbalance > max_imbalance:
         found.append(f"imbalance {imbalance:.3f} (largest load / mean load) is over {max_imbalance}")
     if max_bubble is not None and plan.prediction.bubble > max_bubble:
         found.append(f"bubble {plan.prediction.bubble:.3f} is over {max_bubble}; more microbatches make it smaller")
-    for rank, memory in enumerate(plan.prediction.memory):
-        if max_memory_bytes is not None and memory.total.bound > max_memory_bytes:
-            excess = memory.total.bound - max_memory_bytes
-            found.append(f"rank {rank} may need {memory.total.bound} bytes, {excess} over {max_memory_bytes}")
+    given = () if memory_bytes is None else budgets(memory_bytes, plan.ranks)
+    for rank, (memory, budget) in enumerate(zip(plan.prediction.memory, given, strict=False)):
+        if memory.total.bound > budget:
+            over = f"{memory.total.bound - budget} over its budget of {budget}"
+            found.append(f"rank {rank} may need {memory.total.bound} bytes, {over}; plan again for that budget")
+    if recompute is not None and recompute != plan.options.recompute:
+        found.append(f"recompute is {plan.options.recompute!r} in the plan, not {recompute!r}; plan again")
     return found

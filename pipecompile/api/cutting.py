@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,18 +16,18 @@ from pipecompile.api.recomputing import Recomputing, moments_of
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
-from pipecompile.ir.floors import buffers, floors
+from pipecompile.ir.floors import buffers, floors, freeable
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.memory import rank_memory, room
-from pipecompile.ir.plan import Faster, Options, Stage
+from pipecompile.ir.plan import Faster, Options, Recompute, Stage
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
 if TYPE_CHECKING:
-    from pipecompile.partition.problem import Candidate, Memory, Problem
+    from pipecompile.partition.problem import Candidate, Memory, Price, Problem
     from pipecompile.partition.result import Partition
 
 __all__ = ["cut", "problem_of", "step_ns", "sums_in_order"]
@@ -35,39 +37,49 @@ OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
 CAPS_LOWERED = 5
 
 
-def cut(
-    graph: CostGraph,
-    options: Options,
-    links: Links,
-    placement: Sequence[int],
-    assignment: Mapping[str, int] | None = None,
-) -> Partition:
+def cut(recomputing: Recomputing, links: Links, assignment: Mapping[str, int] | None = None) -> Partition:
     """The cut, all objectives' values for it, and whether another objective would shorten the step.
 
-    With `assignment` the cut is that one, and the best one that is found only bounds it.
+    Its stages compute again what `recomputing` says. With `assignment` the cut is that one, and the best one that is
+    found only bounds it.
     """
-    # Imported here: solvers need numpy and networkx, which reading a plan does not.
-    from pipecompile.partition.front import solve
-    from pipecompile.partition.result import Partition
-
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
     problem, found = _fitting(graph, options, links, placement)
-    if assignment is not None:
-        found = Partition.of(problem, assignment, method=found.search.method, bound=found.search.bound)
+    found = _with_extra(recomputing, problem, assignment or found.assignment, found)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
-    others = [
-        Faster(objective=objective, step_ns=problem.step_ns(solve(other, seconds=OTHERS_SECONDS).assignment))
-        for objective in OBJECTIVES
-        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only")
-        for other in [replace(problem, objective=objective)]
-    ]
-    fastest = min(others, key=lambda other: other.step_ns)
+    fastest = min(_others(problem, options), key=lambda other: other.step_ns, default=None)
     search = msgspec.structs.replace(
         found.search,
         values={**found.search.values, "step_ns": step_ns},
-        faster=fastest if fastest.step_ns < step_ns else None,
+        faster=fastest if fastest is not None and fastest.step_ns < step_ns else None,
     )
     return replace(found, search=search)
+
+
+def _others(problem: Problem, options: Options) -> Iterator[Faster]:
+    """What a little work on each other objective finds: the step of its cut."""
+    from pipecompile.partition.front import solve
+
+    assert problem.step_ns is not None
+    for objective in OBJECTIVES:
+        if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only"):
+            with suppress(InfeasibleError):  # which may only mean that little work did not find any
+                found = solve(replace(problem, objective=objective), seconds=OTHERS_SECONDS)
+                yield Faster(objective=objective, step_ns=problem.step_ns(found.assignment))
+
+
+def _with_extra(
+    recomputing: Recomputing, problem: Problem, assignment: Mapping[str, int], found: Partition
+) -> Partition:
+    """This cut with the time that its stages take to fit their ranks, where loads do not have it."""
+    from pipecompile.partition.result import Partition
+
+    extra: dict[int, int] = {}
+    if _is_weighed(recomputing.options) and not _is_in_loads(recomputing.options):
+        stages = stages_of(recomputing.graph, assignment, recomputing)
+        extra = {index: stage.extra_ns for index, stage in enumerate(stages)}
+    return Partition.of(problem, assignment, method=found.search.method, bound=found.search.bound, extra_ns=extra)
 
 
 def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequence[int]) -> tuple[Problem, Partition]:
@@ -76,6 +88,7 @@ def _fitting(graph: CostGraph, options: Options, links: Links, placement: Sequen
     A searched order may hold fewer microbatches than the named one by which the cut is judged: if that does not fit,
     there must be room for one.
     """
+    # Imported here: solvers need numpy and networkx, which reading a plan does not.
     from pipecompile.partition.front import solve
 
     for sparing in (False, True) if options.schedule == "search" else (False,):
@@ -125,7 +138,7 @@ def _excess(graph: CostGraph, options: Options, problem: Problem, found: Partiti
             options,
             problem.stage_ranks,
             {index: stage.footprint for index, stage in stages.items()},
-            {index for index, stage in stages.items() if stage.recompute == "stage"},
+            {index for index, stage in stages.items() if stage.recomputes},
             sparing=sparing,
         )
         for stages in held
@@ -145,22 +158,24 @@ def _missing(
 
     By the order of the named schedule; if `sparing`, by any with room for one microbatch in each stage.
     """
-    assert options.memory_bytes is not None
+    caps, rank = options.caps(max(placement) + 1), placement[min(stages)]
+    assert caps is not None
     allocator = ALLOCATORS[graph.memory]
     if sparing:
         needed = sum((stage.kept + stage.between).bound for stage in stages.values())
         left = room(
             stages,
-            options.memory_bytes,
+            caps[rank],
             microbatches=options.microbatches,
             allocator=allocator,
             recomputed=again,
         )
         return max(0, needed - left)
     name = stand_in(options, placement)
-    at = moments_of(name, tuple(placement), options.microbatches, bool(again))[placement[min(stages)]]
+    but_last = options.recompute == "except-last"
+    at = moments_of(name, tuple(placement), options.microbatches, bool(again), but_last)[rank]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
-    return max(0, memory.total.bound - options.memory_bytes)
+    return max(0, memory.total.bound - caps[rank])
 
 
 def problem_of(
@@ -180,42 +195,62 @@ def problem_of(
     from pipecompile.partition.problem import Problem
 
     placement = tuple(placement or placements(options)[0])
+    recomputing = Recomputing(graph, options, placement)
     return Problem(
         graph,
         options.k,
         objective=options.objective,
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
-        recompute=options.recompute == "stage",
-        memory=_memory(graph, options, placement, sparing),
+        recompute=_share_again(options),
+        memory=_memory(recomputing, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in (*SPLIT, "search"),
-        step_ns=lambda assignment: step_ns(graph, assignment, options, links, placement),
+        step_ns=lambda assignment: _step_ns(recomputing, assignment, links),
     )
 
 
-def _memory(graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool) -> Memory | None:
+def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
-    if options.memory_bytes is None:
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
+    ranks = max(placement) + 1
+    caps = options.caps(ranks)
+    if caps is None:
         return None
     from pipecompile.partition.problem import Floor, Memory
 
-    ranks = max(placement) + 1
     alone = ranks == options.k
     in_flight = (1,) * options.k if sparing else flights(options, placement)
     summed = options.microbatches > max(in_flight)  # a backward has been when most microbatches are in flight
+    may_free, rate = options.recompute == "auto" or bool(options.saving), recomputing.lives.bytes_per_ns
     return Memory(
-        (options.memory_bytes,) * ranks,
+        caps,
         tuple(in_flight),
-        # Of what lies in another form, as of what regions compute again, a sum over nodes knows nothing.
-        *floors(graph, "auto" if options.saving else options.recompute, gradients=summed and not sparing),
-        price=_price(graph, options, placement, sparing) if alone else None,
+        *floors(graph, options.recompute, gradients=summed and not sparing, saving=options.saving),
+        price=_price(recomputing, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
+        freeable=freeable(graph, options.recompute, options.saving, rate) if alone and may_free else (),
     )
+
+
+def _is_in_loads(options: Options) -> bool:
+    """Whether the loads of stages have what they compute again, and prices need not."""
+    return options.recompute in ("stage", "except-last")
+
+
+def _is_weighed(options: Options) -> bool:
+    """Whether time hangs on what stages hold: only where they may compute something again or save it otherwise."""
+    return options.recompute != "none" or bool(options.saving)
+
+
+def _share_again(options: Options) -> Fraction:
+    """The part of a step's microbatches whose forward the policy has run again, in all stages but the last."""
+    spared = {"stage": 0, "except-last": 1}.get(options.recompute, options.microbatches)
+    return Fraction(options.microbatches - spared, options.microbatches)
 
 
 def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
@@ -232,37 +267,33 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield consumers[-3], consumers[-1]
 
 
-def _price(
-    graph: CostGraph, options: Options, placement: Sequence[int], sparing: bool
-) -> Callable[[Candidate], int | None]:
+def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:
     """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
-    recomputing = Recomputing(graph, options, tuple(placement))
+    from pipecompile.partition.problem import Price
 
-    def price(candidate: Candidate) -> int | None:
+    graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
+
+    def price(candidate: Candidate) -> Price:
         found = recomputing.of(candidate.stage, candidate.before, candidate.nodes, candidate.budget)
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
-            return None
-        again = (candidate.stage,) if found.kind == "stage" else ()
+            return Price(None, 0 if options.recompute == "auto" or options.saving else None)
+        again = (candidate.stage,) if found.kind in ("stage", "except-last") else ()
         if _missing(graph, within, placement, {candidate.stage: found.footprint}, again, sparing=sparing):
-            return None
-        return 0 if options.recompute == "stage" else found.ns
+            return Price(None, None)
+        return Price(0, 0) if _is_in_loads(options) else Price(found.ns, found.least)
 
     return price
 
 
-def step_ns(
-    graph: CostGraph,
-    assignment: Mapping[str, int],
-    options: Options,
-    links: Links,
-    placement: Sequence[int] | None = None,
-) -> int:
+def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, links: Links) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
-    placement = placement or placements(options)[0]
-    # Only where something is computed again or saved otherwise does the time hang on what stages hold.
-    recomputing = Recomputing(graph, options, tuple(placement))
-    stages = stages_of(graph, assignment, recomputing, weighed=options.recompute != "none" or bool(options.saving))
+    return _step_ns(Recomputing(graph, options, placements(options)[0]), assignment, links)
+
+
+def _step_ns(recomputing: Recomputing, assignment: Mapping[str, int], links: Links) -> int:
+    options, placement = recomputing.options, recomputing.placement
+    stages = stages_of(recomputing.graph, assignment, recomputing, weighed=_is_weighed(options))
     problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 
@@ -271,11 +302,13 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """The options nearest to these that can be met, as a sentence; at most a few are tried, and only for memory."""
     if options.memory_bytes is None:
         return ""
-    most = options.k if links.ranks is not None else 2 * options.k + 2  # links of some ranks are for no others
+    of_ranks = links.ranks is not None or isinstance(options.memory_bytes, tuple)  # what they list is for no others
+    most = options.k if of_ranks else 2 * options.k + 2
     more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, most + 1)]
     changed = {f"k={other.k}": other for other in more}
     if options.recompute == "none":
-        changed = {"recompute=stage": msgspec.structs.replace(options, recompute="stage"), **changed}
+        policy: Recompute = "auto" if options.saving else "stage"  # other forms go with no whole stages
+        changed = {f"recompute={policy}": msgspec.structs.replace(options, recompute=policy), **changed}
     fitting = [text for text, other in changed.items() if _is_feasible(graph, other, links)]
     if not fitting:
         return f"; neither up to {most} stages nor recompute would fit: allow more memory or fewer microbatches"

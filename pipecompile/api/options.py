@@ -16,7 +16,7 @@ from pipecompile.frontend.captured import batch_size
 from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
 from pipecompile.ir.saving import POLICIES, Policy
-from pipecompile.ir.size import parse_bytes
+from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.placement import SHAPES
 
@@ -31,12 +31,13 @@ class Choices(TypedDict, total=False):
     stages_per_rank         how many stages share a rank (default: what the schedule needs)
     placement               "linear", "loop" or "v" (default: what the schedule needs; a search tries all)
     objective               "variance", "max-load" or "step-time" (default: "variance")
-    memory                  the cap of each rank, "16GiB" or bytes (default: none)
+    memory                  the cap of each rank, "16GiB" or bytes, or a list of one for each (default: none)
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
     recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
-                            whole), "block" or "sqrt" (each block of the model, or about √n of n together), "auto"
-                            (what lets each rank fit `memory` at the least extra time)
+                            whole), "except-last" (so for all microbatches but a step's last), "block" or "sqrt" (each
+                            block of the model, or about √n of n together), "auto" (what lets each rank fit `memory` at
+                            the least extra time)
     saving                  forms in which stages that do not fit `memory` may besides keep what backwards need, of
                             "mask", "relu", "pool", "offload" and "half" (docs/recompute.md); gradients stay the
                             same bit for bit but with "half" (default: none)
@@ -53,7 +54,7 @@ class Choices(TypedDict, total=False):
     stages_per_rank: int | None
     placement: str | None
     objective: str
-    memory: int | str | None
+    memory: int | str | Sequence[int | str] | None
     optimizer: str | None
     master_weights: bool
     recompute: str
@@ -74,7 +75,7 @@ def options_for(
     stages_per_rank: int | None = None,
     placement: str | None = None,
     objective: str = "variance",
-    memory: int | str | None = None,
+    memory: int | str | Sequence[int | str] | None = None,
     optimizer: str | None = None,
     master_weights: bool = False,
     costs: str = "measured",
@@ -110,7 +111,7 @@ def options_for(
         objective=objective,
         recompute=cast(Recompute, recompute),
         saving=_policies(saving),
-        memory_bytes=None if memory is None else parse_bytes(memory),
+        memory_bytes=None if memory is None else parse_budget(memory),
         optimizer=optimizer,
         master_weights=master_weights,
         costs=costs,
@@ -122,20 +123,24 @@ def options_for(
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
     )
-    _check_recompute(options, placements(options)[0])  # what does not go together is refused before any capture
+    _check_together(options, placements(options)[0])
     return options
 
 
-def _check_recompute(options: Options, placement: Sequence[int]) -> None:
+def _check_together(options: Options, placement: Sequence[int]) -> None:
+    """What does not go together is refused before any capture."""
+    options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in (*SPLIT, "search"):
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
             "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
         )
-    several = len(placement) > max(placement) + 1
-    if options.recompute == "auto" and several:
-        raise InputError("recompute='auto' chooses for ranks of one stage each; choose another, or one stage a rank")
-    if options.saving and several:
+    if options.recompute == "except-last" and options.schedule == "search":
+        raise InputError(
+            "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
+            "choose stage, or a named schedule"
+        )
+    if options.saving and len(placement) > max(placement) + 1:
         raise InputError("saving chooses for ranks of one stage each; leave it out, or have one stage a rank")
     if options.saving and options.recompute not in ("none", "auto"):
         raise InputError(f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them")

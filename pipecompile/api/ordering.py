@@ -84,14 +84,15 @@ def ordered(
     InfeasibleError if none is found.
     """
     problem = problem_of_stages(stages, links, placement, options.microbatches)
+    given = options.caps(max(placement) + 1)
 
     def excess(schedule: Schedule) -> tuple[int, ...]:
-        return excess_of(stages, schedule, options.memory_bytes, allocator)
+        return excess_of(stages, schedule, given, allocator)
 
-    room = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator)
+    room = activation_caps(stages, placement, options.microbatches, given, allocator)
     safe, ordering = replace(problem, caps=room), None
     if options.schedule == "search":
-        caps = activation_caps(stages, placement, options.microbatches, options.memory_bytes, allocator, highest=True)
+        caps = activation_caps(stages, placement, options.microbatches, given, allocator, highest=True)
         compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
     else:
         compute = named_within(options.schedule, safe, excess)
@@ -103,7 +104,8 @@ def ordered(
 
 def named_within(name: str, problem: Problem, excess: Excess) -> Schedule:
     """The named order, recomputes as early as memory allows; InfeasibleError if it does not fit with late ones."""
-    late = generate(name, problem.placement, problem.microbatches, [work.recompute for work in problem.work])
+    but_last = any(work.but_last for work in problem.work)
+    late = generate(name, problem.placement, problem.microbatches, problem.recompute, but_last=but_last)
     for schedule in (named_schedule(name, problem), late):
         if not any(excess(schedule)):
             return schedule

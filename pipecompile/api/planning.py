@@ -63,10 +63,11 @@ def _drafted(
     assignment: Mapping[str, int] | None,
 ) -> Plan:
     """The plan with its stages on these ranks."""
-    partition = cut(graph, options, links, placement, assignment)
-    stages = stages_of(graph, partition.assignment, Recomputing(graph, options, tuple(placement)))
+    recomputing = Recomputing(graph, options, tuple(placement), settled=True)
+    partition = cut(recomputing, links, assignment)
+    stages = stages_of(graph, partition.assignment, recomputing)
     schedule, ordering = ordered(options, stages, links, placement, graph.memory)
-    prediction = predicted(stages, schedule, links, options.memory_bytes, graph.memory)
+    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
     return Plan(
         fingerprint=fingerprint,
         options=options,
@@ -96,11 +97,15 @@ def _told(search: Search, step_ns: int) -> Search:
 
 
 def predicted(
-    stages: Sequence[Stage], schedule: Schedule, links: Links, memory_bytes: int | None, allocator: AllocatorName
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    links: Links,
+    caps: Sequence[int] | None,
+    allocator: AllocatorName,
 ) -> Prediction:
-    """The step of `schedule` simulated, and what its ranks hold."""
-    caps = activation_caps(stages, schedule.placement, schedule.microbatches, memory_bytes, allocator)
-    problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, caps)
+    """The step of `schedule` simulated, and what its ranks hold, each under its cap."""
+    room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
+    problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, room)
     timeline = simulate(problem, schedule)
     return Prediction(
         step_ns=timeline.makespan_ns,

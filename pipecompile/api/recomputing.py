@@ -6,22 +6,25 @@ Needs no PyTorch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from pipecompile.api.ordering import flights, stand_in
-from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.allocator import ALLOCATORS, Allocator
 from pipecompile.ir.footprint import NOTHING, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import Moment, moments, rank_memory
+from pipecompile.ir.memory import Moment, moments, rank_memory, spare
 from pipecompile.ir.modules import block_of
 from pipecompile.ir.plan import Options, Saving
+from pipecompile.ir.saving import Policy
 from pipecompile.ir.tape import Tape
 from pipecompile.ir.taping import tape_of
+from pipecompile.memory.regions import Region
 from pipecompile.schedule.named import SPLIT, generate
 
 if TYPE_CHECKING:
@@ -29,52 +32,115 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]
 
+REFINING_SECONDS = 1.0  # of work on the regions of one stage
+EXPONENTS = -80, 40  # of what a byte costs in ns, in half powers of two: next to nothing, and more than anything
 TRIES = 6  # as less memory is allowed, where the peak of regions is not that of the order
 
 
 class Again(NamedTuple):
-    """What a stage computes again, all of it or regions, and what it holds then; `ns` is the extra time.
+    """What a stage computes again, all of it or regions, and what it holds then.
 
-    It counts those of `saving`, runs of nodes outside regions whose saved tensors lie in another form.
+    `ns` is the extra time, with that of `saving`: runs of nodes outside of regions whose saved tensors lie in another
+    form. Of what fits its rank nothing is proven to take less than `least`.
     """
 
-    kind: Literal["none", "stage", "regions"]
+    kind: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...]
     ns: int
+    least: int
     footprint: Footprint
     saving: tuple[Saving, ...] = ()
 
 
-NOTHING_AGAIN = Again("none", (), 0, NOTHING)
+class _Fit(NamedTuple):
+    """What regions are chosen for: a stage and its blocks, the microbatches in flight, and the bytes they may take."""
+
+    tape: Tape
+    blocks: Sequence[str]
+    in_flight: int
+    available: int
+
+
+class _Step(TypedDict):
+    """What the memory of a rank hangs on besides its stages and its moments."""
+
+    microbatches: int
+    allocator: Allocator
+
+
+NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
 
 
 @dataclass(frozen=True)
 class Recomputing:
-    """The choice for the stages of one graph, placed on ranks; each rank holds one where memory decides."""
+    """The choice for the stages of one graph, placed on ranks.
+
+    While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search.
+    """
 
     graph: CostGraph
     options: Options
     placement: tuple[int, ...]
+    settled: bool = False
+    known: dict[tuple[object, ...], Again | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def of_all(self, names: Sequence[tuple[str, ...]]) -> list[Again | None]:
+        """What all stages compute again, by their nodes; None for those whose rank does not hold them, whatever it is.
+
+        Each for itself; where memory decides and a rank holds several, these together, as little as they can if the
+        rank does not hold them.
+        """
+        ranks = max(self.placement) + 1
+        caps = self.options.caps(ranks)
+        if self.options.recompute == "auto" and caps is not None and ranks < len(names):
+            chosen: dict[int, Again | None] = {}
+            for rank, cap in enumerate(caps):
+                chosen |= self._of_rank([i for i, r in enumerate(self.placement) if r == rank], names, cap)
+            return [chosen[index] for index in range(len(names))]
+        given = (None,) * ranks if caps is None else caps
+        return [self.of(i, _before(names, i), names[i], given[self.placement[i]]) for i in range(len(names))]
+
+    def _of_rank(self, held: Sequence[int], names: Sequence[tuple[str, ...]], cap: int) -> Mapping[int, Again | None]:
+        """Of the stages of a rank: each byte costs the same in all of them, as little as lets the rank fit."""
+        plain: dict[int, Again | None] = {i: self._plain(_before(names, i), names[i]) for i in held}
+        if self._total(plain) <= cap:
+            return plain
+        if self._splits:
+            stages = {index: again for index, again in plain.items() if again is not None and index < len(names) - 1}
+            return {**plain, **{index: self._whole(again, names[index], "stage") for index, again in stages.items()}}
+        low, high = EXPONENTS
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._total(self._at(held, names, middle)) <= cap
+            low, high = (low, middle) if fits else (middle, high)
+        return self._at(held, names, high)
+
+    def _at(self, held: Sequence[int], names: Sequence[tuple[str, ...]], exponent: int) -> dict[int, Again | None]:
+        """The stages of a rank where a byte costs 2^(exponent / 2) ns."""
+        from pipecompile.memory.choose import weighed
+
+        found: dict[int, Again | None] = {}
+        in_flight = flights(self.options, self.placement)
+        for index in held:
+            before, nodes = _before(names, index), names[index]
+            tape = self._tape(before, nodes, summed=self.options.microbatches > in_flight[index])
+            choice = weighed(tape, self._blocks(nodes), in_flight[index], 2 ** (exponent / 2))
+            found[index] = self._again(before, nodes, choice.regions, choice.ns, 0)
+        return found
 
     def of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
         """What stage `index` computes again, or saves how, to hold at most `cap` bytes; None if it cannot."""
-        plain = Again("none", (), 0, footprint_of(self.lives, before, nodes))
-        found = self._recomputed(index, before, nodes, cap, plain)
-        if not self.options.saving or cap is None or self._splits or self._total(index, plain) <= cap:
-            return found
-        from pipecompile.memory.saving import offers
+        asked = index, tuple(before), tuple(nodes), cap
+        if asked not in self.known:
+            self.known[asked] = self._of(*asked)
+        return self.known[asked]
 
-        exact = tuple(policy for policy in self.options.saving if policy != "half")
-        for policies in dict.fromkeys((exact, self.options.saving)):
-            offered = offers(self.lives, before, nodes, policies)
-            known = [
-                *([] if found is None else [found]),
-                *self._saved(index, before, nodes, cap, offered, plain, found),
-            ]
-            fitting = [again for again in known if self._total(index, again) <= cap]
-            if fitting:  # what is not exact is for stages that nothing else lets fit
-                return min(fitting, key=lambda again: again.ns)
-        return found
+    def _of(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None) -> Again | None:
+        plain = self._plain(before, nodes)
+        found = self._recomputed(index, before, nodes, cap, plain)
+        if not self.options.saving or cap is None or self._splits or self._total({index: plain}) <= cap:
+            return found
+        return self._or_saved(index, before, nodes, cap, plain, found)
 
     def _recomputed(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None, plain: Again
@@ -82,11 +148,14 @@ class Recomputing:
         policy = self.options.recompute
         if policy == "auto":
             return self._cheapest(index, before, nodes, cap, plain)
-        if index == self.options.k - 1 or policy == "none":
+        if index == self.options.k - 1 or policy == "none" or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
-        if policy == "stage":
-            return plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
+        if policy in ("stage", "except-last"):
+            return self._whole(plain, nodes, policy)
         return self._by_policy(before, nodes)
+
+    def _plain(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
+        return Again("none", (), 0, 0, footprint_of(self.lives, before, nodes))
 
     def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
         """Regions by hand: each block of the model, or about √n of n blocks together."""
@@ -94,23 +163,43 @@ class Recomputing:
 
         tape, blocks = self._tape(before, nodes, summed=True), self._blocks(nodes)
         regions = per_block(tape, blocks) if self.options.recompute == "block" else square_root(tape, blocks)
-        return self._again(before, nodes, regions, priced(tape, regions).ns)
+        ns = priced(tape, regions).ns
+        return self._again(before, nodes, regions, ns, ns)
+
+    def _whole(self, plain: Again, nodes: Sequence[str], kind: Literal["stage", "except-last"]) -> Again:
+        ns = sum(self.graph.by_name[name].forward_ns for name in nodes)
+        return plain._replace(kind=kind, ns=ns, least=ns)
 
     def _cheapest(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int | None, plain: Again
     ) -> Again | None:
-        over = 0 if cap is None else self._total(index, plain) - cap
+        over = 0 if cap is None else self._total({index: plain}) - cap
         if cap is None or over <= 0:
             return plain
         if self._splits:  # eager stages that split their backwards have no regions
-            stage = plain._replace(kind="stage", ns=sum(self.graph.by_name[name].forward_ns for name in nodes))
-            return stage if index < self.options.k - 1 and self._total(index, stage) <= cap else None
-        return self._fitting(index, before, nodes, cap, plain.footprint)
+            stage = self._whole(plain, nodes, "stage")
+            return stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
+        return self._fitting(index, before, nodes, cap, plain)
 
     @property
     def _splits(self) -> bool:
         """Whether backwards may be split."""
         return self.options.schedule in (*SPLIT, "search")
+
+    def _or_saved(
+        self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Again, recomputed: Again | None
+    ) -> Again | None:
+        """What takes least: that, or other forms; None if nothing fits. That no mixture takes less is not proven."""
+        from pipecompile.memory.saving import offers
+
+        exact = tuple(policy for policy in self.options.saving if policy != "half")
+        for policies in dict.fromkeys((exact, self.options.saving)):
+            offered = offers(self.lives, before, nodes, policies)
+            known = [recomputed, *self._saved(index, before, nodes, cap, offered, plain, recomputed)]
+            fitting = [again for again in known if again is not None and self._total({index: again}) <= cap]
+            if fitting:  # what is not exact is for stages that nothing else lets fit
+                return min(fitting, key=lambda again: again.ns)._replace(least=0)
+        return None
 
     def _saved(
         self,
@@ -121,52 +210,89 @@ class Recomputing:
         offers: Sequence[Offer],
         plain: Again,
         recomputed: Again | None,
-    ) -> Iterator[Again]:
+    ) -> Iterator[Again | None]:
         """Other forms: as many as it takes, from the cheapest on, and those cheaper than regions, with these."""
         runs = tuple(offer.saving for offer in offers)
 
+        def in_forms(count: int) -> Again:
+            return self._again(before, nodes, (), 0, 0, runs[:count])
+
         def fits(count: int) -> bool:
-            return self._total(index, self._in_forms(before, nodes, runs[:count])) <= cap
+            return self._total({index: in_forms(count)}) <= cap
 
-        yield self._in_forms(before, nodes, runs[: bisect_left(range(len(runs)), True, key=fits)])
-        if self.options.recompute == "auto":
-            cheap = runs
-            if recomputed is not None:
-                freed = plain.footprint.kept.bound - recomputed.footprint.kept.bound
-                cheap = tuple(offer.saving for offer in offers if offer.ns_per_byte * freed < recomputed.ns)
-            again = self._fitting(index, before, nodes, cap, self._in_forms(before, nodes, cheap).footprint, cheap)
-            yield from [] if again is None else [again]
+        yield in_forms(bisect_left(range(len(runs)), True, key=fits))
+        count = len(runs)
+        if recomputed is not None:
+            freed = plain.footprint.kept.bound - recomputed.footprint.kept.bound
+            count = sum(offer.ns_per_byte * freed < recomputed.ns for offer in offers)
+        if self.options.recompute == "auto" and count:
+            yield self._fitting(index, before, nodes, cap, in_forms(count))
 
-    def _in_forms(self, before: Sequence[str], nodes: Sequence[str], runs: tuple[Saving, ...]) -> Again:
-        return self._again(before, nodes, (), 0, runs)
+    def _fitting(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Again) -> Again | None:
+        """The cheapest regions by the tape's peak; as long as that of the order is too high, with less memory.
 
-    def _fitting(
-        self,
-        index: int,
-        before: Sequence[str],
-        nodes: Sequence[str],
-        cap: int,
-        plain: Footprint,
-        saving: tuple[Saving, ...] = (),
-    ) -> Again | None:
-        """The cheapest regions by the tape's peak; as long as that of the order is too high, with less memory."""
-        from pipecompile.memory.choose import cheapest
+        `plain` is the stage without any, as it may already save in other forms.
+        """
+        from pipecompile.memory.bound import least_ns
+        from pipecompile.memory.choose import cheapest, is_exact
+        from pipecompile.memory.nested import nested
 
-        in_flight = self._flights[index]
-        tape = self._tape(before, nodes, summed=self.options.microbatches > in_flight, saving=saving)
-        kept = plain.kept.bound
-        available = (in_flight - 1) * kept + max(plain.forward_peak.bound, kept + plain.backward_peak.bound)
-        over = self._total(index, Again("none", (), 0, plain)) - cap
-        for _ in range(TRIES):
-            available -= over
-            choice = cheapest(tape, self._blocks(nodes), in_flight, available)
+        fit = self._fit(index, before, nodes, cap, plain)
+        least = None if fit is None else least_ns(fit.tape, fit.in_flight, fit.available)
+        if fit is None or least is None:
+            return None
+        for attempt in range(TRIES):
+            choice = cheapest(*fit)
+            if choice is None and fit.in_flight == 1:
+                choice = nested(fit.tape, fit.blocks, fit.available)
             if choice is None:
                 return None
-            found = self._again(before, nodes, choice.regions, choice.ns, saving)
-            over = self._total(index, found) - cap
+            exact = attempt == 0 and is_exact(fit.tape)
+            found = self._again(before, nodes, choice.regions, choice.ns, choice.ns if exact else least, plain.saving)
+            over = self._total({index: found}) - cap
             if over <= 0:
-                return found
+                return self._refined(index, before, nodes, cap, fit, found) if self.settled else found
+            fit = fit._replace(available=fit.available - over)
         return None
+
+    def _fit(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Again) -> _Fit | None:
+        """By the backward that begins with the most microbatches in flight; None if there is none to keep them for."""
+        limits = list(spare({index: plain.footprint}, index, cap, self._moments(index), **self._step))
+        if not limits:
+            return None
+        tight = max(limits, key=lambda limit: (limit.in_flight, limit.summed, -limit.bytes))
+        tape = self._tape(before, nodes, summed=bool(tight.summed), saving=plain.saving)
+        return _Fit(tape, self._blocks(nodes), tight.in_flight, tight.bytes)
+
+    def _refined(
+        self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, fit: _Fit, found: Again
+    ) -> Again:
+        """By integer programming, which also finds a better bound, or with regions within others; or `found` as it is.
+
+        That bound is for regions that lie side by side.
+        """
+        from pipecompile.memory.choose import priced
+        from pipecompile.memory.nested import nested
+        from pipecompile.memory.refine import refined
+
+        if found.ns == found.least:
+            return found
+        choices, least = [], found.least - _ns_of(found.saving)
+        if fit.in_flight == 1:
+            choices = [nested(fit.tape, fit.blocks, fit.available)]
+        else:
+            place = {name: position for position, name in enumerate(nodes)}
+            known = [Region(place[region[0]], place[region[-1]] + 1) for region in found.regions]
+            regions, bound = refined(fit.tape, fit.in_flight, fit.available, known, REFINING_SECONDS)
+            choices, least = [priced(fit.tape, regions or ())], max(least, bound)
+        others = [
+            self._again(before, nodes, each.regions, each.ns, least, found.saving)
+            for each in choices
+            if each is not None
+        ]
+        better = [other for other in others if other.ns < found.ns and self._total({index: other}) <= cap]
+        least = min(least + _ns_of(found.saving), found.ns)
+        return min(better, key=lambda other: other.ns, default=found._replace(least=least))
 
     def _again(
         self,
@@ -174,26 +300,35 @@ class Recomputing:
         nodes: Sequence[str],
         regions: Iterable[tuple[int, int]],
         ns: int,
+        least: int,
         saving: tuple[Saving, ...] = (),
     ) -> Again:
+        """Regions that take `ns`, and at least `least`, and runs of nodes that save in other forms."""
         named = tuple(tuple(nodes[start:stop]) for start, stop in regions)
         saving = tuple(sorted(saving, key=lambda run: self.lives.place[run.nodes[0]]))
-        footprint = footprint_of(self.lives, before, nodes, named, [(run.nodes, run.policies) for run in saving])
-        return Again("regions" if named else "none", named, ns + sum(run.ns for run in saving), footprint, saving)
+        footprint = footprint_of(self.lives, before, nodes, named, _policies(saving))
+        more = _ns_of(saving)
+        return Again("regions" if named else "none", named, ns + more, least + more, footprint, saving)
 
-    def _total(self, index: int, again: Again) -> int:
-        """What the rank may hold at its peak, under the named schedule or the one that stands in for a search."""
-        options, name = self.options, stand_in(self.options, self.placement)
-        at = moments_of(name, self.placement, options.microbatches, again.kind == "stage")[self.placement[index]]
-        allocator = ALLOCATORS[self.graph.memory]
-        memory = rank_memory({index: again.footprint}, at, microbatches=options.microbatches, allocator=allocator)
-        return memory.total.bound
+    def _total(self, stages: Mapping[int, Again | None]) -> int:
+        """What the rank of these stages may hold at its peak, by the named schedule or that which stands in for one."""
+        known = {index: again for index, again in stages.items() if again is not None}
+        at = self._moments(next(iter(known)), any(again.kind == "stage" for again in known.values()))
+        return rank_memory({index: again.footprint for index, again in known.items()}, at, **self._step).total.bound
+
+    def _moments(self, index: int, again: bool = False) -> tuple[Moment, ...]:
+        """Of the rank of a stage."""
+        name = stand_in(self.options, self.placement)
+        return moments_of(name, self.placement, self.options.microbatches, again)[self.placement[index]]
+
+    @property
+    def _step(self) -> _Step:
+        return {"microbatches": self.options.microbatches, "allocator": ALLOCATORS[self.graph.memory]}
 
     def _tape(
-        self, before: Sequence[str], nodes: Sequence[str], *, summed: bool, saving: tuple[Saving, ...] = ()
+        self, before: Sequence[str], nodes: Sequence[str], *, summed: bool, saving: Sequence[Saving] = ()
     ) -> Tape:
-        runs = [(run.nodes, run.policies) for run in saving]
-        return tape_of(self.lives, before, nodes, summed=summed, saving=runs)
+        return tape_of(self.lives, before, nodes, summed=summed, saving=_policies(saving))
 
     def _blocks(self, nodes: Sequence[str]) -> list[str]:
         return [block_of(self.graph.by_name[name].module) for name in nodes]
@@ -203,12 +338,25 @@ class Recomputing:
         """The storages of the graph."""
         return Lives(self.graph, self.options.optimizer, self.options.master_weights)
 
-    @cached_property
-    def _flights(self) -> tuple[int, ...]:
-        return flights(self.options, self.placement)
+
+def _ns_of(saving: Iterable[Saving]) -> int:
+    return sum(run.ns for run in saving)
+
+
+def _policies(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
+    return [(run.nodes, run.policies) for run in saving]
+
+
+def _before(names: Sequence[tuple[str, ...]], index: int) -> tuple[str, ...]:
+    return tuple(chain.from_iterable(names[:index]))
 
 
 @lru_cache(maxsize=8)
-def moments_of(name: str, placement: tuple[int, ...], microbatches: int, again: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute."""
-    return tuple(map(moments, generate(name, placement, microbatches, again).rows))
+def moments_of(
+    name: str, placement: tuple[int, ...], microbatches: int, again: bool, but_last: bool = False
+) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute.
+
+    `but_last` if the step's last microbatch is not computed again.
+    """
+    return tuple(map(moments, generate(name, placement, microbatches, again, but_last=but_last).rows))

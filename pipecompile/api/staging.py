@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from pipecompile.api.recomputing import NOTHING_AGAIN, Again, Recomputing
 from pipecompile.errors import InfeasibleError
@@ -20,27 +20,29 @@ def stages_of(
 ) -> tuple[Stage, ...]:
     """The stages that `assignment` (node to stage) makes of the graph; what they hold is left out unless `weighed`.
 
-    InfeasibleError if a stage has to compute something again to fit its rank, and cannot.
+    InfeasibleError if a stage has to compute something again to fit its rank, or to save otherwise, and cannot.
     """
     k = recomputing.options.k
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(k)]
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, k)]
-    return tuple(_stage(recomputing, names, index, boundaries, weighed) for index in range(k))
+    every = recomputing.of_all(names) if weighed else [NOTHING_AGAIN] * k
+    for index, again in enumerate(every):
+        if again is None:
+            forms = " or in whatever form it saves" if recomputing.options.saving else ""
+            rank = recomputing.placement[index]
+            raise InfeasibleError(f"rank {rank} does not fit, whatever it computes again{forms}")
+    return tuple(
+        _stage(graph, nodes, again, boundaries[index : index + 2])
+        for index, (nodes, again) in enumerate(zip(names, every, strict=True))
+        if again is not None
+    )
 
 
-def _stage(
-    recomputing: Recomputing,
-    names: Sequence[tuple[str, ...]],
-    index: int,
-    boundaries: Sequence[tuple[Boundary, ...]],
-    weighed: bool,
-) -> Stage:
-    graph = recomputing.graph
-    nodes = [graph.by_name[name] for name in names[index]]
-    again = _again(recomputing, names, index) if weighed else NOTHING_AGAIN
+def _stage(graph: CostGraph, names: tuple[str, ...], again: Again, boundaries: Sequence[tuple[Boundary, ...]]) -> Stage:
+    nodes = [graph.by_name[name] for name in names]
     parameters = tuple(sorted({name for node in nodes for name in node.parameters}))
     return Stage(
-        nodes=names[index],
+        nodes=names,
         modules=tuple(module_ranges(node.module for node in nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
         parameters=parameters,
@@ -49,23 +51,15 @@ def _stage(
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         recompute_ns=again.ns - sum(run.ns for run in again.saving),
+        recompute_bound_ns=again.least,
         finish_ns=sum(node.finish_ns for node in nodes),
-        inputs=boundaries[index],
-        outputs=boundaries[index + 1],
+        inputs=boundaries[0],
+        outputs=boundaries[1],
         recompute=again.kind,
         regions=again.regions,
         saving=again.saving,
         footprint=again.footprint,
     )
-
-
-def _again(recomputing: Recomputing, names: Sequence[tuple[str, ...]], index: int) -> Again:
-    cap = recomputing.options.memory_bytes
-    found = recomputing.of(index, tuple(chain.from_iterable(names[:index])), names[index], cap)
-    if found is None:
-        forms = " or in whatever form it saves" if recomputing.options.saving else ""
-        raise InfeasibleError(f"stage {index} does not fit into {cap} bytes, whatever it computes again{forms}")
-    return found
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, say
+from pipecompile.cli.answers import FINE, NO, answers, framed, is_first_rank, print_findings, say
 from pipecompile.cli.options import (
     COSTS_HELP,
     OPTIMIZER_HELP,
@@ -20,11 +19,13 @@ from pipecompile.cli.options import (
     self_check_option,
 )
 from pipecompile.errors import InputError
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serde import check_writable, encode, read, write
-from pipecompile.ir.size import parse_bytes
+from pipecompile.ir.size import parse_budget
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipecompile.api.verify import Comparison
 
 __all__ = ["commands", "main"]
@@ -115,6 +116,21 @@ def show(path: str, form: str) -> int:
     return FINE
 
 
+@commands.command()
+@click.argument("path", metavar="PLAN")
+@click.option("-o", "--output", required=True, help="Where to write the page (HTML, one file).")
+@answers
+def view(path: str, output: str) -> int:
+    """The plan as a page: timeline, memory of ranks by kind and budget, what stages compute again."""
+    from pipecompile.report.view import plan_page
+    from pipecompile.schedule.simulate import simulate_plan
+
+    check_writable(output)
+    made = _read_plan(path)
+    write(output, plan_page(made, simulate_plan(made)).encode())
+    return FINE
+
+
 def _read_plan(path: str) -> Plan:
     """The plan; standard error says if it is not sound, for then its figures are not to be trusted."""
     from pipecompile.api.checking import violations
@@ -141,8 +157,9 @@ def _print_plan(made: Plan, form: str) -> None:
 @click.argument("path", metavar="PLAN")
 @click.argument("target", required=False)
 @click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
-@click.option("--max-memory", help="Largest bound of a rank, such as 16GiB.")
+@click.option("--memory", "--max-memory", help="Largest bound of a rank, such as 16GiB, or one a rank with commas.")
 @click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
+@click.option("--recompute", type=click.Choice(RECOMPUTES), help="The policy that the plan was to be made by.")
 @format_option
 @answers
 def check(path: str, target: str | None, form: str, **limits: Any) -> int:
@@ -150,16 +167,17 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
     from pipecompile.api.checking import over_limits, violations
 
     made = read(path, Plan)
-    size = limits["max_memory"]
+    memory = limits["memory"]
     found = violations(made) + over_limits(
         made,
         max_imbalance=limits["max_imbalance"],
-        max_memory_bytes=None if size is None else parse_bytes(size),
+        memory_bytes=None if memory is None else parse_budget(memory),
         max_bubble=limits["max_bubble"],
+        recompute=limits["recompute"],
     )
     if target is not None:
         found += _staleness(made, target)
-    _print_findings(path, found, form)
+    print_findings(path, found, form)
     return NO if found else FINE
 
 
@@ -172,15 +190,6 @@ def _staleness(made: Plan, target: str) -> list[str]:
     if not comparable(costs):
         click.echo(f"{costs} costs are not compared: they differ from run to run, or are not at hand here", err=True)
     return staleness(made, load_target(target))
-
-
-def _print_findings(path: str, found: Sequence[str], form: str) -> None:
-    if form == "json":
-        click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
-    elif form == "github":
-        click.echo("\n".join(f"::error file={path}::{line}" for line in found) or f"::notice file={path}::sound")
-    else:
-        click.echo("\n".join(found) or "sound")
 
 
 @commands.command()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import click
 
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
+from pipecompile.ir.serde import encode
 
-__all__ = ["FINE", "NO", "answers", "framed", "is_first_rank", "say"]
+__all__ = ["FINE", "NO", "answers", "framed", "is_first_rank", "print_findings", "say"]
 
 FINE, NO, ERROR = 0, 1, 2
 
@@ -65,3 +66,13 @@ def say(text: str) -> None:
 def framed(text: str, form: str) -> str:
     """`text` as `--format` wants it: GitHub shows it as it is within a fence."""
     return f"```\n{text}\n```" if form == "github" else text
+
+
+def print_findings(path: str, found: Sequence[str], form: str) -> None:
+    """What is wrong with a file, or that it is sound."""
+    if form == "json":
+        click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
+    elif form == "github":
+        click.echo("\n".join(f"::error file={path}::{line}" for line in found) or f"::notice file={path}::sound")
+    else:
+        click.echo("\n".join(found) or "sound")

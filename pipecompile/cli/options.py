@@ -29,6 +29,10 @@ SAVING_HELP = "Forms for what backwards need, to fit --memory: mask, relu, pool,
 
 OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
 
+MEMORY_HELP = "Cap of each rank, such as 16GiB, or one a rank with commas between."
+
+RECOMPUTE_HELP = "auto, none, stage, except-last, block or sqrt."
+
 COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
 
 format_option = click.option(
@@ -65,10 +69,10 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--stages-per-rank", type=int, help="Stages on each rank; default what the schedule needs."),
             click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
             click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
-            click.option("--memory", help="Cap of each rank, such as 16GiB."),
+            click.option("--memory", help=MEMORY_HELP),
             click.option("--optimizer", help=OPTIMIZER_HELP),
             click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
-            click.option("--recompute", default="none", show_default=True, help="auto, none, stage, block or sqrt."),
+            click.option("--recompute", default="none", show_default=True, help=RECOMPUTE_HELP),
             click.option("--saving", default="", callback=_listed, metavar="FORM[,…]", help=SAVING_HELP),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
             click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipecompile.ir.lives import Storage
 from pipecompile.ir.saving import Memory, Policy, SavedStorage, SavingCost, Use, cost_by_policy, costs_by_use
 
-__all__ = ["Form", "Run", "forms_of"]
+__all__ = ["OTHER", "Form", "Run", "forms_of"]
 
 OTHER: tuple[Use, ...] = ("other",)
 

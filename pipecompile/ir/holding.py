@@ -9,6 +9,8 @@ backward    nodes run from the last to the first. What was saved goes with the f
 
 A region is computed again: what its nodes save lives only from there on. Kept are what it reads, and what is saved
 outside; when the backward comes to its last node, its forward runs once more, up to the last tensor that it saves.
+Within a region there may be others: the forward that runs once more keeps of them what they read, and they are computed
+again in turn.
 
 What a run of nodes saves by a policy lies in a form of its own from the forward on, and is there again, in full, from
 the backward of its last saver to that of its first. What is given to a run lives until it is done.
@@ -43,8 +45,8 @@ def footprint_of(
 ) -> Footprint:
     """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later.
 
-    `regions` are runs of its nodes that are computed again, `saving` are others, with the policies of what they save;
-    none of them under a split backward.
+    `regions` are runs of its nodes that are computed again, apart or one within another; `saving` are runs apart from
+    these, with the policies of what they save; none of them under a split backward.
     """
     places = sorted(map(lives.place.__getitem__, nodes))
     again = [sorted(map(lives.place.__getitem__, region)) for region in regions]
@@ -63,8 +65,7 @@ class _Entry(NamedTuple):
     beside: int = 0
 
 
-NO_ENTRY = _Entry(0, 0)
-NO_ENTRIES: Mapping[int, _Entry] = {}
+NO_ENTRIES: Mapping[int, Sequence[_Entry]] = {}
 
 
 class _Stage(Part):
@@ -94,7 +95,7 @@ class _Stage(Part):
             optimizer_scratch=amount([scratch]),
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
-            received_gradients=amount(t.gradient_bytes for t, p, r in self.lives.tensors if self.leaves(p, r)),
+            received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
             kept=amount([*(m.storage.bytes for m in self.made if self.is_kept(m)), *map(self._kept, self._forms)]),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor, _ in self.read),
@@ -125,14 +126,13 @@ class _Stage(Part):
     def _kept(self, form: Form) -> int:
         return form.kept(self.graph.memory)
 
-    def _packings(self, level: Level) -> dict[int, _Entry]:
+    def _packings(self, level: Level) -> dict[int, list[_Entry]]:
         """By node the forms that are made as it saves, each with what that takes beside."""
-        found: dict[int, _Entry] = defaultdict(lambda: NO_ENTRY)
+        found: dict[int, list[_Entry]] = defaultdict(list)
         for form in self._forms:
             if not form.waits:
-                left = found[form.made].left + level.size_of(self._kept(form))
-                beside = max(found[form.made].beside, level.size_of(form.cost.scratch_bytes))
-                found[form.made] = _Entry(0, left, beside)
+                scratch = level.size_of(form.cost.scratch_bytes)
+                found[form.made].append(_Entry(0, level.size_of(self._kept(form)), scratch))
         return found
 
     def _settlings(self, level: Level) -> dict[int, int]:
@@ -159,8 +159,12 @@ class _Stage(Part):
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
-        last = max((places[-1] for _, places in self.trained), default=-1)
+        last = self._last_trained
         return self.splits and bool(made.holders) and made.holders[0] > last and not self.is_sent(made.storage)
+
+    @cached_property
+    def _last_trained(self) -> int:
+        return max((places[-1] for _, places in self.trained), default=-1)
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -172,46 +176,55 @@ class _Stage(Part):
             if not half:
                 yield Change(form.savers[0], form.full, begins=False)  # which came back
 
-    def _copies(self) -> Iterator[Change]:
-        """What was computed again is let go by the first node of its region that saved it."""
+    def _copies(self, *, early: bool = False) -> Iterator[Change]:
+        """What was computed again is let go where it is needed last; `early` before the backward of that node."""
         for made in self.made:
-            if made.again:
-                yield Change(made.again[0], made.storage.bytes, begins=False)
+            for copy in made.copies:
+                if copy.early == early:
+                    yield Change(copy.place, made.storage.bytes, begins=False)
 
-    def _entries(self, level: Level) -> dict[int, _Entry]:
-        """The regions by the node whose backward computes them again: the last one that saves anything.
+    @cached_property
+    def _levels(self) -> tuple[Level, Level]:
+        return Level(1, int), Level(BOUND_SCRATCH, self.allocator.rounded)
+
+    @cached_property
+    def _entries_by_level(self) -> tuple[Mapping[int, Sequence[_Entry]], Mapping[int, Sequence[_Entry]]]:
+        first, second = map(self._entries, self._levels)
+        return first, second
+
+    def _entries(self, level: Level) -> dict[int, list[_Entry]]:
+        """The regions by the node whose backward computes them again, from the outermost on; then what is let go.
 
         With what comes back, by the node for whose backward it does: one storage after the other.
         """
-        saving = [[place for place in region if self._packs(place) != "never"] for region in self.regions]
-        found = defaultdict(lambda: NO_ENTRY) | {
-            places[-1]: self._entry(region, places[-1], level)
-            for region, places in zip(self.regions, saving, strict=True)
-            if places
-        }
+        found: dict[int, list[_Entry]] = defaultdict(list)
+        for index in sorted(range(len(self.regions)), key=lambda index: -len(self.regions[index])):
+            place = self.called(index)
+            if place is not None:
+                found[place].append(self._entry(index, level))
+        for place, size, _ in self._copies(early=True):
+            found[place].append(_Entry(0, -level.size_of(size)))
         for form in self._forms:
-            before = found[form.back]
-            left = before.left + level.size_of(form.full)
-            peak = max(before.peak, left + level.size_of(form.cost.scratch_bytes))
-            found[form.back] = _Entry(peak, left)
+            full = level.size_of(form.full)
+            found[form.back].append(_Entry(full + level.size_of(form.cost.scratch_bytes), full))
         return found
 
-    def _entry(self, region: Sequence[int], last: int, level: Level) -> _Entry:
-        """The forward once more, until node `last` has saved what it saves: that may be before its kernels run."""
-        nodes = [place for place in region if place < last or (place == last and self._packs(last) == "after")]
-        again = [made for made in self.made if made.place in set(nodes)]
-        changes = [change for made in again for change in self._once_more(made, set(region))]
+    def _entry(self, region: int, level: Level) -> _Entry:
+        """The forward once more, of the nodes that must run for what the region holds."""
+        nodes = self.run_again(region)
+        inside, again = set(nodes), set(self.regions[region])
+        here = [
+            (made, any(copy.region == region for copy in made.copies)) for made in self.made if made.place in inside
+        ]
+        changes = [change for made, held in here for change in self._once_more(made, again, held=held)]
         peak = self._highest(nodes, changes, [self.graph.nodes[place].forward_peak_bytes for place in nodes], level)
-        return _Entry(peak, sum(level.size_of(made.storage.bytes) for made in again if made.again))
+        return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
-    def _once_more(self, made: Made, region: set[int]) -> Iterator[Change]:
-        """A storage while its region is computed again: what the region saves or returns lives to the end."""
+    def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
+        """A storage while its region is computed again: what the region holds or returns lives to the end."""
         yield Change(made.place, made.storage.bytes, begins=True)
-        if not made.again and region.issuperset(made.storage.readers):
-            yield Change(max(made.storage.readers, default=made.place), made.storage.bytes, begins=False)
-
-    def _packs(self, place: int) -> str:
-        return self.graph.nodes[place].packs
+        if not held and region.issuperset(made.storage.readers):
+            yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _released(self) -> Iterator[Change]:
         """What the first half held for the second."""
@@ -251,13 +264,12 @@ class _Stage(Part):
         """
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
-        levels = Level(1, lambda size: size), Level(BOUND_SCRATCH, self.allocator.rounded)
         found = []
-        for level in levels:
-            entries = self._packings(level) if forward else self._entries(level) if again else NO_ENTRIES
+        for level, entries in zip(self._levels, self._entries_by_level, strict=True):
+            begun = self._packings(level) if forward else entries if again else NO_ENTRIES
             last = {place: level.size_of(size) for place, size in sums.items()}
             last |= self._settlings(level) if forward else {}
-            found.append(self._highest(nodes, changes, rises, level, last, entries))
+            found.append(self._highest(nodes, changes, rises, level, last, begun))
         return Amount(expected=found[0], bound=found[1])
 
     def _highest(
@@ -267,22 +279,28 @@ class _Stage(Part):
         rises: Sequence[int],
         level: Level,
         last: Mapping[int, int] = NO_SUMS,
-        entries: Mapping[int, _Entry] = NO_ENTRIES,
+        entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
     ) -> int:
         """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums come `last`."""
         after: dict[int, int] = defaultdict(int)
         padding: dict[int, int] = defaultdict(int)
         for place, size, begins in changes:
             counted = level.size_of(size)
-            after[place] += counted if begins else -counted
-            padding[place] += counted - size if begins else 0
+            if begins:
+                after[place] += counted
+                padding[place] += counted - size
+            else:
+                after[place] -= counted
         now = highest = 0
         for place, rise in zip(nodes, rises, strict=True):
-            entry = entries.get(place, NO_ENTRY)
-            highest = max(highest, now + entry.peak)
-            now += entry.left
-            needed = self.needed(self.graph.nodes[place], rise, level)
-            highest = max(highest, now + needed + entry.beside + padding[place])
-            now += after[place]
+            begun = entries.get(place, ())
+            for entry in begun:
+                highest = max(highest, now + entry.peak)
+                now += entry.left
+            if rise or begun or place in padding:
+                beside = max((entry.beside for entry in begun), default=0) + padding.get(place, 0)
+                highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + beside)
+            if place in after:
+                now += after[place]
             highest = max(highest, now + last.get(place, 0))
         return highest

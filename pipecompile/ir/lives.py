@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
@@ -94,6 +96,31 @@ class Lives:
             for tensor in self.graph.tensors
             if tensor.consumers
         )
+
+    def crossing(self, places: set[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """The tensors that go from the nodes at `places` to others, each with all its readers.
+
+        Looked at are those between the first other node and the last of `places`: few in a deep model.
+        """
+        count = len(self.graph.nodes)
+        missing = next((place for place in range(count) if place not in places), count)
+        start, stop = bisect_right(self._furthest, missing - 1), bisect_right(self._producers, max(places, default=-1))
+        for tensor, producer, readers in self._by_producer[start:stop]:
+            if producer in places and not places.issuperset(readers):
+                yield tensor, readers
+
+    @cached_property
+    def _by_producer(self) -> list[tuple[Tensor, int, tuple[int, ...]]]:
+        return sorted(self.tensors, key=lambda row: row[1])
+
+    @cached_property
+    def _producers(self) -> list[int]:
+        return [producer for _, producer, _ in self._by_producer]
+
+    @cached_property
+    def _furthest(self) -> list[int]:
+        """How far any tensor up to each one reaches."""
+        return list(accumulate((readers[-1] for _, _, readers in self._by_producer), max))
 
     @cached_property
     def bytes_per_ns(self) -> Fraction:

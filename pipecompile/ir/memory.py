@@ -24,14 +24,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from pipecompile.ir.allocator import ZERO, Allocator, Amount
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 from pipecompile.ir.serde import Value
 
-__all__ = ["Moment", "RankMemory", "activation_curve", "ceiling", "changes", "moments", "rank_memory", "room"]
+__all__ = [
+    "Moment",
+    "RankMemory",
+    "Spare",
+    "activation_curve",
+    "ceiling",
+    "changes",
+    "moments",
+    "rank_memory",
+    "room",
+    "spare",
+]
 
 Size = TypeVar("Size", int, Amount)
+BACKWARD_PEAKS = ("first_backward_peak", "backward_peak")
 
 
 class RankMemory(Value, frozen=True, kw_only=True):
@@ -73,6 +87,17 @@ class Moment(NamedTuple):
     kind: Kind
     stage: int
     held: Mapping[int, Held]
+
+
+class Spare(NamedTuple):
+    """What microbatches of a stage may take when a backward of it begins with so many `in_flight`, itself included.
+
+    `summed` tells whether the gradients of parameters are there, which then do not count.
+    """
+
+    in_flight: int
+    bytes: int
+    summed: int
 
 
 def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
@@ -209,6 +234,25 @@ def _peers(stages: Mapping[int, Footprint]) -> int:
     before = {index - 1 for index in stages if index} - set(stages)
     after = {index + 1 for index, stage in stages.items() if stage.outputs.bound} - set(stages)
     return len(before | after)
+
+
+def spare(
+    stages: Mapping[int, Footprint],
+    index: int,
+    memory_bytes: int,
+    at: Sequence[Moment],
+    *,
+    microbatches: int,
+    allocator: Allocator,
+) -> Iterator[Spare]:
+    """What is left for what stage `index` keeps of microbatches, and for what lives in its backward, by moment."""
+    bare = {**stages, index: msgspec.structs.replace(stages[index], kept=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO))}
+    free = allocator.unpadded(memory_bytes, _peers(stages))
+    for moment in at:
+        if moment.kind is Kind.BACKWARD and moment.stage == index:
+            held = moment.held[index]
+            rest = _held(bare, moment, microbatches, allocator).total.bound
+            yield Spare(held.kept, free - rest, held.summed)
 
 
 def room(

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from math import ceil
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
@@ -34,16 +33,28 @@ class Made(NamedTuple):
     """A storage that the node of this place makes.
 
     `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
-    nodes of regions that read it. `again` are those of its own region's nodes that save what is computed again.
-    `forms` stand for it where others save it. Where nobody holds it, `last` is where a forward lets it go.
+    nodes of regions that read it and save anything (others are never computed again). `copies` are what regions that it
+    lies in make of it and hold, from the outermost on. `forms` stand for it where others save it. Where nobody holds
+    it, `last` is where a forward lets it go.
     """
 
     place: int
     storage: Storage
     holders: tuple[int, ...]
-    again: tuple[int, ...]
+    copies: tuple[Copy, ...]
     forms: tuple[Form, ...]
     last: int
+
+
+class Copy(NamedTuple):
+    """What a region (by index) makes anew and holds until the backward of a node is done.
+
+    If `early`, only until that backward has computed again a region within, which reads it.
+    """
+
+    region: int
+    place: int
+    early: bool
 
 
 class Level(NamedTuple):
@@ -67,24 +78,21 @@ class Part:
         self.lives, self.graph = lives, lives.graph
         self.before, self.nodes, self.inside = before, nodes, set(nodes)
         self.regions = regions
-        self.region = {place: index for index, region in enumerate(regions) for place in region}
+        self.around = _around(nodes, regions)
         self.run = {place: run for run in runs for place in run.places}
         self.own = [self.graph.nodes[place] for place in nodes]
         self.allocator = ALLOCATORS[lives.graph.memory]
         self.made = [self._made(place, each) for place in nodes for each in lives.storages.get(place, ())]
-        self.arriving = [(t, readers) for t, producer, readers in lives.tensors if self.arrives(producer, readers)]
+        self.arriving = list(lives.crossing(before))  # to be read here or handed on
 
     def is_later(self, place: int) -> bool:
         """Whether the node of this place lies in a later stage."""
         return place not in self.inside and place not in self.before
 
-    def arrives(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a tensor comes from an earlier stage, to be read here or handed on."""
-        return producer in self.before and any(reader not in self.before for reader in readers)
-
-    def leaves(self, producer: int, readers: Sequence[int]) -> bool:
-        """Whether a later stage reads a tensor of this stage or of an earlier one."""
-        return not self.is_later(producer) and any(map(self.is_later, readers))
+    @property
+    def leaving(self) -> Iterator[Tensor]:
+        """What a later stage reads of this stage or of an earlier one."""
+        return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
 
     def is_sent(self, storage: Storage) -> bool:
         """Whether a later stage reads it."""
@@ -92,20 +100,65 @@ class Part:
 
     def _made(self, place: int, storage: Storage) -> Made:
         """Where a storage that is made at `place` is needed again."""
-        savers, home = [saver for saver in storage.savers if saver in self.inside], self.region.get(place)
-        users = {self.region[user] for user in (*storage.readers, *savers) if user in self.region} - {home}
-        kept = [saver for saver in savers if saver not in self.region]
-        forms, plain = forms_of(storage, kept, self.run, self.graph.memory)
-        holders = [*plain, *(self.regions[index][0] for index in users)]
-        again = [saver for saver in savers if home is not None and self.region.get(saver) == home]
-        last = max((self._end(place, reader) for reader in storage.readers), default=place)
-        last = max(last, *(form.made for form in forms if form.waits), place)
-        return Made(place, storage, tuple(sorted(holders)), tuple(again), forms, last)
+        savers, home = [saver for saver in storage.savers if saver in self.inside], self.around[place][:1]
+        users = {self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)} - {*home}
+        forms, plain = forms_of(storage, [s for s in savers if not self.around[s]], self.run, self.graph.memory)
+        holders = [*plain, *(self.regions[index][0] for index in users if self.called(index) is not None)]
+        last = max(self.last_read(place, storage), *(form.made for form in forms if form.waits), place)
+        return Made(place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)), forms, last)
 
-    def _end(self, place: int, reader: int) -> int:
-        """Where a forward is done with what was made at `place`, for one reader: a run is given it as a whole."""
-        run = self.run.get(reader)
-        return reader if run is None or run is self.run.get(place) else run.places[-1]
+    def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:
+        """What each region around `place` holds of the storage: for its own nodes, and for regions within it."""
+        home = self.around[place]
+        users = {user for user in (*storage.readers, *storage.savers) if user in self.inside} if home else set()
+        for depth in range(1, len(home) + 1):
+            beside = [u for u in users if self._meet(home, self.around[u]) == depth]
+            ends = [(user, False) for user in beside if user in storage.savers]
+            inner = {region for user in beside for region in self.around[user][depth:]}
+            ends += [(at, True) for at in map(self.called, inner) if at is not None]
+            if ends:
+                yield Copy(home[depth - 1], *min(ends))
+
+    def last_read(self, place: int, storage: Storage) -> int:
+        """Until when a forward has what is made at `place` and not held.
+
+        A region, and a run of nodes that save by policies, has what it is given until it ends.
+        """
+        home = self.around[place]
+        paths = [self.around.get(reader, ()) for reader in storage.readers]
+        inner = [region for path in paths for region in path[self._meet(home, path) :]]
+        runs = [self.run[reader] for reader in storage.readers if reader in self.run]
+        ends = [run.places[-1] for run in runs if run is not self.run.get(place)]
+        return max([*storage.readers, *(self.regions[region][-1] for region in inner), *ends], default=place)
+
+    @staticmethod
+    def _meet(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+        """How many regions are around both."""
+        return sum(a == b for a, b in zip(one, other, strict=False))
+
+    def called(self, region: int) -> int | None:
+        """The node in whose backward a region is computed again: its last one that saves anything."""
+        return max((place for place in self.regions[region] if self._packs(place) != "never"), default=None)
+
+    def run_again(self, region: int) -> list[int]:
+        """The nodes that are computed again: until there is all that is held for the region.
+
+        The last of that is what a node of its own saves, or what a region within it reads, which then does not begin.
+        """
+        nodes = self.regions[region]
+        own = [place for place in nodes if self.around[place][-1] == region and self._packs(place) != "never"]
+        within = [self.regions[index][0] for index in self._within(region)]
+        last = max([*own, *within], default=-1)
+        runs_last = last in own and last not in within and self._packs(last) == "after"
+        return [place for place in nodes if place < last or (runs_last and place == last)]
+
+    def _within(self, region: int) -> set[int]:
+        """The regions directly within a region."""
+        paths = (self.around[place] for place in self.regions[region])
+        return {path[path.index(region) + 1] for path in paths if path[-1] != region}
+
+    def _packs(self, place: int) -> str:
+        return self.graph.nodes[place].packs
 
     def is_kept(self, made: Made) -> bool:
         """Whether it lives on after the forward."""
@@ -143,7 +196,7 @@ class Part:
         places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
@@ -151,7 +204,9 @@ class Part:
     @staticmethod
     def needed(node: Node, rise: int, level: Level) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
-        return rise + ceil(level.scratch * node.workspace_bytes) if rise else 0
+        if not rise:
+            return 0
+        return rise - (-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
@@ -194,3 +249,12 @@ class Part:
             if gradient.sum and (gradient.origin is None or self.is_later(gradient.origin)):
                 sums[gradient.producer] += gradient.bytes
         return sums
+
+
+def _around(nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The regions (by index) that each node lies in, from the outermost on."""
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
+    for index in sorted(range(len(regions)), key=lambda index: -len(regions[index])):
+        for place in regions[index]:
+            found[place] += (index,)
+    return found

@@ -11,6 +11,7 @@ from pipecompile.ir.memory import RankMemory
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.size import budgets
 
 __all__ = [
     "GRANULARITIES",
@@ -33,18 +34,19 @@ __all__ = [
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-Recompute = Literal["auto", "none", "stage", "block", "sqrt"]
+Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Options(Value, frozen=True, kw_only=True):
-    """What was asked for. `memory_bytes` is the cap of each rank, None for no cap.
+    """What was asked for. `memory_bytes` is the cap of every rank, or one for each; None for no cap.
 
     `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
     its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
-    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, or regions by
-    hand; `saving` by which policies they may besides keep what backwards need, where that lets a stage fit.
-    `granularity` says what the model was cut between, `leaf` which modules were asked to be one node.
+    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, all but for the
+    step's last microbatch, or regions by hand; `saving` by which policies they may besides keep what backwards need,
+    where that lets a stage fit. `granularity` says what the model was cut between, `leaf` which modules were asked to
+    be one node.
     """
 
     k: Positive
@@ -52,7 +54,7 @@ class Options(Value, frozen=True, kw_only=True):
     schedule: str
     objective: str
     recompute: Recompute
-    memory_bytes: NonNegative | None
+    memory_bytes: NonNegative | tuple[NonNegative, ...] | None
     costs: str
     pin: dict[str, int] = {}
     groups: tuple[tuple[str, ...], ...] = ()
@@ -64,6 +66,10 @@ class Options(Value, frozen=True, kw_only=True):
     optimizer: str | None = None
     master_weights: bool = False
     saving: tuple[Policy, ...] = ()
+
+    def caps(self, ranks: int) -> tuple[int, ...] | None:
+        """The cap of each rank, if there are any; InputError if they are listed for another number of ranks."""
+        return None if self.memory_bytes is None else budgets(self.memory_bytes, ranks)
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):
@@ -102,9 +108,10 @@ class Stage(Value, frozen=True, kw_only=True):
     """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
-    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own, or `regions` of its
-    nodes, as part of the backward. `saving` are nodes outside of these that save by policies; what that takes is in no
-    other time.
+    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own ("stage", or for all
+    microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward. `saving` are nodes
+    outside of these that save by policies; what that takes is in no other time. Of what lets it fit its rank nothing is
+    proven to take less than `recompute_bound_ns`, regions and forms together.
     """
 
     nodes: tuple[str, ...]
@@ -116,13 +123,24 @@ class Stage(Value, frozen=True, kw_only=True):
     backward_input_ns: NonNegative | None
     backward_weight_ns: NonNegative | None
     recompute_ns: NonNegative
+    recompute_bound_ns: NonNegative = 0
     finish_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
-    recompute: Literal["none", "stage", "regions"]
+    recompute: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...] = ()
     saving: tuple[Saving, ...] = ()
     footprint: Footprint
+
+    @property
+    def extra_ns(self) -> int:
+        """The time that a microbatch takes longer: what is computed again, and what saving in other forms takes."""
+        return self.recompute_ns + sum(run.ns for run in self.saving)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it runs its forward again, in actions of its own."""
+        return self.recompute in ("stage", "except-last")
 
 
 class Route(Value, frozen=True, kw_only=True):
@@ -234,6 +252,7 @@ class Plan(Value, frozen=True, kw_only=True):
         if not self.links.fits(self.ranks):
             raise ValueError(f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}")
         _same("k of the options", self.options.k, "k", self.k)
+        self.options.caps(self.ranks)
         _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
         if (self.options.schedule == "search") != (self.ordering is not None):
             raise ValueError("a plan says how its schedule was searched for if that was asked for, and only then")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pipecompile.errors import InputError
 
-__all__ = ["parse_bytes"]
+__all__ = ["budgets", "parse_budget", "parse_bytes"]
 
 UNITS = {
     "B": 1,
@@ -23,3 +24,23 @@ def parse_bytes(size: int | str) -> int:
     if match is None:
         raise InputError(f"{size!r} is not a size; write 16GiB (2³⁰ bytes each), 16GB (10⁹) or a number of bytes")
     return int(float(match[1]) * UNITS[match[2] or "B"])
+
+
+def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ...]:
+    """One size for every rank, or a list with one for each, which text has with commas between: 16GiB,24GiB."""
+    if isinstance(memory, str) and "," in memory:
+        memory = memory.split(",")
+    if isinstance(memory, str) or not isinstance(memory, Sequence):
+        return parse_bytes(memory)
+    return tuple(map(parse_bytes, memory))
+
+
+def budgets(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The budget of each rank; InputError if a list has not one for each."""
+    if isinstance(memory_bytes, int):
+        return (memory_bytes,) * ranks
+    if len(memory_bytes) != ranks:
+        raise InputError(
+            f"memory lists {len(memory_bytes)} budgets, but there are {ranks} ranks; give one for each, or one for all"
+        )
+    return memory_bytes

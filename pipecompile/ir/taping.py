@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add
 
@@ -95,8 +96,11 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
     now = 0
+    by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
+    for at, size, begins in changes:
+        by_place[at].append((level.size_of(size), size, begins))
     for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
-        here = [(level.size_of(size), size, begins) for at, size, begins in changes if at == place]
+        here = by_place[place]
         padding = sum(counted - size for counted, size, begins in here if begins)
         needed = part.needed(node, node.backward_peak_bytes, level) + padding
         done = now + sum(counted if begins else -counted for counted, _, begins in here)

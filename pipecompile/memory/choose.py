@@ -10,9 +10,9 @@ from math import ceil, sqrt
 from pipecompile.ir.tape import Tape
 from pipecompile.memory.menus import menu
 from pipecompile.memory.regions import Region, Regions
-from pipecompile.memory.segments import segments
+from pipecompile.memory.segments import SHORTEST, segments
 
-__all__ = ["Choice", "cheapest", "per_block", "priced", "square_root", "whole"]
+__all__ = ["Choice", "cheapest", "is_exact", "per_block", "priced", "square_root", "weighed", "whole"]
 
 MOST = 400  # choices that are kept for each state
 
@@ -26,6 +26,10 @@ class Choice:
     kept: int
     peak: int
 
+    def fits(self, in_flight: int, available: int) -> bool:
+        """Whether so many microbatches, one at its peak, take no more bytes."""
+        return (in_flight - 1) * self.kept + self.peak <= available
+
 
 def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) -> Choice | None:
     """The regions of least extra time whose `in_flight` microbatches, one at its peak, fit; None if none do.
@@ -33,19 +37,39 @@ def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) 
     They are from the menu of the tape or those of a policy. `blocks` says of each position which block of the model it
     lies in, `available` is in bytes.
     """
-    known = [priced(tape, regions) for regions in (whole(tape), per_block(tape, blocks), square_root(tape, blocks))]
-    found = menu(tape, segments(tape, blocks), frozenset(), MOST)
+    search, choices = Regions(tape, 0, len(tape.ns)), list[Choice]()
+    found = menu(tape, segments(tape, blocks), frozenset(), None if is_exact(tape) else MOST)
     ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
     row = front.cheapest(in_flight, available - (in_flight - 1) * _sent(tape))
-    known += [] if row is None else [priced(tape, found.regions(state, row))]
-    fitting = [choice for choice in known if (in_flight - 1) * choice.kept + choice.peak <= available]
-    return min(fitting, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+    policies = [whole(tape), per_block(tape, blocks), square_root(tape, blocks)]
+    for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
+        if not choices or search.extra_ns(regions) < choices[-1].ns:
+            choice = _priced(search, regions)
+            choices += [choice] if choice.fits(in_flight, available) else []
+    return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+
+
+def weighed(tape: Tape, blocks: Sequence[str], in_flight: int, ns_per_byte: float) -> Choice:
+    """The regions of least cost: extra time, and so much for each byte that microbatches take, one at its peak."""
+    found = menu(tape, segments(tape, blocks), frozenset(), MOST)
+    ((state, front),) = found.fronts.items()
+    cost = front.ns + ns_per_byte * ((in_flight - 1) * front.kept + front.peak)
+    return priced(tape, found.regions(state, int(cost.argmin())))
+
+
+def is_exact(tape: Tape) -> bool:
+    """Whether every choice is looked at: longer tapes are put together from segments, with the choices that count."""
+    return len(tape.ns) <= SHORTEST
 
 
 def priced(tape: Tape, regions: Sequence[Region]) -> Choice:
     """These regions, exactly."""
-    front = Regions(tape, 0, len(tape.ns)).along(regions)
-    return Choice(tuple(regions), int(front.ns[0]), int(front.kept[0]) + _sent(tape), int(front.peak[0]))
+    return _priced(Regions(tape, 0, len(tape.ns)), regions)
+
+
+def _priced(search: Regions, regions: Sequence[Region]) -> Choice:
+    _, kept, peak, ns = search.along(regions)
+    return Choice(tuple(regions), ns, kept + _sent(search.tape), peak)
 
 
 def _sent(tape: Tape) -> int:

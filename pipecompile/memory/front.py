@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Front", "joined", "pruned"]
+__all__ = ["Front", "Numbers", "joined", "pruned"]
 
 Numbers = NDArray[np.int64]
 

@@ -16,21 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from pipecompile.ir.tape import Held, Tape
-from pipecompile.memory.front import Front, joined
+from pipecompile.memory.ends import Ends, Region
+from pipecompile.memory.front import Front, Numbers, joined
 
 __all__ = ["Region", "Regions", "State"]
 
 State = frozenset[int]  # indices of storages that are kept already
 
 
-class Region(NamedTuple):
-    """The nodes at positions `start` … `stop` − 1, computed again."""
-
-    start: int
-    stop: int
-
-
-class _Again(NamedTuple):
+class Again(NamedTuple):
     """What a region takes: time, the most that lives in its forward, in its backward, and when that is done."""
 
     ns: int
@@ -44,6 +38,15 @@ class _Step(NamedTuple):
     position: int
     state: State
     region: Region | None
+
+
+class _Move(NamedTuple):
+    """What a step adds: to which state, bytes kept, the most that lives meanwhile above those before, and time."""
+
+    state: State
+    kept: int
+    rise: int
+    ns: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Regions:
     kept: State = frozenset()
     most: int | None = None
     steps: list[_Step] = field(default_factory=list, init=False, compare=False)
-    known: dict[Region, _Again] = field(default_factory=dict, init=False, compare=False)
+    known: dict[Region, Again] = field(default_factory=dict, init=False, compare=False)
+    needs: dict[tuple[int, int, bool], State] = field(default_factory=dict, init=False, compare=False)
 
     def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
         """The regions of a choice, in order."""
@@ -81,75 +85,90 @@ class Regions:
             if position in incoming:
                 found[position] = {s: joined(parts, self.most) for s, parts in incoming.pop(position).items()}
             for state, front in found.get(position, {}).items():
+                rows = np.arange(len(front))
                 for stop, region in self._steps(position):
-                    following, moved = self._moved(position, stop, state, front, region)
-                    incoming.setdefault(stop, {}).setdefault(following, []).append(moved)
+                    move = self._move(position, stop, state, region)
+                    left = np.full(len(front), len(self.steps))
+                    self.steps.append(_Step(position, state, region))
+                    incoming.setdefault(stop, {}).setdefault(move.state, []).append(_moved(front, move, left, rows))
         return found
 
     def whole(self) -> tuple[State, Front]:
         """All nodes as one region."""
-        kept = self.kept & self._across[self.start]
-        return self._moved(self.start, self.stop, kept, Front.of(0, 0, 0), Region(self.start, self.stop))
+        state, kept, peak, ns = self.along((Region(self.start, self.stop),))
+        return state, Front.of(kept, peak, ns)
 
-    def along(self, regions: Sequence[Region]) -> Front:
-        """The choice of these regions, which are in order."""
-        position, state, front = self.start, self.kept & self._across[self.start], Front.of(0, 0, 0)
+    def along(self, regions: Sequence[Region]) -> tuple[State, int, int, int]:
+        """These regions, which are in order: what is kept across the end, and bytes kept, peak and extra time."""
+        position, state = self.start, self.kept & self._across[self.start]
+        kept = peak = ns = 0
         begins = {region.start: region for region in regions}
         while position < self.stop:
             region = begins.get(position)
-            following = region.stop if region else position + 1
-            state, front = self._moved(position, following, state, front, region)
-            position = following
-        return front
+            stop = region.stop if region else position + 1
+            move = self._move(position, stop, state, region)
+            peak = max(peak, kept + move.rise)
+            position, state, kept, ns = stop, move.state, kept + move.kept, ns + move.ns
+        return state, kept, peak, ns
 
     def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
         if position < self.stop:
             yield position + 1, None
-        if position in self._boundaries:
+        if position in self._ends.begins:
             for stop in range(position + 1, self.stop + 1):
                 if stop - 1 in self.tape.fixed:
                     return
-                if stop in self._boundaries:
+                if stop in self._ends.stops:
                     yield stop, Region(position, stop)
 
-    def _moved(
-        self, position: int, stop: int, state: State, front: Front, region: Region | None
-    ) -> tuple[State, Front]:
-        """The choices of `front` with one more node, or with one more region."""
+    def _move(self, position: int, stop: int, state: State, region: Region | None) -> _Move:
+        """One more node, or one more region."""
         now = state | self._needed_by(position, stop, again=region is not None)
-        again = _Again(0, self.tape.forward[position], self.tape.before[position])
+        again = Again(0, self.tape.forward[position], self.tape.before[position])
         if region is not None:
-            again = self._again(region)
-        kept = front.kept + sum(self.tape.held[index].bytes for index in now - state)
-        waiting = sum(self.tape.held[index].bytes for index in self._across[position] - state)
-        forward = front.kept + (waiting + self._sent_by[position] + again.forward)
-        backward = kept + (self._sent_by[-1] + again.backward)
-        done = front.kept + (self._sent_by[-1] + self.tape.after[position])
-        peak = np.maximum.reduce([front.peak, forward, backward, done])
-        step = np.full(len(front), len(self.steps))
-        self.steps.append(_Step(position, state, region))
-        return now & self._across[stop], Front(kept, peak, front.ns + again.ns, step, np.arange(len(front)))
+            again = self.again(region)
+        held, sent = self.tape.held, self._sent_by[-1]
+        kept = sum(held[index].bytes for index in now - state)
+        waiting = sum(held[index].bytes for index in self._across[position] - state)
+        forward = waiting + self._sent_by[position] + again.forward
+        rise = max(forward, kept + sent + again.backward, sent + self.tape.after[position])
+        return _Move(now & self._across[stop], kept, rise, again.ns)
 
     def _needed_by(self, start: int, stop: int, *, again: bool) -> State:
         """What the forward must keep for these nodes: what they save, or what a region of them reads."""
+        if (start, stop, again) not in self.needs:
+            self.needs[start, stop, again] = self._needs(start, stop, again=again)
+        return self.needs[start, stop, again]
+
+    def _needs(self, start: int, stop: int, *, again: bool) -> State:
         if not again:
-            return frozenset(i for i in self._savings[start] if not self.tape.held[i].sent)
-        used = {index for position in range(start, stop) for index in self._uses[position]}
+            return frozenset(i for i in self.savings[start] if not self.tape.held[i].sent)
+        if all(packs == "never" for packs in self.tape.packs[start:stop]):  # it is never computed again
+            return frozenset()
+        used = {index for position in range(start, stop) for index in self.uses[position]}
         return frozenset(i for i in used if self.tape.held[i].made < start and not self.tape.held[i].sent)
 
-    def _again(self, region: Region) -> _Again:
+    def again(self, region: Region) -> Again:
         """A region by itself, above what was kept for it."""
         if region not in self.known:
             self.known[region] = self._alone(region)
         return self.known[region]
 
-    def _alone(self, region: Region) -> _Again:
-        packs = self.tape.packs
-        last = max((place for place in range(*region) if packs[place] != "never"), default=None)
-        stop = region.start if last is None else last + (packs[last] == "after")
+    def _alone(self, region: Region) -> Again:
+        last, stop = self._until(region)
         first = self._walk(region, region.stop, again=False)
         backward = self._backward(region, last, self._walk(region, stop, again=True))
-        return _Again(sum(self.tape.ns[region.start : stop]), first, backward)
+        return Again(sum(self.tape.ns[region.start : stop]), first, backward)
+
+    def _until(self, region: Region) -> tuple[int | None, int]:
+        """The last node that saves anything, and where computing again stops: that may be before its kernels run."""
+        packs = self.tape.packs
+        last = max((place for place in range(*region) if packs[place] != "never"), default=None)
+        return last, region.start if last is None else last + (packs[last] == "after")
+
+    def extra_ns(self, regions: Sequence[Region]) -> int:
+        """The time that these regions take."""
+        return sum(sum(self.tape.ns[region.start : self._until(region)[1]]) for region in regions)
 
     def _walk(self, region: Region, stop: int, *, again: bool) -> int:
         """The most that lives in the forwards up to `stop`, above what lived before; what is saved `again` stays."""
@@ -219,11 +238,13 @@ class Regions:
         return found
 
     @cached_property
-    def _savings(self) -> list[list[int]]:
+    def savings(self) -> list[list[int]]:
+        """By position the storages that its node saves."""
         return self._indices(lambda held: set(held.saved))
 
     @cached_property
-    def _uses(self) -> list[list[int]]:
+    def uses(self) -> list[list[int]]:
+        """By position the storages that its node reads or saves."""
         return self._indices(lambda held: {*held.uses, *held.saved})
 
     def _indices(self, places_of: Callable[[Held], set[int]]) -> list[list[int]]:
@@ -236,5 +257,12 @@ class Regions:
         return found
 
     @cached_property
-    def _boundaries(self) -> frozenset[int]:
-        return frozenset(self.tape.boundaries)
+    def _ends(self) -> Ends:
+        return Ends.of(self.tape)
+
+
+def _moved(front: Front, move: _Move, left: Numbers, right: Numbers) -> Front:
+    """The choices of `front` with a step more."""
+    return Front(
+        front.kept + move.kept, np.maximum(front.peak, front.kept + move.rise), front.ns + move.ns, left, right
+    )

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pipecompile.ir.tape import Tape
 
-__all__ = ["segments"]
+__all__ = ["SHORTEST", "segments"]
 
 SHORTEST, LONGEST = 12, 64  # nodes; the time for a menu grows with the cube
 

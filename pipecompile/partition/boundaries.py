@@ -31,6 +31,7 @@ class Sums:
     compute: Integers  # (2, members): in stages that are not the last, and in the last
     resident: Integers
     saved: Integers
+    freeable: Integers  # (classes, members)
     parameters: Integers
     crossing: Mapping[Crossing, Integers]
 
@@ -41,6 +42,7 @@ class Sums:
             change(self.compute),
             change(self.resident),
             change(self.saved),
+            change(self.freeable),
             change(self.parameters),
             crossing,
         )
@@ -51,6 +53,7 @@ class Sums:
             np.concatenate([self.compute, *(o.compute for o in others)], axis=1),
             np.concatenate([self.resident, *(o.resident for o in others)]),
             np.concatenate([self.saved, *(o.saved for o in others)]),
+            np.concatenate([self.freeable, *(o.freeable for o in others)], axis=1),
             np.concatenate([self.parameters, *(o.parameters for o in others)]),
             {
                 kind: np.concatenate([values, *(o.crossing[kind] for o in others)])
@@ -123,6 +126,7 @@ class Prefixes(Boundaries):
             compute=_running(instance.compute[:, self.order]),
             resident=_running(instance.resident[self.order]),
             saved=_running(instance.saved[self.order]),
+            freeable=_running(instance.freeable[:, self.order]),
             parameters=_running(instance.parameters[self.order]),
             crossing={crossing: self._crossing(instance.weights(crossing)) for crossing in instance.crossings},
         )
@@ -261,8 +265,8 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
 
 def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
-    held = (instance.compute, instance.resident, instance.saved, instance.parameters)
-    compute, resident, saved, parameters = (
+    held = (instance.compute, instance.resident, instance.saved, instance.freeable, instance.parameters)
+    compute, resident, saved, freeable, parameters = (
         _inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held
     )
     inside = np.zeros(instance.count, np.bool_)
@@ -280,7 +284,7 @@ def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[in
             values[start : start + len(parents)] = new
             start += len(parents)
         crossing[key] = values
-    return Sums(compute, resident, saved, parameters, crossing)
+    return Sums(compute, resident, saved, freeable, parameters, crossing)
 
 
 def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Rows]], count: int) -> Integers:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from pipecompile.partition.boundaries import Boundaries, Rows
 from pipecompile.partition.instance import Integers, Mask
-from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.payments import Payments
+from pipecompile.partition.problem import Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Chain", "Chains"]
 
-NEVER = -1  # the price of a stage that cannot be
 BLOCK = 1 << 21  # pairs of ideals that are looked at together
 
 
@@ -38,18 +38,19 @@ class Chain:
 
 @dataclass
 class Chains:
-    """Chains of a family. `near` restricts boundary s to some rows; `priced` holds what stages were found to pay.
+    """Chains of a family. `near` restricts boundary s to some rows; `payments` says what stages pay for their memory.
 
     With `rough`, `endpoint` is taken for `relay`, which is faster and never charges less.
-
-    `priced` maps (stage, row before, row after) to ns per microbatch, or to None for a stage that cannot be.
     """
 
     family: Boundaries
     near: dict[int, Rows] = field(default_factory=dict)
     rough: bool = False
-    priced: dict[tuple[int, int, int], int | None] = field(default_factory=dict)
-    _prices: dict[int, Integers] = field(default_factory=dict)
+
+    @cached_property
+    def payments(self) -> Payments:
+        """What stages pay, as far as it is known."""
+        return Payments(self.family)
 
     @property
     def problem(self) -> Problem:
@@ -156,37 +157,10 @@ class Chains:
         problem, sums = self.problem, self.family.sums
         fits = self.family.inside(a, b)
         if problem.memory is not None:
-            fits &= self._held(problem.memory, a, b, stage) <= problem.memory.caps[problem.stage_ranks[stage]]
+            fits &= self.payments.over(a, b, stage) <= 0
         if problem.parameters_everywhere:
             fits &= sums.parameters[b][None, :] > sums.parameters[a][:, None]
         return fits
-
-    def _held(self, memory: Memory, a: Rows, b: Rows, stage: int) -> Integers:
-        """What every pair holds at the least, bytes."""
-        sums = self.family.sums
-        each = sums.resident + memory.in_flight[stage] * sums.saved
-        held: Integers = each[b][None, :] - each[a][:, None]
-        if memory.floor is None:
-            return held
-        return held + sums.crossing["arriving"][a][:, None] + sums.crossing["returning"][b][None, :]
-
-    def pay(self, stage: int, a: int, b: int, extra: int | None) -> None:
-        """Notes what the stage between two rows was found to pay."""
-        self.priced[stage, a, b] = extra
-        known = self._prices.get(stage, np.zeros((0, 3), np.int64))
-        self._prices[stage] = np.concatenate([known, [[a, b, NEVER if extra is None else extra]]])
-
-    def _add_prices(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
-        """Adds what stages were found to pay, in place."""
-        if stage not in self._prices:
-            return
-        before, after, extra = self._prices[stage].T
-        i, j = np.searchsorted(a, before), np.searchsorted(b, after)
-        here = (i < len(a)) & (j < len(b))
-        here[here] = (a[i[here]] == before[here]) & (b[j[here]] == after[here])
-        i, j, extra = i[here], j[here], extra[here]
-        fits[i, j] &= extra != NEVER
-        load[i, j] += np.where(extra == NEVER, 0, extra)
 
     def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
         """The chain of least Σ load², then least maximum; or of least maximum alone."""
@@ -208,7 +182,7 @@ class Chains:
         after = {used: _Layer.empty(len(b), cost.kind) for used in range(stage + 1, self.ranks - left + 1)}
         for part, some in self._blocks(a, b, stage, limit):
             load, fits = self.loads(part, some, stage), self.possible(part, some, stage)
-            self._add_prices(part, some, stage, load, fits)
+            self.payments.add(part, some, stage, load, fits)
             rows, columns = live[np.searchsorted(a, part)], np.searchsorted(b, some)
             for used, layer in before.items():
                 for replicas in range(1, self.ranks - left - used + 1):
@@ -255,7 +229,7 @@ class _Squares:
         problem, sums = chains.problem, chains.family.sums
         total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
         crossing = max((int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0)
-        priced = max((extra or 0 for extra in chains.priced.values()), default=0)
+        priced = chains.payments.most
         spare = chains.ranks - problem.k
         reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
         most = int(total / min(speeds)) + 1 + 2 * crossing + priced + reduction

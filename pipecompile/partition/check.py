@@ -49,7 +49,7 @@ def _memory(problem: Problem, members: list[list[str]]) -> Iterator[str]:
         if size > cap:
             yield f"rank {rank} holds {size} bytes, {size - cap} over its cap"
     for stage in range(problem.k):
-        if problem.memory.price is not None and problem.memory.price(_candidate(problem, members, stage)) is None:
+        if problem.memory.price is not None and problem.memory.price(_candidate(problem, members, stage)).ns is None:
             yield f"stage {stage} cannot fit its budget"
 
 

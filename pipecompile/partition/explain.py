@@ -16,7 +16,8 @@ from pipecompile.partition.windows import Limit
 
 __all__ = ["why_infeasible"]
 
-PRICES = 300  # stages priced, and pairs looked at, for each guess of how much memory is short
+NODES_PRICED = 20_000  # in stages, and pairs looked at, for each guess of how much memory is short
+PRICES = 300  # at the most
 PAIRS = 20_000_000
 LARGEST = 1 << 60  # bytes: more than any rank has
 
@@ -47,7 +48,8 @@ def _cut(instance: Instance, problem: Problem) -> Chain | None:
         problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
     plain = Instance(problem, instance.units)
     prefixes = Prefixes(plain, next(iter(orders(plain))))
-    return cut_order(prefixes, Limit(), Pricing(problem, PRICES, pairs_limit=PAIRS).best)
+    prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
+    return cut_order(prefixes, Limit(), Pricing(problem, min(PRICES, prices), pairs_limit=PAIRS).best)
 
 
 def _shared_memory(instance: Instance, memory: Memory) -> str | None:
@@ -71,7 +73,7 @@ def _memory(instance: Instance, memory: Memory) -> str:
         caps = tuple(cap + more for cap in memory.caps)
         return _cut(instance, replace(problem, memory=replace(memory, caps=caps)))
 
-    few, many = 0, 1
+    few, many = 0, max(1, max(memory.caps) // 1000)
     while (found := cut(many)) is None:
         few, many = many, 2 * many
         if many > LARGEST:

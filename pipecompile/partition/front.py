@@ -9,6 +9,7 @@ and not in seconds, so the same input gives the same output.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.check import faults
 from pipecompile.partition.explain import why_infeasible
+from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.lattice import every_cut, nearby
 from pipecompile.partition.linear import cut_order
@@ -33,6 +35,7 @@ from pipecompile.partition.windows import Limit
 
 __all__ = ["solve"]
 
+SECONDS = 10.0  # of work on a problem, unless told otherwise
 SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
 PAIRS_PER_SECOND = 6_000_000  # that a search looks at, on one core of 2020 or later
 IDEALS_PER_SECOND = 1_000_000  # that are listed
@@ -42,11 +45,12 @@ ROUND = 0.005  # seconds that each round takes besides
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}  # CP-SAT's deterministic second takes three to ten
 CLOSE = 100_000  # a value is not worth more search if it is within this part of the bound: costs are not so exact
 INTEGER_SIZE = 30_000  # units × stages of what CP-SAT is given as a whole
-PRICES_PER_SECOND = 200
+NODES_PRICED_PER_SECOND = 4_000
+NODES_OF_A_PRICE = 60  # that take as long as a price does besides
 STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
-def solve(problem: Problem, *, seconds: float = 10.0) -> Partition:
+def solve(problem: Problem, *, seconds: float = SECONDS) -> Partition:
     """The best cut that about `seconds` of work find, with a bound; the same one every time.
 
     InfeasibleError says which constraint cannot be met, where, and by how much.
@@ -91,13 +95,19 @@ class _Search:
 
     @cached_property
     def pricing(self) -> Pricing:
-        pairs = int(self.seconds * PAIRS_PER_SECOND)
-        return Pricing(self.problem, int(self.seconds * PRICES_PER_SECOND) + 10 * self.problem.k, pairs_limit=pairs)
+        pairs, prices = int(self.seconds * PAIRS_PER_SECOND), int(self.seconds / self._price_seconds)
+        return Pricing(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
+
+    @property
+    def _price_seconds(self) -> float:
+        """What a price takes, of a stage of mean size."""
+        return (len(self.problem.graph.nodes) / self.problem.k + NODES_OF_A_PRICE) / NODES_PRICED_PER_SECOND
 
     @property
     def spent(self) -> float:
         """Seconds of work so far."""
-        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND
+        prices = len(self.pricing.known) * self._price_seconds
+        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND + prices
 
     @property
     def limit(self) -> Limit:
@@ -115,7 +125,10 @@ class _Search:
         if self.problem.ranks != self.problem.k:
             self._shared_ranks()
             return
-        self._linear()
+        if self.pricing.limit < self.instance.count and self.problem.memory is not None:
+            self._between_blocks()
+        else:
+            self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
         for near, every, integer in SHARES:
             for step, share in (
@@ -150,6 +163,20 @@ class _Search:
             if self._is_met() or self.spent > self.seconds / 2:
                 return
 
+    def _between_blocks(self) -> None:
+        """Where too few stages can be priced: the best cut between blocks, whose ends then move by single units."""
+        closed = kept_together(self.problem.graph, "blocks")
+        between = replace(self.problem, granularity="operators", together=(*self.problem.together, *closed))
+        with suppress(InfeasibleError):
+            first = _Search(Instance.of(between), self.seconds / 2)
+            first._linear()
+            if first.best is not None:
+                found = first.instance.assignment(first.best.stages)
+                stages = tuple(found[unit[0]] for unit in self.instance.units)
+                self._keep(stages, first.best.replicas, first.best.extra_ns, "linear-dp")
+        if self.best is None:
+            self._linear()
+
     def _is_close(self) -> bool:
         """Whether what is left to gain is too little to search for."""
         return self.best is not None and (self.best.value[0] - self.bound) * CLOSE <= self.best.value[0]
@@ -167,11 +194,8 @@ class _Search:
 
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
         """Keeps a chain if it is better than the best so far."""
-        stages = np.zeros(self.instance.count, np.intp)
-        for row in chain.rows[1:]:
-            stages += ~chains.family.contains(row)
         replicas = None if self.problem.replica_ranks is None else chain.replicas
-        self._keep(tuple(stages.tolist()), replicas, self.pricing.extra_ns(chains.family, chain), method)
+        self._keep(_stages_of(chains, chain), replicas, self.pricing.extra_ns(chains.family, chain), method)
 
     def _keep(
         self, stages: tuple[int, ...], replicas: tuple[int, ...] | None, extra_ns: Mapping[int, int], method: str
@@ -191,7 +215,7 @@ class _Search:
         """Every cut that is as good as the best so far, if they can be listed in a share of the budget."""
         if self.limit == self.too_many:
             return
-        chains = every_cut(self.instance, self.limit)
+        chains = every_cut(self.instance, self.limit, min(1.0, self.seconds / SECONDS))
         self.too_many = self.limit if chains is None else None
         if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
             return
@@ -199,14 +223,23 @@ class _Search:
         if found is not None:
             self._take(chains, found, "ideal-dp")
         self.done = self.pricing.complete
+        self._bound_by_least(chains)
         if self.done and self.best is not None:
             self.best = replace(self.best, method="ideal-dp")  # what proved it
+
+    def _bound_by_least(self, chains: Chains) -> None:
+        """Where prices are not all known: nothing among all cuts is better than the best with what stages may pay."""
+        if self.pricing.least is not None and self.best is not None:
+            chain, taken = self.pricing.least
+            loads = stage_loads(self.problem, self.instance.assignment(_stages_of(chains, chain)))
+            value = self._value([load + taken[stage] for stage, load in enumerate(loads)])[0]
+            self.bound = max(self.bound, min(value, self.best.value[0]))
 
     def _refine(self, share: float) -> None:
         """Shuffles the order inside the stages and lists what lies near the best cut, for a share of the budget."""
         random, reach = np.random.default_rng(int(1000 * share)), 64
         until = self.spent + share * self.seconds
-        while self.best is not None and self.spent < until and not self._is_met():
+        while self.best is not None and self.spent < until and not self._is_met() and not self.pricing.is_spent:
             order = reordered(self.instance, self.best.stages, random)
             rows = [0, *np.cumsum(np.bincount(self.best.stages, minlength=self.problem.k)).tolist()]
             chains = nearby(self.instance, order, rows, reach)
@@ -236,6 +269,9 @@ class _Search:
 
     def _integer(self, share: float) -> None:
         """CP-SAT on the whole graph: a bound where there was none, and perhaps a better cut."""
+        memory = self.problem.memory
+        if memory is not None and memory.freeable:
+            return  # it would choose by memory alone, and know no more of it than the dynamic program
         if self.instance.count * self.problem.k > INTEGER_SIZE or self.problem.replica_ranks is not None:
             return
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer
@@ -279,6 +315,14 @@ class _Search:
         if not self._allowed(stages):
             return None
         return self._value(stage_loads(self.problem, self.instance.assignment(stages)))
+
+
+def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:
+    """The stage of each unit."""
+    stages = np.zeros(chains.family.instance.count, np.intp)
+    for row in chain.rows[1:]:
+        stages += ~chains.family.contains(row)
+    return tuple(stages.tolist())
 
 
 def _fastest_step(problem: Problem, seconds: float) -> Partition:

@@ -187,6 +187,13 @@ class Instance:
         return self._bytes(lambda name: self.problem.memory.saved[name] if self.problem.memory else 0)
 
     @cached_property
+    def freeable(self) -> Integers:
+        """Per class of `Memory.freeable` and unit the bytes; (0, units) without any."""
+        classes = self.problem.memory.freeable if self.problem.memory else ()
+        found = [[sum(each.bytes.get(name, 0) for name in unit) for unit in self.units] for each in classes]
+        return self._array(found).reshape(len(classes), self.count)
+
+    @cached_property
     def parameters(self) -> Integers:
         """Per unit the bytes of its parameters."""
         return self._bytes(lambda name: self.problem.graph.by_name[name].parameter_bytes)

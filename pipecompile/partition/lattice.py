@@ -21,11 +21,11 @@ CELLS = 1 << 24  # 64-bit words that the ideals of a search may take
 CELLS_NEARBY = 1 << 19
 
 
-def every_cut(instance: Instance, limit: Limit) -> Chains | None:
-    """A family that holds every cut within the limit; None if it would be too large to list."""
+def every_cut(instance: Instance, limit: Limit, share: float = 1.0) -> Chains | None:
+    """A family that holds every cut within the limit; None if a `share` of what there may be does not hold it."""
     low, high = windows(instance, limit)
     sides = [(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s))) for s in range(1, instance.k)]
-    return _family(instance, sides, CELLS)
+    return _family(instance, sides, int(CELLS * share))
 
 
 def nearby(instance: Instance, order: Sequence[int], rows: Sequence[int], reach: int) -> Chains | None:

@@ -99,7 +99,7 @@ def lower_bound(problem: Problem) -> int:
     loads satisfy Σ σ·l ≥ C, hence max l ≥ C / Σσ and, by Cauchy and Schwarz, Σ l² ≥ C² / Σσ². Besides, some stage
     holds the largest unit; and the largest units, each alone, leave the rest to the other ranks.
     """
-    least = [problem.compute_ns(unit, last=problem.recompute) for unit in problem.units]
+    least = [problem.compute_ns(unit, last=bool(problem.recompute)) for unit in problem.units]
     shares, fastest = _shares(problem)
     total, alone = sum(least), ceil(max(least) / fastest)
     maximum = max(alone, ceil(total / sum(shares)), _recomputed(problem, 1))

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.floors import Freeable
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
 from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
-__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Problem"]
+__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Price", "Problem"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
@@ -31,6 +33,13 @@ class Candidate:
     nodes: tuple[str, ...]
     in_flight: int
     budget: int
+
+
+class Price(NamedTuple):
+    """What a stage pays to fit its budget, in ns, and the least that is proven; None if nothing helps."""
+
+    ns: int | None
+    least: int | None
 
 
 @dataclass(frozen=True)
@@ -51,15 +60,18 @@ class Memory:
 
     A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
     stage. With `price` that sum, and `floor`, are only what it holds at the least: `price(candidate)` then says how
-    many ns the stage must spend more per microbatch to fit its budget (it may recompute), or None if it cannot.
+    many ns the stage spends more per microbatch to fit its budget (it may recompute). That is never less than what it
+    takes to free of `freeable`, the cheapest first and per microbatch in flight, what the stage would hold too much
+    with all of that kept.
     """
 
     caps: tuple[int, ...]
     in_flight: tuple[int, ...]
     resident: Mapping[str, int]
     saved: Mapping[str, int]
-    price: Callable[[Candidate], int | None] | None = None
+    price: Callable[[Candidate], Price] | None = None
     floor: Floor | None = None
+    freeable: tuple[Freeable, ...] = ()
 
     @staticmethod
     def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int) -> Memory:
@@ -78,8 +90,8 @@ class Problem:
     """A graph to be cut into `k` non-empty stages so that stages never decrease along a tensor.
 
     `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
-    costs say), `links` how ranks are connected. Under `recompute` every
-    stage but the last runs its forward twice. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
+    costs say), `links` how ranks are connected. Every stage but the last runs its forward again for the share
+    `recompute` of the microbatches. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
     from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
     first lies in no later stage than the second; with `parameters_everywhere` each
     stage has a node with parameters. `granularity` is the level at which the graph is cut: "modules" and "blocks" keep
@@ -98,7 +110,7 @@ class Problem:
     links: Links = FREE
     placement: tuple[int, ...] | None = None
     speeds: tuple[Fraction, ...] | None = None
-    recompute: bool = False
+    recompute: Fraction | bool = False
     memory: Memory | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
@@ -257,11 +269,11 @@ class Problem:
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
         """The time of these nodes for one microbatch at speed 1, in the last stage or in another one."""
-        return sum(_compute_ns(self.graph.by_name[name], self.recompute and not last) for name in names)
+        return sum(_compute_ns(self.graph.by_name[name], 0 if last else self.recompute) for name in names)
 
 
-def _compute_ns(node: Node, again: bool) -> int:
-    return node.forward_ns * (1 + again) + node.backward_ns
+def _compute_ns(node: Node, again: Fraction | int) -> int:
+    return node.forward_ns + int(node.forward_ns * again) + node.backward_ns
 
 
 def _joined(numbers: Iterable[Fraction]) -> str:

@@ -10,7 +10,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
 from pipecompile.report.text import time_text
 
-__all__ = ["picture", "timeline_svg"]
+__all__ = ["headline", "picture", "timeline_svg"]
 
 _WIDTH, _LEFT, _RIGHT = 1000, 78, 92
 _TOP, _ROW, _BAR, _BOTTOM = 74, 40, 32, 62
@@ -48,7 +48,7 @@ class _Scale:
 
 def timeline_svg(plan: Plan, timeline: Timeline) -> str:
     """The step of a plan."""
-    return picture(_headline(plan), timeline)
+    return picture(headline(plan), timeline)
 
 
 def picture(headline: str, timeline: Timeline) -> str:
@@ -68,7 +68,8 @@ def picture(headline: str, timeline: Timeline) -> str:
     )
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """A plan in a few words."""
     return f"{plan.schedule.name}: {plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
 
 

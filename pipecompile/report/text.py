@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Stage
@@ -11,13 +11,17 @@ from pipecompile.ir.saving import POLICIES
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 
 __all__ = [
+    "again_text",
     "bar",
+    "cap_text",
+    "extra_texts",
     "gap_text",
     "idle_shares",
     "link_text",
     "links_text",
     "objective_text",
     "own_texts",
+    "region_texts",
     "size_text",
     "summary",
     "table",
@@ -47,18 +51,15 @@ def size_text(size: int) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """What `plan` and `show` print: quality, stages, ranks, relayed tensors and tied parameters."""
-    parts = [_header(plan), _stages(plan), _ranks(plan), _routes(plan), _tied(plan)]
+    """What `plan` and `show` print: quality, stages, ranks, budgets, regions, relayed tensors and tied parameters."""
+    parts = [_header(plan), _stages(plan), _ranks(plan), _budgets(plan), _regions(plan), _routes(plan), _tied(plan)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 
 def _header(plan: Plan) -> Iterator[str]:
     loads, prediction = plan.prediction.loads_ns, plan.prediction
     mean = sum(loads) / len(loads)
-    cap = plan.options.memory_bytes
-    again = ", recomputing" if any(stage.recompute != "none" for stage in plan.stages) else ""
-    used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
-    again += f", saving by {', '.join(policy for policy in POLICIES if policy in used)}" if used else ""
+    again = "" if plan.options.recompute == "none" else f", recompute {plan.options.recompute}"
     cut = _GRANULARITIES[plan.options.granularity]
     yield f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, {plan.microbatches} microbatches{again}{cut}"
     yield f"  step       {time_text(prediction.step_ns)}, bubble {prediction.bubble:.1%}"
@@ -69,8 +70,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  costs      {plan.options.costs}; time is simulated from them"
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in own_texts(plan.links))
-    limit = "no cap" if cap is None else f"cap {size_text(cap)} a rank"
-    yield f"  memory     {limit}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
+    yield f"  memory     {cap_text(plan)}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
+    yield from _forms(plan)
     proof = "verified against the model" if plan.capture.verified else "unverified capture"
     yield f"  capture    {proof}" + ("" if plan.capture.method == "recorded" else f"; {plan.capture.method}")
     yield from (f"             {note}" for note in plan.capture.notes)
@@ -83,6 +84,20 @@ _GRANULARITIES = {
     "auto": ", blocks opened as needed",
 }
 _ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, bound not proven"}
+
+
+def _forms(plan: Plan) -> Iterator[str]:
+    """Other forms in which stages save, if any do."""
+    used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
+    if used:
+        exact = ", not exact" if "half" in used else ""
+        yield f"  saving     {', '.join(policy for policy in POLICIES if policy in used)}{exact}"
+
+
+def cap_text(plan: Plan) -> str:
+    """What each rank may hold, if that is one size for all."""
+    caps = set(plan.options.caps(plan.ranks) or ())
+    return f"cap {size_text(caps.pop())} a rank" if len(caps) == 1 else "a cap for each rank" if caps else "no cap"
 
 
 def _optimizer_text(plan: Plan) -> str:
@@ -214,6 +229,53 @@ def _ranks(plan: Plan) -> Iterator[str]:
         held = [size_text(getattr(memory, kind).expected) for kind in kinds]
         rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
     return table(rows, left=set())
+
+
+def _budgets(plan: Plan) -> Iterator[str]:
+    """What each stage's rank may hold and has left, and what the stage computes again; nothing if there is neither."""
+    caps = plan.options.caps(plan.ranks)
+    if caps is None and all(stage.recompute == "none" and not stage.saving for stage in plan.stages):
+        return iter(())
+    rows = [["stage", "computed again", "extra time", "of forward", *["rank", "budget", "bound", "left"] * bool(caps)]]
+    for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
+        row = [str(index), again_text(stage), *extra_texts(stage)]
+        if caps is not None:
+            bound = plan.prediction.memory[rank].total.bound
+            row += [str(rank), *map(size_text, (caps[rank], bound, caps[rank] - bound))]
+        rows.append(row)
+    return table(rows, left={1})
+
+
+def again_text(stage: Stage) -> str:
+    """What a stage computes again, and whether it saves anything in another form."""
+    forms = ", other forms" if stage.saving else ""
+    if stage.recompute != "regions":
+        texts = {"none": "nothing", "stage": "all", "except-last": "all but the last microbatch"}
+        return f"{texts[stage.recompute]}{forms}"
+    count, inside = len(stage.regions), len(set(chain.from_iterable(stage.regions)))
+    return f"{inside} of {len(stage.nodes)} nodes in {count} region{'s' * (count > 1)}{forms}"
+
+
+def extra_texts(stage: Stage) -> list[str]:
+    """The time that this takes for a microbatch, and as a share of the stage's forward; empty if there is none."""
+    if stage.recompute == "none" and not stage.saving:
+        return ["", ""]
+    return [time_text(stage.extra_ns), f"{stage.extra_ns / max(stage.forward_ns, 1):.1%}"]
+
+
+def _regions(plan: Plan) -> list[str]:
+    lines = [
+        _fitted(f"  stage {index:>2}  {', '.join(region_texts(stage))}", 100)
+        for index, stage in enumerate(plan.stages)
+        if stage.regions
+    ]
+    return ["regions that are computed again", *lines] if lines else []
+
+
+def region_texts(stage: Stage) -> Iterator[str]:
+    """Each region of a stage by its first and its last node."""
+    for first, *others in stage.regions:
+        yield f"{first} … {others[-1]}" if others else first
 
 
 def _routes(plan: Plan) -> list[str]:

@@ -120,8 +120,9 @@ def _expected(subject: _Subject) -> Iterator[Action]:
     for stage, microbatch in product(range(len(schedule.placement)), range(schedule.microbatches)):
         yield Action(stage, Kind.FORWARD, microbatch)
         if subject.trains:
-            if subject.problem.work[stage].recompute:
-                yield Action(stage, Kind.RECOMPUTE, microbatch)
+            again = Action(stage, Kind.RECOMPUTE, microbatch)
+            if subject.problem.recomputes(again):
+                yield again
             split = Action(stage, Kind.BACKWARD_INPUT, microbatch), Action(stage, Kind.BACKWARD_WEIGHT, microbatch)
             halved = split[0] in counts or split[1] in counts
             yield from split if halved else (Action(stage, Kind.BACKWARD, microbatch),)

@@ -2,7 +2,8 @@
 
 On every stage the forwards, and likewise the backwards, take the microbatches in ascending order, so that gradients
 are summed in the order of the unsplit run. A stage that recomputes runs its forward once more (R) right before each
-backward. The last stage never recomputes: its backward follows its forward at once.
+backward, or each but that of the step's last microbatch (torchgpipe, arXiv 2004.09910). The last stage never
+recomputes: its backward follows its forward at once.
 """
 
 from __future__ import annotations
@@ -77,19 +78,29 @@ def fitting(placement: Sequence[int], microbatches: int) -> tuple[str, ...]:
 
 
 def generate(
-    name: str, placement: Sequence[int], microbatches: int, recompute: Sequence[bool] | bool = False
+    name: str,
+    placement: Sequence[int],
+    microbatches: int,
+    recompute: Sequence[bool] | bool = False,
+    *,
+    but_last: bool = False,
 ) -> Schedule:
     """The compute actions of schedule `name`, and the optimizer's steps if it is asynchronous.
 
     `placement[stage]` is the stage's rank. `recompute` says for each stage, or for all, whether the forward runs
-    again before the backward. InputError says what does not fit and what would.
+    again before the backward; `but_last`: not that of the step's last microbatch. InputError says what does not fit and
+    what would.
     """
     stages, policy = len(placement), _named(name).policy
     again = [recompute] * stages if isinstance(recompute, bool) else list(recompute)
     assert len(again) == stages, "one entry for each stage"
     again[-1] = False
+    spared = microbatches - 1 if but_last else None
     rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
-    by_rank = {placement[held[0]]: list(recomputing(row, again)) for held, row in rows}
+    by_rank = {
+        placement[held[0]]: list(recomputing(row, lambda a: again[a.stage] and a.microbatch != spared))
+        for held, row in rows
+    }
     return Schedule.of(
         name,
         microbatches,

@@ -21,7 +21,8 @@ class Work:
 
     `kept_bytes` from the forward on, `recomputed_bytes` more from the recompute on, until the backward;
     `between_bytes` of them from the gradients of the inputs to those of the weights. `splits`: whether there may be
-    two halves of the backward. `recompute`: the forward runs again before the backward.
+    two halves of the backward. `recompute`: the forward runs again before the backward; `but_last`: not that of the
+    step's last microbatch, of which `recomputed_bytes` are kept from its only forward on, and no `kept_bytes`.
     """
 
     forward_ns: int
@@ -35,6 +36,7 @@ class Work:
     between_bytes: int = 0
     splits: bool = True
     recompute: bool = False
+    but_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class Problem:
         """Which stages run their forward again."""
         return tuple(work.recompute for work in self.work)
 
+    def recomputes(self, action: Action) -> bool:
+        """Whether the stage of an action runs the forward of its microbatch again."""
+        work = self.work[action.stage]
+        return work.recompute and not (work.but_last and action.microbatch == self.microbatches - 1)
+
     @cached_property
     def splits(self) -> bool:
         """Whether every stage can do its backward in two halves."""
@@ -125,17 +132,30 @@ class Problem:
 
     @cached_property
     def _changes(self) -> tuple[dict[Kind, int], ...]:
-        own = [0] * self.stages
-        for skip in self.skips:
-            own[skip.source] += skip.bytes
         return tuple(
             changes(kept=work.kept_bytes + extra, recomputed=work.recomputed_bytes, between=work.between_bytes)
-            for work, extra in zip(self.work, own, strict=True)
+            for work, extra in zip(self.work, self._skipped, strict=True)
         )
+
+    @cached_property
+    def _last_changes(self) -> tuple[dict[Kind, int], ...]:
+        """Those of the step's last microbatch."""
+        return tuple(
+            changes(kept=work.recomputed_bytes + extra, recomputed=0, between=work.between_bytes - work.kept_bytes)
+            if work.recompute and work.but_last
+            else plain
+            for work, extra, plain in zip(self.work, self._skipped, self._changes, strict=True)
+        )
+
+    @cached_property
+    def _skipped(self) -> tuple[int, ...]:
+        """Per stage what it keeps for skips."""
+        return tuple(sum(skip.bytes for skip in self.skips if skip.source == stage) for stage in range(self.stages))
 
     def change_bytes(self, action: Action) -> int:
         """The bytes that a compute action adds to its rank; a forward and a recompute take them as they start."""
-        return self._changes[action.stage][action.kind]
+        is_last = action.microbatch == self.microbatches - 1
+        return (self._last_changes if is_last else self._changes)[action.stage][action.kind]
 
     def duration_ns(self, action: Action) -> int:
         """How long a compute action occupies its rank."""

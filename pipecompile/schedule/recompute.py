@@ -7,7 +7,7 @@ after    F0 F1 F2 F3 R0 R1 R2 .  .  B0 B1 B2 R3 B3          with room for three 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
@@ -17,19 +17,19 @@ from pipecompile.schedule.problem import Problem
 __all__ = ["place_recompute", "recomputing", "with_recompute"]
 
 
-def recomputing(row: Iterable[Action], again: Sequence[bool]) -> Iterator[Action]:
-    """The row with a recompute right before each backward of the stages of `again`."""
+def recomputing(row: Iterable[Action], again: Callable[[Action], bool]) -> Iterator[Action]:
+    """The row with a recompute right before each backward of what is computed `again`."""
     for action in row:
-        if action.kind in BACKWARDS and again[action.stage]:
+        if action.kind in BACKWARDS and again(action):
             yield action._replace(kind=Kind.RECOMPUTE)
         yield action
 
 
 def with_recompute(problem: Problem, schedule: Schedule) -> Schedule:
-    """A schedule without recomputes, with one for each backward of the stages that need it, as early as it may be."""
+    """A schedule without recomputes, with one for each backward that needs it, as early as it may be."""
     if not any(problem.recompute):
         return schedule
-    rows = [list(recomputing(row, problem.recompute)) for row in schedule.rows]
+    rows = [list(recomputing(row, problem.recomputes)) for row in schedule.rows]
     lazy = Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions)
     return place_recompute(problem, lazy)
 

@@ -19,7 +19,8 @@ __all__ = ["activation_caps", "excess_of", "held_by_ranks", "problem_of_plan", "
 def problem_of_plan(plan: Plan) -> Problem:
     """What the schedule of `plan` answers."""
     placement = plan.schedule.placement
-    caps = activation_caps(plan.stages, placement, plan.microbatches, plan.options.memory_bytes, plan.allocator)
+    given = plan.options.caps(plan.ranks)
+    caps = activation_caps(plan.stages, placement, plan.microbatches, given, plan.allocator)
     return problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, caps)
 
 
@@ -74,7 +75,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
     held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
-    again = stage.recompute == "stage"
+    again = stage.recomputes
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     packing = sum(run.forward_ns for run in stage.saving)
     unpacking = sum(run.backward_ns for run in stage.saving)
@@ -92,6 +93,7 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         between_bytes=held + outputs * again + (stage.footprint.between - stage.footprint.dropped).bound,
         splits=splits,
         recompute=again,
+        but_last=stage.recompute == "except-last",
     )
 
 
@@ -99,36 +101,37 @@ def activation_caps(
     stages: Sequence[Stage],
     placement: Sequence[int],
     microbatches: int,
-    memory_bytes: int | None,
+    given: Sequence[int] | None,
     allocator: AllocatorName,
     *,
     highest: bool = False,
 ) -> tuple[int, ...] | None:
-    """Per rank what `memory_bytes` leave for activations, whatever the order: one that keeps no more fits.
+    """What the caps `given` for ranks leave for activations, whatever the order: one that keeps no more fits.
 
     `highest` caps are those that no order that fits is over: they leave out all but what a rank always holds.
     """
-    if memory_bytes is None:
+    if given is None:
         return None
     taken, caps = ALLOCATORS[allocator], []
-    for rank in range(max(placement) + 1):
+    for rank, cap in enumerate(given):
         held = stages_on(stages, placement, rank)
-        again = {index for index in held if stages[index].recompute == "stage"}
+        again = {index for index in held if stages[index].recomputes}
         if highest:
-            caps.append(ceiling(held, memory_bytes, microbatches=microbatches, allocator=taken))
+            caps.append(ceiling(held, cap, microbatches=microbatches, allocator=taken))
         else:
-            left = room(held, memory_bytes, microbatches=microbatches, allocator=taken, recomputed=again)
+            left = room(held, cap, microbatches=microbatches, allocator=taken, recomputed=again)
             caps.append(max(0, left))
     return tuple(caps)
 
 
 def excess_of(
-    stages: Sequence[Stage], schedule: Schedule, memory_bytes: int | None, allocator: AllocatorName
+    stages: Sequence[Stage], schedule: Schedule, caps: Sequence[int] | None, allocator: AllocatorName
 ) -> tuple[int, ...]:
-    """Per rank the bytes that it may hold over `memory_bytes`."""
-    if memory_bytes is None:
+    """Per rank the bytes that it may hold over its cap."""
+    if caps is None:
         return (0,) * schedule.ranks
-    return tuple(max(0, rank.total.bound - memory_bytes) for rank in held_by_ranks(stages, schedule, allocator))
+    held = held_by_ranks(stages, schedule, allocator)
+    return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(held, caps, strict=True))
 
 
 def held_by_ranks(stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName) -> tuple[RankMemory, ...]:

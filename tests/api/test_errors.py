@@ -81,6 +81,13 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, [\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
+    "memory of other ranks": (
+        InputError,
+        2,
+        ["--memory", "1GiB,2GiB"],
+        {"memory": ["1GiB", 2 << 30]},
+        r"memory lists 2 budgets, but there are 4 ranks; give one for each, or one for all",
+    ),
     "schedule": (
         InputError,
         2,

@@ -68,8 +68,9 @@ def test_model_gradients_and_random_state_stay_as_they_were(name: str) -> None:
         ({}, WHOLE, WHOLE),
         ({"schedule": "zb-h1"}, WHOLE | HALVES, WHOLE | HALVES),
         ({"recompute": "stage"}, WHOLE | {Kind.RECOMPUTE}, WHOLE),
+        ({"recompute": "except-last"}, WHOLE | {Kind.RECOMPUTE}, WHOLE),
     ],
-    ids=["whole", "halves", "recompute"],
+    ids=["whole", "halves", "recompute", "except last"],
 )
 def test_what_is_measured_is_what_the_schedule_does(options: dict[str, str], first: set[Kind], last: set[Kind]) -> None:
     assert measured(example("sequential"), **options) == [first, last]

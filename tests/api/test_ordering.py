@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import msgspec
@@ -76,11 +76,16 @@ def planned(graph: CostGraph, **changes: Any) -> Plan:
     return made
 
 
+def replaced(plan: Plan, **changes: Any) -> Plan:
+    """The plan as if its options had been these."""
+    return msgspec.structs.replace(plan, options=msgspec.structs.replace(plan.options, **changes))
+
+
 EVEN = chain([(20, 20, 20)] * 16)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
 def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recompute: str) -> None:
     made = planned(EVEN, k=8, schedule=name, recompute=recompute)
     assert made.schedule.name == name and made.ordering is None
@@ -89,7 +94,16 @@ def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recom
     assert made.prediction.step_ns == simulate_plan(made).makespan_ns
     halves = any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
     assert halves == (name in SPLIT)
-    assert any(action.kind is Kind.RECOMPUTE for _, action in made.schedule) == (recompute == "stage")
+    again = sorted((a.stage, a.microbatch) for _, a in made.schedule if a.kind is Kind.RECOMPUTE)
+    assert again == list(product(range(7), range({"none": 0, "stage": 8, "except-last": 7}[recompute])))
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
+def test_cuts_are_compared_by_what_is_computed_again(recompute: str) -> None:
+    """Of four microbatches all, or three: a mean that the schedule has, too."""
+    made = planned(EVEN, microbatches=4, recompute=recompute)
+    assert made.search.values["max_load_ns"] == max(made.prediction.loads_ns)
+    assert made.search.values["sum_of_squares_ns2"] == sum(load**2 for load in made.prediction.loads_ns)
 
 
 def test_placements_follow_the_schedule_the_options_or_both() -> None:
@@ -159,6 +173,29 @@ def test_stages_that_share_a_rank_fit_together_or_the_plan_is_refused() -> None:
     assert max(memory.total.bound for memory in made.prediction.memory) <= 40 * MIB
     with pytest.raises(InfeasibleError):
         planned(EVEN, schedule="zb-v", k=8, memory_bytes=12 * MIB)
+
+
+@pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("search", 1), ("zb-v", 2)])
+def test_each_rank_has_a_budget_of_its_own(name: str, each: int) -> None:
+    asked: dict[str, Any] = {"schedule": name, "k": 4 * each}
+    free = planned(EVEN, **asked)
+    needed = [memory.total.bound for memory in free.prediction.memory]
+    caps = (needed[0] * 3 // 4, *(2 * size for size in needed[1:]))
+    made = planned(EVEN, **asked, memory_bytes=caps)
+    assert all(held.total.bound <= cap for held, cap in zip(made.prediction.memory, caps, strict=True))
+    assert made.assignment != free.assignment
+    one, listed = (planned(EVEN, **asked, memory_bytes=size) for size in (max(needed), (max(needed),) * 4))
+    assert encode(msgspec.structs.replace(listed, options=one.options)) == encode(one)
+    over = replaced(made, memory_bytes=(needed[0] // 2, *caps[1:]))
+    assert violations(over)[0].startswith("rank 0 may need ")
+    assert violations(over)[0].endswith(f"over its cap of {needed[0] // 2}; plan again")
+
+
+def test_budgets_of_some_ranks_are_for_no_others() -> None:
+    with pytest.raises(InfeasibleError, match="neither up to 4 stages nor recompute would fit"):
+        planned(EVEN, memory_bytes=(MIB,) * 4)
+    with pytest.raises(ValueError, match="memory lists 3 budgets, but there are 4 ranks"):
+        replaced(planned(EVEN), memory_bytes=(MIB,) * 3)
 
 
 def test_the_same_input_gives_the_same_bytes() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
-from zoo import example
+import torch
+from torch import Tensor, nn
+from zoo import example, same
 
-from pipecompile import InfeasibleError, InputError
+from pipecompile import InfeasibleError, InputError, pipecompile
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
-from pipecompile.api.verify import verify
+from pipecompile.api.target import Target
+from pipecompile.api.verify import reference_for, verify
 from pipecompile.ir.plan import Plan
 
 
@@ -35,21 +40,86 @@ def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None
     assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
 
 
-@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.8), ("unet", 0.95)])
-def test_what_does_not_fit_is_computed_again(name: str, share: float) -> None:
+@pytest.mark.parametrize(("name", "share", "others"), [("gpt2", 0.8, None), ("unet", 0.95, "1GiB")])
+def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
     """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
     fitting = planned(name)
-    cap, pin = int(share * max(peaks(fitting))), fitting.assignment
+    needed, pin = peaks(fitting), fitting.assignment
+    cap = int(share * max(needed))
+    memory = [cap if size == max(needed) else others for size in needed] if others else cap
     with pytest.raises(InfeasibleError):
-        planned(name, memory=cap, pin=pin)
+        planned(name, memory=memory, pin=pin)
     plan, comparisons = verify(
-        example(name), self_check=False, k=2, microbatches=4, costs="flops", memory=cap, recompute="auto", pin=pin
+        example(name), self_check=False, k=2, microbatches=4, costs="flops", memory=memory, recompute="auto", pin=pin
     )
-    assert plan.regions
-    assert max(peaks(plan)) <= cap
+    caps = plan.options.caps(2)
+    assert caps is not None and all(size <= given for size, given in zip(peaks(plan), caps, strict=True))
+    assert set(plan.regions) == {rank for rank, size in enumerate(needed) if size > caps[rank]}
     assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
     again = sum(stage.recompute_ns for stage in plan.stages)
     assert 0 < again < sum(stage.forward_ns for stage in plan.stages) // 2
+
+
+def normed() -> Target:
+    """Running statistics and dropout, in five blocks."""
+    torch.manual_seed(0)
+    parts = (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.5))
+    blocks = [copy.deepcopy(nn.Sequential(*parts)) for _ in range(5)]
+    made = {
+        "model": nn.Sequential(*blocks, nn.Linear(16, 4)),
+        "sample_input": torch.randn(128, 16, generator=torch.Generator().manual_seed(1)),
+        "targets": torch.arange(128) % 4,
+        "loss_fn": nn.functional.cross_entropy,
+    }
+    return Target.of(made, "normed")
+
+
+SINGLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+SEVERAL = ("interleaved-1f1b", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v")
+WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+EXACT = (
+    *(("stage", schedule) for schedule in (*SINGLE, *SEVERAL)),
+    *((policy, schedule) for policy in ("block", "sqrt") for schedule in WHOLE_BACKWARDS),
+    *(("auto", schedule) for schedule in (*SINGLE, "interleaved-1f1b", "looped-bfs")),
+)
+
+
+@pytest.mark.parametrize(("policy", "schedule"), EXACT)
+def test_every_policy_is_exact_under_every_schedule_that_allows_it(policy: str, schedule: str) -> None:
+    """Loss, gradients and running statistics are those of the unsplit model."""
+    target = normed()
+    options = {"k": 4, "microbatches": 4, "schedule": schedule, "costs": "flops", "recompute": policy}
+    options |= {"stages_per_rank": 2} if schedule in SEVERAL else {}
+    options |= tight(target, options) if policy == "auto" else {}
+    pipeline = pipecompile(target.model, target.call, loss_fn=target.loss_fn, self_check=False, **options)
+    kinds = {stage.recompute for stage in pipeline.plan.stages} - {"none"}
+    assert kinds == ({"stage"} if policy == "stage" or schedule not in WHOLE_BACKWARDS else {"regions"})
+    loss = pipeline.step(target.call, target.targets)
+    gradients = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
+    assert same((loss, gradients, dict(pipeline.named_buffers())), unsplit())
+
+
+@cache
+def unsplit() -> tuple[Tensor, dict[str, Tensor | None], dict[str, Tensor]]:
+    """What a step of four microbatches leaves on the model in one piece, under the same seeds."""
+    target = normed()
+    chosen = options_for(target, k=1, microbatches=4, schedule="gpipe", costs="flops")
+    plan = make_plan(target, chosen, capture_target(target, chosen, verify=False))
+    reference = reference_for(target, plan)
+    loss = reference.step(target, 4)
+    gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    return loss, gradients, dict(reference.model.named_buffers())
+
+
+def tight(target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    """A cut, and for its ranks half of what recompute of whole stages would save."""
+    plans = []
+    for recompute in ("none", "stage"):
+        pin = {"pin": plans[0].assignment} if plans else {}
+        chosen = options_for(target, **{**options, **pin, "recompute": recompute})
+        plans.append(make_plan(target, chosen, capture_target(target, chosen, verify=False)))
+    memory = [(plain + again) // 2 for plain, again in zip(*map(peaks, plans), strict=True)]
+    return {"memory": memory, "pin": plans[0].assignment}
 
 
 def test_nothing_is_computed_again_where_all_fits() -> None:
@@ -70,8 +140,14 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     ("options", "message"),
     [
         ({"recompute": "block", "schedule": "zb-h1"}, "recompute='block' is not possible under schedule 'zb-h1'"),
-        ({"recompute": "auto", "k": 4, "schedule": "zb-v"}, "ranks of one stage each"),
-        ({"recompute": "some"}, "recompute='some' is not known; choose one of auto, none, stage, block, sqrt"),
+        (
+            {"recompute": "except-last", "schedule": "search"},
+            "recompute='except-last' is not possible under schedule 'search'",
+        ),
+        (
+            {"recompute": "some"},
+            "recompute='some' is not known; choose one of auto, none, stage, except-last, block, sqrt",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:

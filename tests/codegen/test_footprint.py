@@ -12,6 +12,7 @@ from allocations import events, highest
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from pipecompile.codegen.regions import Regions
 from pipecompile.codegen.stages import emit
 from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import capture
@@ -21,6 +22,8 @@ from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
+from pipecompile.passes.contract import apply
+from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.stage import EagerStage, Saved
@@ -133,6 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 # A gradient that is laid out otherwise than its tensor is kept as it is, beside autograd's copy.
 MORE = {"attention": 3 * VALUE, "views": 2 * VALUE}
 LESS = {"attention": 2 * VALUE}
+NO_REGIONS: Regions = {}
 TRIALS = 2  # on a busy machine the profiler loses events
 
 
@@ -191,9 +195,55 @@ def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
     }
 
 
-def run(captured: Capture, sample: Arguments, cut: Sequence[Sequence[str]], *, label: str) -> None:
+# Of a model's layers, and how much of the peak without regions is left at most.
+NESTED: dict[tuple[range, ...], float] = {
+    (range(12), range(7)): 0.8,
+    (range(12), range(7), range(3)): 0.7,
+    (range(12), range(4), range(4, 8), range(8, 12)): 0.8,
+    (range(2, 12), range(6, 12), range(6, 9)): 0.9,
+    (range(12), range(10), range(8), range(6), range(4)): 0.6,
+}
+
+
+@pytest.mark.parametrize("regions", NESTED)
+def test_regions_within_regions_hold_what_the_footprint_says(regions: tuple[range, ...]) -> None:
+    """In all of two backwards, of a stage whose values are as large as each other."""
+    torch.manual_seed(0)
+    layers = [kind for _ in range(4) for kind in (nn.Tanh(), nn.Linear(32, 32), Residual())]
+    sample = Arguments((torch.randn(16, 24, 32),), {})
+    captured = capture(nn.Sequential(*layers), sample)
+    graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+    names = [node.name for node in graph.nodes]
+    chosen = [[node.name for node in graph.nodes if layer_of(node.module) in region] for region in regions]
+    wanted = expected(footprint_of(Lives(graph), (), names, chosen))
+    plain = expected(footprint_of(Lives(graph), (), names))
+    for _ in range(TRIALS):
+        with events() as found:
+            run(captured, sample, [names], label="", regions={0: chosen})
+        measured = {what: (highest(found[f" 0 {what}"]), sum(found[f" 0 {what}"])) for what in wanted}
+        near = all(abs(a - b) <= SMALL for w in wanted for a, b in zip(measured[w], wanted[w], strict=True))
+        if near:
+            break
+    assert near, (wanted, measured)
+    assert total(wanted) <= NESTED[regions] * total(plain)
+
+
+def total(figures: dict[str, tuple[int, int]]) -> int:
+    """The peak of a microbatch."""
+    return figures["forward 1"][1] + figures["backward 1"][0]
+
+
+def layer_of(module: str) -> int:
+    return int(module.split(".")[0] or -1)
+
+
+def run(
+    captured: Capture, sample: Arguments, cut: Sequence[Sequence[str]], *, label: str, regions: Regions = NO_REGIONS
+) -> None:
     """Two microbatches, one after the other; nothing that travels between stages is let go."""
-    stages = emit(captured.instantiate(sample), {name: index for index, names in enumerate(cut) for name in names})
+    module = captured.instantiate(sample)
+    apply(module.graph, [Group()])
+    stages = emit(module, {name: index for index, names in enumerate(cut) for name in names}, regions)
     runs = [EagerStage(stage.module, gradient_inputs=stage.gradient_inputs) for stage in stages]
     runs[-1].loss = loss_of
     for stage in runs:

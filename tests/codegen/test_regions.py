@@ -394,8 +394,14 @@ def test_a_region_runs_twice_up_to_the_last_that_saves() -> None:
 
 
 def test_within_another_a_region_runs_three_times() -> None:
-    layers = [nn.Linear(8, 8) if index % 2 == 0 else nn.Tanh() for index in range(6)]
-    assert counted(layers, [[0, 1, 2, 3, 4, 5], [2, 3]]) == [2, 2, 3, 3, 2, 2]
+    """At its end twice: the outer one then has all it needs before the inner one begins."""
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(8, 8) if index % 2 == 0 else nn.Tanh() for index in range(6)]
+
+    assert counted(layers(), [[0, 1, 2, 3, 4, 5], [2, 3]]) == [2, 2, 3, 3, 2, 2]
+    assert counted(layers(), [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5]]) == [2, 2, 2, 2, 2, 2]
+    assert counted(layers(), [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3], [0, 1]]) == [4, 4, 3, 3, 2, 2]
 
 
 def test_an_evaluation_computes_once() -> None:
@@ -745,7 +751,7 @@ def test_regions_are_found_again_in_the_graph_of_another_mode(name: str) -> None
     """A step in eval mode (frozen statistics, no dropout), cut and recomputed like the training graph."""
     made = case(name)
     assignment = assignment_of(made, (len(made.units) // 2,))
-    regions = drawn_for(made, assignment, 0)
+    regions = drawn_for(made, assignment, 0, nested=True)
     module = instantiated(made)
     emit(module, assignment)
     first_names = made.capture.first_names

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gpipe_models import Transformer, token_loss
+from benchmarks.memory_prediction import Setting, measured
 from examples import models
 from pipecompile.api import ordering
 from pipecompile.api.compile import pipecompile
@@ -17,6 +19,7 @@ from pipecompile.api.probing import probe_links
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for, verify
 from pipecompile.errors import PipecompileError
+from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
 from tests.orders import Order, compared, pipeline_under
@@ -54,6 +57,13 @@ def verify_order(name: str, order: Order) -> Verdict:
 def _verdict(found: list[Comparison]) -> Verdict:
     unequal = tuple((d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal)
     return Verdict(all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied)
+
+
+def measured_transformer(setting: Setting) -> tuple[int, int, int]:
+    """What a rank of a narrow copy of the GPipe paper's Transformer holds: expected, bound and measured."""
+    torch.manual_seed(0)
+    model, tokens = Transformer(3, 64), torch.randint(0, 32_000, (8, 64))
+    return measured(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)
 
 
 def probed() -> Links:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.compile import make_plan
+from pipecompile.api.options import options_for
 from pipecompile.cost_models.device import load_device
 from pipecompile.ir.serde import encode, write
 from tests.distributed import jobs
@@ -51,19 +54,24 @@ PLANNED = [
 ]
 
 
-def assert_planned(workers: Workers, folder: Path, name: str, schedule: str, ranks: int, each: int) -> None:
+def assert_planned(
+    workers: Workers, folder: Path, name: str, schedule: str, ranks: int, each: int, recompute: str = "none"
+) -> None:
     options = {"k": ranks * each, "schedule": schedule, "stages_per_rank": each, "microbatches": 2 * ranks}
+    options |= {"recompute": recompute}
     for verdict in workers.run(ranks, jobs.verify_model, name, options, folder=str(folder)):
         assert verdict.passed, verdict
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "recompute"), [(2, "except-last"), (4, "none")])
 @pytest.mark.parametrize(("schedule", "each"), PLANNED)
 def test_every_planned_schedule_is_the_unsplit_step(
-    workers: Workers, tmp_path: Path, schedule: str, each: int, ranks: int
+    workers: Workers, tmp_path: Path, schedule: str, each: int, ranks: int, recompute: str
 ) -> None:
-    assert_planned(workers, tmp_path, "sequential", schedule, ranks, each)
+    if (schedule, recompute) == ("search", "except-last"):
+        recompute = "stage"  # a searched order treats all microbatches alike
+    assert_planned(workers, tmp_path, "sequential", schedule, ranks, each, recompute)
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("search", 1), ("zb-v", 2)])
@@ -108,11 +116,36 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers,
     assert set().union(*(names for *_, names, _ in found)) == set(jobs.load("unet").model.state_dict())
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("unet", "gpipe"), ("gpt2", "1f1b")])
-def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedule: str) -> None:
-    options = {"k": 4, "schedule": schedule, "recompute": "stage"}
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    [
+        ("unet", "gpipe", "stage"),
+        ("gpt2", "1f1b", "stage"),
+        ("unet", "1f1b", "except-last"),
+        ("unet", "1f1b", "block"),
+        ("gpt2", "gpipe", "sqrt"),
+    ],
+)
+def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedule: str, recompute: str) -> None:
+    options = {"k": 4, "schedule": schedule, "recompute": recompute}
     verdicts = workers.run(4, jobs.verify_model, name, options, folder=str(tmp_path))
     assert all(verdict.passed for verdict in verdicts), verdicts[0]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
+def test_regions_on_ranks_of_several_stages(workers: Workers, tmp_path: Path, schedule: str) -> None:
+    assert_planned(workers, tmp_path, "unet", schedule, 2, 2, "block")
+
+
+def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> None:
+    """Only the rank that would hold too much computes anything again."""
+    target = jobs.load("unet")
+    chosen = options_for(target, k=2, microbatches=4, costs="flops")
+    plan = make_plan(target, chosen, capture_target(target, chosen, verify=False))
+    memory = [int(0.95 * plan.prediction.memory[0].total.bound), "1GiB"]
+    options = {"k": 2, "recompute": "auto", "memory": memory, "pin": plan.assignment}
+    for verdict in workers.run(2, jobs.verify_model, "unet", options, folder=str(tmp_path)):
+        assert verdict.passed and not verdict.unequal, verdict
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("sequential", 0.0), ("gpt2", 1e-6)])

@@ -154,9 +154,11 @@ def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[st
 
 @st.composite
 def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Some runs of the nodes of a stage, each computed again."""
+    """Some runs of the nodes of a stage, each computed again, and some within others."""
     ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
-    return [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+    found = _apart(names, ends)
+    inner = [part for region in found if len(region) > 1 for part in draw(regions_of(region)) if part != region]
+    return draw(st.permutations([*found, *inner]))
 
 
 @st.composite
@@ -166,6 +168,11 @@ def saving_of(
     """Some runs of the nodes outside regions, each with policies in some order."""
     aside = {name for region in regions for name in region}
     runs = [tuple(run) for outside, run in groupby(names, key=lambda name: name not in aside) if outside]
-    parts = [part for run in runs for part in draw(regions_of(run))]
+    ends = [sorted(draw(st.lists(st.integers(0, len(run)), max_size=6, unique=True))) for run in runs]
+    parts = [part for run, places in zip(runs, ends, strict=True) for part in _apart(run, places)]
     policies = st.lists(st.sampled_from(POLICIES), min_size=1, max_size=3, unique=True).map(tuple)
     return [(part, draw(policies)) for part in parts]
+
+
+def _apart(names: Sequence[str], ends: Sequence[int]) -> list[tuple[str, ...]]:
+    return [tuple(names[a:b]) for a, b in zip(ends[::2], ends[1::2], strict=False)]

@@ -52,9 +52,9 @@ class _Form:
 
 
 class _Stage:
-    """One of a cut's stages: lives of what it makes, read off the graph.
+    """One of a cut's stages: lives of what it makes, read off the graph. `regions` are computed again.
 
-    `regions` are computed again; nodes in `saving` save by policies.
+    These are known by their index; None stands for the forward. Nodes in `saving` save by policies.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class _Stage:
         cut: Sequence[Sequence[str]],
         index: int,
         regions: Sequence[Sequence[str]],
-        saving: Sequence[Saving],
+        saving: Sequence[Saving] = (),
     ) -> None:
         self.graph, self.index, self.regions, self.saving = graph, index, regions, saving
         self.of = {name: stage for stage, names in enumerate(cut) for name in names}
@@ -164,24 +164,64 @@ class _Stage:
         return self.later(self.readers(storage))
 
     def region(self, name: str) -> Sequence[str]:
-        """The region that a node is in; empty if in none."""
-        return next((region for region in self.regions if name in region), ())
+        """The outermost region that a node is in; empty if in none."""
+        return max((region for region in self.regions if name in region), key=len, default=())
+
+    def frame(self, names: Iterable[str]) -> int | None:
+        """The innermost region that these nodes lie in, but for one that they are all of."""
+        wanted = set(names)
+        found = [index for index, region in enumerate(self.regions) if wanted <= set(region) != wanted]
+        return min(found, key=lambda index: len(self.regions[index]), default=None)
+
+    def frame_of(self, name: str) -> int | None:
+        found = [index for index, region in enumerate(self.regions) if name in region]
+        return min(found, key=lambda index: len(self.regions[index]), default=None)
+
+    def home(self, frame: int | None, storage: int) -> int | None:
+        """Whose run made what a frame holds: its own, or that of a frame around it."""
+        while frame is not None and self._maker(storage) not in self.regions[frame]:
+            frame = self.frame(self.regions[frame])
+        return frame
+
+    def reads(self, frame: int) -> list[int]:
+        """What a region gets from outside."""
+        nodes = set(self.regions[frame])
+        used = [s for s in self.own() if nodes & (self.readers(s) | set(self.savers(s)))]
+        return [storage for storage in used if self._maker(storage) not in nodes]
+
+    def is_needed(self, frame: int) -> bool:
+        return any(self.graph.by_name[name].packs != "never" for name in self.regions[frame])
+
+    def packs(self, frame: int) -> list[tuple[int, bool, Key, Sequence[int]]]:
+        """What is put aside for a region when it runs again: before or after its node of this number, by whom."""
+        names = self.regions[frame]
+        found: list[tuple[int, bool, Key, Sequence[int]]] = []
+        for number, name in enumerate(names):
+            node = self.graph.by_name[name]
+            if self.frame_of(name) == frame and node.packs != "never":
+                found.append((number, node.packs == "after", ("node", name), node.saved))
+        for inner, region in enumerate(self.regions):
+            if inner != frame and self.frame(region) == frame:
+                found.append((names.index(region[0]), False, ("region", inner), self.reads(inner)))
+        return sorted(found)
 
     def holders(self, storage: int) -> list[str]:
-        """Whose backwards need what the forward kept: savers outside regions, and regions that begin with it."""
+        """Whose backwards need what the forward kept: savers outside regions, and regions that run again."""
         home = self.region(self._maker(storage) or "")
         formed = {name for _, form in self.standing(storage) for name in form.savers}
         found = [name for name in self.savers(storage) if not self.region(name) and name not in formed]
-        for region in self.regions:
-            if region is not home and set(region) & (self.readers(storage) | set(self.savers(storage))):
+        for index, region in enumerate(self.regions):
+            is_outer = self.frame(region) is None and self.is_needed(index)
+            if is_outer and region is not home and set(region) & (self.readers(storage) | set(self.savers(storage))):
                 found.append(region[0])
         return self.inside(found)
 
     def forgotten(self, storage: int, done: set[str]) -> bool:
         """Whether nothing needs it once the nodes in `done` have run; what a run was given it holds to its end."""
-        users = self.readers(storage) | {form.made for _, form in self.standing(storage) if form.waits}
+        users = {form.made for _, form in self.standing(storage) if form.waits}
         users |= {name for run in self.given_to(storage) for name in run}
-        return not self.sent(storage) and not self.holders(storage) and users <= done
+        is_read = users <= done and self.read_by(storage, done)
+        return not self.sent(storage) and not self.holders(storage) and is_read
 
     def given_to(self, storage: int) -> list[Sequence[str]]:
         """The runs that read what was made before them."""
@@ -195,10 +235,11 @@ class _Stage:
     def every_form(self) -> list[tuple[Key, _Form]]:
         return [found for storage in self.own() for found in self.standing(storage)]
 
-    def again(self, storage: int) -> list[str]:
-        """The nodes that save what a region has computed again."""
-        home = self.region(self._maker(storage) or "")
-        return [name for name in self.savers(storage) if name in home]
+    def read_by(self, storage: int, done: set[str]) -> bool:
+        """Whether all readers have run, to the end of the regions for which it is an input."""
+        regions = [set(region) for region in self.regions if self._maker(storage) not in region]
+        waiting = [region for region in regions if region & self.readers(storage)]
+        return set().union(self.readers(storage), *waiting) <= done
 
     def trained(self) -> dict[str, list[str]]:
         """The nodes of the stage that read each parameter which gets a gradient."""
@@ -267,6 +308,7 @@ class _Rank:
     recomputed: set[tuple[int, int]]
     live: _Live = field(default_factory=_Live)
     summed: set[int] = field(default_factory=set)
+    frames: dict[Key, set[tuple[Key, int]]] = field(default_factory=dict)
 
     def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
         done: set[str] = set()
@@ -326,7 +368,8 @@ class _Rank:
         second = kind is not Kind.BACKWARD_INPUT
         whole = kind is Kind.BACKWARD or not stage.splits
         for node in reversed(stage.nodes if first or second else []):
-            self._recompute(stage, microbatch, node)
+            if node.packs != "never":
+                self._recompute(stage, microbatch, stage.frame_of(node.name))
             for key, form in stage.every_form() if kind is Kind.BACKWARD else ():
                 if form.back == node.name:
                     self.live.hold((stage.index, microbatch, "copy", *key), stage.graph.storages[form.storage])
@@ -341,12 +384,11 @@ class _Rank:
                 for storage in stage.own():
                     if not stage.sent(storage) and stage.holders(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
-                    if stage.again(storage)[:1] == [node.name]:
-                        self.live.drop(stage.index, microbatch, "again", storage)
                 for key, form in stage.every_form():
                     if form.savers[0] == node.name:
                         self.live.drop(stage.index, microbatch, "form", *key)
                         self.live.drop(stage.index, microbatch, "copy", *key)
+                self._take(stage, microbatch, stage.frame_of(node.name), ("node", node.name))
             self.live.need(stage.met(node.name) if first or (second and whole) else 0)
         if first or (second and whole):
             self._return(stage, microbatch)
@@ -356,26 +398,65 @@ class _Rank:
         if second:
             self._finish(stage, microbatch)
 
-    def _recompute(self, stage: _Stage, microbatch: int, node: Node) -> None:
-        """The forward of the node's region, if it is the last that saves anything; up to what it saves."""
-        region = stage.region(node.name)
-        saving = [name for name in region if stage.graph.by_name[name].packs != "never"]
-        if not saving or saving[-1] != node.name:
+    def _recompute(self, stage: _Stage, microbatch: int, frame: int | None) -> None:
+        """The forward of a region, unless it ran again before; first that of the region around it: it has its inputs.
+
+        Torch's rules: what nodes save is put aside for the innermost region, and what a region reads for the one around
+        it, before it runs. A run ends when all is put aside.
+        """
+        if frame is None or (stage.index, microbatch, frame) in self.frames:
             return
-        done: set[str] = set()
-        for name in region[: region.index(node.name) + (node.packs == "after")]:
-            each = stage.graph.by_name[name]
-            self._work(each, each.forward_peak_bytes)
+        outer = stage.frame(stage.regions[frame])
+        self._recompute(stage, microbatch, outer)
+        aside = self.frames[stage.index, microbatch, frame] = set()
+        packs, done = stage.packs(frame), set[str]()
+        for number, name in enumerate(stage.regions[frame]):
+            packs = self._put_aside(stage, aside, packs, (number, False))
+            if not packs:
+                break
+            node = stage.graph.by_name[name]
+            self._work(node, node.forward_peak_bytes)
             done.add(name)
-            for storage in stage.made(each):
-                self.live.hold((stage.index, microbatch, "again", storage), stage.graph.storages[storage])
-            for storage in stage.own():
-                if not stage.again(storage) and stage.readers(storage) <= done:
-                    self.live.drop(stage.index, microbatch, "again", storage)
+            for storage in stage.made(node):
+                self.live.hold((stage.index, microbatch, "again", frame, storage), stage.graph.storages[storage])
+            packs = self._put_aside(stage, aside, packs, (number, True))
+            self._sweep(stage, microbatch, frame, done)
             self.live.need(0)
+            if not packs:
+                break
+        self._sweep(stage, microbatch, frame, set(stage.order))
+        self._take(stage, microbatch, outer, ("region", frame))
+
+    @staticmethod
+    def _put_aside(
+        stage: _Stage,
+        aside: set[tuple[Key, int]],
+        packs: Sequence[tuple[int, bool, Key, Sequence[int]]],
+        moment: tuple[int, bool],
+    ) -> Sequence[tuple[int, bool, Key, Sequence[int]]]:
+        """Does it for this moment; returns what is still to come."""
+        for _, _, who, storages in (pack for pack in packs if pack[:2] == moment):
+            if who[0] == "node" or stage.is_needed(who[1]):
+                aside.update((who, storage) for storage in storages)
+        return [pack for pack in packs if pack[:2] > moment]
+
+    def _take(self, stage: _Stage, microbatch: int, frame: int | None, who: Key) -> None:
+        """What was put aside is there only once."""
+        aside = self.frames.get((stage.index, microbatch, frame), set())
+        aside.difference_update([each for each in aside if each[0] == who])
+        for index, _ in enumerate(stage.regions):
+            self._sweep(stage, microbatch, index, set(stage.order))
+
+    def _sweep(self, stage: _Stage, microbatch: int, frame: int, done: set[str]) -> None:
+        """Lets go of what a region's run made if it is put aside nowhere, and read only by what is `done`."""
         for storage in stage.own():
-            if not stage.again(storage):
-                self.live.drop(stage.index, microbatch, "again", storage)
+            needed = any(
+                (stage.index, microbatch) == key[:2] and stage.home(key[2], storage) == frame
+                for key, aside in self.frames.items()
+                if storage in {each[1] for each in aside}
+            )
+            if not needed and stage.read_by(storage, done):
+                self.live.drop(stage.index, microbatch, "again", frame, storage)
 
     def _rise(self, stage: _Stage, node: Node, whole: bool, kind: Kind) -> int:
         if whole:
@@ -438,6 +519,7 @@ class _Rank:
         for node in stage.nodes if stage.index not in self.summed else []:
             if not node.parameters:
                 self.live.hold((stage.index, "gradient", node.name), node.parameter_bytes)
+        assert not any(self.frames.pop(key) for key in list(self.frames) if key[:2] == (stage.index, microbatch))
         self.summed.add(stage.index)
         self.live.drop(stage.index, microbatch, "kept")
         self.live.drop(stage.index, microbatch, "bare")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Literal
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
@@ -35,7 +37,8 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
     placement = place(draw(st.sampled_from(["linear", "loop", "v"])), stages // each, each)
     microbatches = draw(st.sampled_from([1, 2, 3, 4]))
     names = [n for n in fitting(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")]
-    return generate(draw(st.sampled_from(names)), placement, microbatches, draw(st.booleans()))
+    again, but_last = draw(st.booleans()), draw(st.booleans())
+    return generate(draw(st.sampled_from(names)), placement, microbatches, again, but_last=but_last)
 
 
 def _footprints(graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None) -> list[Footprint]:
@@ -92,6 +95,27 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(graph: Cos
             assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
 
 
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs(most=9), st.data())
+def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
+    """Of one stage, without forwards and gradients that would hide most of it."""
+    nodes = [replace(node, forward_peak_bytes=0, workspace_bytes=0) for node in graph.nodes]
+    graph = replace(graph, nodes=tuple(nodes), gradients=())
+    names = tuple(node.name for node in graph.nodes)
+    regions = [names[data.draw(st.integers(0, min(1, len(names) - 1))) :]]
+    while len(regions[-1]) > 1 and len(regions) < 4:
+        begin = data.draw(st.integers(0, len(regions[-1]) - 1))
+        length = data.draw(st.integers(1, len(regions[-1]) - max(begin, 1)))
+        regions.append(regions[-1][begin : begin + length])
+    taken = {name for region in regions[1:] for name in region} or {*regions[0]}
+    regions += [part for part in data.draw(regions_of(regions[0])) if taken.isdisjoint(part)]
+    row = generate("gpipe", range(1), 1).rows[0]
+    footprint = footprint_of(Lives(graph), (), names, regions)
+    allocator = ALLOCATORS[graph.memory]
+    memory = rank_memory({0: footprint}, moments(row), microbatches=1, allocator=allocator)
+    assert memory.total.expected == highest(graph, [names], row, 1, {0: regions})
+
+
 @given(cost_graphs(wild=True), st.sampled_from(["cpu", "cuda"]), st.data())
 def test_moments_that_are_left_out_hold_no_more(graph: CostGraph, name: str, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph))
@@ -125,17 +149,18 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
 
 
 @settings(max_examples=300, deadline=None)
-@given(cost_graphs(wild=True), st.booleans(), st.data())
+@given(cost_graphs(wild=True), st.sampled_from(["none", "stage", "except-last"]), st.data())
 def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
-    graph: CostGraph, recompute: bool, data: st.DataObject
+    graph: CostGraph, recompute: Literal["none", "stage", "except-last"], data: st.DataObject
 ) -> None:
     """By the most microbatches that a stage holds under 1F1B; gradients are there then if a backward has been."""
     cut = data.draw(stages_of(graph))
     microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
-    schedule = generate("1f1b", range(stages), microbatches, recompute)
+    again, but_last = recompute != "none", recompute == "except-last"
+    schedule = generate("1f1b", range(stages), microbatches, again, but_last=but_last)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
-    resident, saved = floors(graph, "stage" if recompute else "none", gradients=summed)
+    resident, saved = floors(graph, recompute, gradients=summed)
     for stage, footprint in enumerate(_footprints(graph, cut)):
         memory = rank_memory(
             {stage: footprint},

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import chain, pairwise
+from typing import Literal
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipecompile.ir.floors import floors, freeable
 from pipecompile.ir.forms import Run, forms_of
 from pipecompile.ir.graph import Content, CostGraph, Node, Tensor
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives, Storage
 from pipecompile.ir.saving import POLICIES, Policy, Use
+from pipecompile.ir.tape import Tape
+from pipecompile.ir.taping import tape_of
 from pipecompile.memory.saving import HOST_BYTES_PER_NS, offers
 from tests.ir.cost_graphs import cost_graphs, stages_of
+from tests.memory.test_regions import every_choice, extra_ns
 
 COUNT = 8000  # elements
 WIDE = 4 * COUNT
@@ -40,6 +45,44 @@ def test_runs_lie_apart_and_together_free_memory(graph: CostGraph, policies: lis
     assert saved < plain if found else saved == plain
     if graph.memory == "cpu":  # where the host's memory is the same
         assert not any("offload" in offer.saving.policies for offer in found)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs(), st.lists(st.sampled_from(POLICIES), unique=True), st.sampled_from(["none", "auto"]), st.data())
+def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
+    graph: CostGraph, policies: list[Policy], recompute: Literal["none", "auto"], data: st.DataObject
+) -> None:
+    """Some of the offers beside some regions, against what floors and what may be freed say of their stage."""
+    cut = data.draw(stages_of(graph, most=2))
+    index = data.draw(st.integers(0, len(cut) - 1))
+    fixed = data.draw(st.sets(st.sampled_from(cut[index]), max_size=2))
+    nodes = tuple(msgspec.structs.replace(node, again=node.name not in fixed) for node in graph.nodes)
+    graph = msgspec.structs.replace(graph, nodes=nodes)
+    lives, before, names = Lives(graph), list(chain(*cut[:index])), cut[index]
+    offered = [offer.saving for offer in offers(lives, before, names, policies)]
+    saving = [run for run in offered if data.draw(st.booleans())]
+    runs = [(run.nodes, run.policies) for run in saving]
+    tape = tape_of(lives, before, names, summed=True, saving=runs)
+    regions = [names[a:b] for a, b in data.draw(st.sampled_from(_choices(tape)))] if recompute == "auto" else []
+    kept = footprint_of(lives, before, names, regions, runs).kept.bound
+    _, saved = floors(graph, recompute, gradients=False, saving=policies)
+    classes = freeable(graph, recompute, policies, lives.bytes_per_ns)
+    held = [sum(each.bytes.get(name, 0) for name in names) for each in classes]
+    missing, least = sum(saved[name] for name in names) + sum(held) - kept, Fraction(0)
+    for each, size in zip(classes, held, strict=True):
+        freed = max(0, min(missing, size))
+        missing, least = missing - freed, least + freed * each.rate
+    assert all(a.rate <= b.rate for a, b in pairwise(classes)) and missing <= 0
+    assert least <= sum(extra_ns(graph, region) for region in regions) + sum(run.ns for run in saving)
+
+
+def _choices(tape: Tape) -> list[tuple[tuple[int, int], ...]]:
+    """All regions without the nodes that must be in none."""
+    return [
+        chosen
+        for chosen in every_choice(tape.boundaries)
+        if not any(start <= place < stop for start, stop in chosen for place in tape.fixed)
+    ]
 
 
 def chain_of(*rows: tuple[str, Content | None, tuple[tuple[int, Use], ...]], memory: str = "cpu") -> CostGraph:

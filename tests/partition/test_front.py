@@ -29,7 +29,7 @@ from pipecompile.partition.linear import cut_order
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.orders import orders, reordered
 from pipecompile.partition.pricing import Pricing
-from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.problem import Candidate, Memory, Price, Problem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.windows import Limit
 
@@ -241,8 +241,8 @@ def test_a_stage_pays_for_its_memory_and_the_search_weighs_that() -> None:
     """The heavy stage could pay 5 to fit; the cut that needs no payment is worse by less."""
     graph = chain([4, 4, 3, 3], held=[1, 1, 1, 1])
 
-    def price(candidate: object) -> int | None:
-        return 5 if candidate.nodes == ("n0", "n1") else 0
+    def price(candidate: Candidate) -> Price:
+        return Price(5, 5) if candidate.nodes == ("n0", "n1") else Price(0, 0)
 
     memory = replace(Memory.simple(graph, (9, 9), (1, 1), 1), price=price)
     found = solve(Problem(graph, 2, objective="max-load", memory=memory))

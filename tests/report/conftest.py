@@ -9,7 +9,7 @@ import pytest
 from pipecompile.api.planning import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Options, Plan, Provenance
+from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
 
 MakePlan = Callable[..., Plan]
 
@@ -54,15 +54,20 @@ def _graph(blocks: int) -> CostGraph:
 
 
 def _make_plan(
-    k: int = 4, microbatches: int = 4, schedule: str = "1f1b", recompute: bool = False, bandwidth: int | None = 10**10
+    k: int = 4,
+    microbatches: int = 4,
+    schedule: str = "1f1b",
+    recompute: Recompute = "none",
+    bandwidth: int | None = 10**10,
+    memory_bytes: int | tuple[int, ...] | None = 1 << 30,
 ) -> Plan:
     options = Options(
         k=k,
         microbatches=microbatches,
         schedule=schedule,
         objective="variance",
-        recompute="stage" if recompute else "none",
-        memory_bytes=1 << 30,
+        recompute=recompute,
+        memory_bytes=memory_bytes,
         costs="flops",
     )
     links = Links.of(Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +10,8 @@ from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph, Node, Parameter
 from pipecompile.report.page import profile_page
 from pipecompile.report.profile import Profile, profile_figures, profile_of, profile_text
+from tests.report.pages import Page
 
-VOID = {"meta"}
 LAYERS = 3
 
 
@@ -142,20 +140,3 @@ def test_figures_for_scripts_hold_the_rows() -> None:
     figures = profile_figures(profiled(transformer()))
     assert figures["total"]["forward_ns"] == 2 + 3 * 401 + 7 + 1000
     assert [row["name"] for row in figures["modules"]][2] == "model.layers.0-2"
-
-
-class Page(HTMLParser):
-    """What is open at the end of a page, and which tags it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag

@@ -20,7 +20,7 @@ def _texts(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_every_action_is_drawn_inside_the_picture(make_plan: MakePlan, schedule: str) -> None:
-    plan = make_plan(schedule=schedule, microbatches=16, recompute=True)
+    plan = make_plan(schedule=schedule, microbatches=16, recompute="stage")
     picture = ElementTree.fromstring(timeline_svg(plan, simulate_plan(plan)))
     bars = [bar for bar in picture.iter(f"{NAMESPACE}rect") if bar.find(f"{NAMESPACE}title") is not None]
     assert len(bars) == sum(map(len, plan.schedule.compute))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.links import FREE
-from pipecompile.ir.plan import Faster, Plan, Provenance
+from pipecompile.ir.plan import Faster, Plan, Provenance, Saving
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
 from pipecompile.report.text import gap_text, objective_text, size_text, summary, time_text, timeline_text
 from pipecompile.schedule.simulate import simulate_plan
@@ -21,13 +22,38 @@ def test_the_summary_of_a_plan(make_plan: MakePlan, file_regression: FileRegress
 
 
 def test_the_summary_of_a_recomputing_plan(make_plan: MakePlan, file_regression: FileRegressionFixture) -> None:
-    plan = make_plan(microbatches=8, schedule="gpipe", recompute=True)
+    plan = make_plan(microbatches=8, schedule="gpipe", recompute="stage")
     file_regression.check(summary(plan) + "\n" + timeline_text(simulate_plan(plan)), encoding="utf-8")
 
 
-@pytest.mark.parametrize("k", [1, 3, 12])
-def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int) -> None:
-    plan = make_plan(k=k, microbatches=16)
+def test_the_summary_of_a_plan_with_budgets_and_regions(
+    make_plan: MakePlan, file_regression: FileRegressionFixture
+) -> None:
+    caps = tuple(mib << 20 for mib in (140, 170, 1500, 128))
+    plan = make_plan(microbatches=8, schedule="gpipe", recompute="sqrt", memory_bytes=caps)
+    file_regression.check(summary(plan), encoding="utf-8")
+
+
+def test_without_a_budget_and_without_recompute_nothing_is_said_of_them(make_plan: MakePlan) -> None:
+    text = summary(make_plan(memory_bytes=None))
+    assert "no cap" in text
+    assert not any(word in text for word in ("budget", "computed again", "regions"))
+
+
+def test_other_forms_are_named_with_their_time(make_plan: MakePlan) -> None:
+    plan = make_plan(memory_bytes=None)
+    first = plan.stages[0]
+    run = Saving(nodes=first.nodes[:1], policies=("half", "mask"), forward_ns=2000, backward_ns=3000)
+    first = msgspec.structs.replace(first, saving=(run,))
+    text = summary(msgspec.structs.replace(plan, stages=(first, *plan.stages[1:])))
+    assert "  saving     mask, half, not exact\n" in text
+    assert re.search(r"^ +0 nothing, other forms +5\.0 µs", text, re.MULTILINE)
+    assert re.search(r"^ +1 nothing$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("k", "recompute"), [(1, "none"), (3, "sqrt"), (12, "except-last")])
+def test_a_summary_is_at_most_a_hundred_columns_wide(make_plan: MakePlan, k: int, recompute: str) -> None:
+    plan = make_plan(k=k, microbatches=16, recompute=recompute, memory_bytes=tuple((1 << 30) - s for s in range(k)))
     long = tuple(f"{module}.{'a_long_name.' * 9}" for module in plan.stages[0].modules)
     stages = (msgspec.structs.replace(plan.stages[0], modules=long), *plan.stages[1:])
     text = summary(msgspec.structs.replace(plan, stages=stages)) + timeline_text(simulate_plan(plan))

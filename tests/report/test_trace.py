@@ -21,7 +21,7 @@ def _events(plan: Plan) -> list[dict[str, Any]]:
 
 
 def test_the_prediction_is_what_the_plan_simulates(make_plan: MakePlan) -> None:
-    plan = make_plan(recompute=True)
+    plan = make_plan(recompute="stage")
     timeline = simulate_plan(plan)
     assert (timeline.makespan_ns, timeline.idle) == (plan.prediction.step_ns, plan.prediction.idle)
 

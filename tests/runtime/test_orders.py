@@ -26,6 +26,7 @@ NAMED = (
     Order("v-min", 2, 2, "v"),
     Order("dualpipe-v", 2, 2, "v"),
 )
+BUT_LAST = tuple({order.name: replace(order, recompute=True, but_last=True) for order in NAMED}.values())
 HAND_MADE = tuple(
     Order(backwards, ranks, stages, shape, recompute)
     for backwards in BACKWARDS
@@ -40,7 +41,7 @@ def assert_equal(order: Order, name: str) -> None:
     assert comparison.losses[0] == comparison.losses[1]
 
 
-@pytest.mark.parametrize("order", [*HAND_MADE, *NAMED], ids=str)
+@pytest.mark.parametrize("order", [*HAND_MADE, *NAMED, *BUT_LAST], ids=str)
 def test_every_order_trains_the_unsplit_model(order: Order) -> None:
     assert_equal(order, "sequential")
 

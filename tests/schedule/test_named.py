@@ -46,6 +46,12 @@ def test_every_stage_but_the_last_recomputes_right_before_its_backward() -> None
     assert row == ("0F0", "0B0")
 
 
+def test_the_last_microbatch_of_a_step_may_be_left_out() -> None:
+    """As `except_last` in torchgpipe."""
+    rows = generate("gpipe", range(2), 3, True, but_last=True).actions
+    assert [" ".join(row) for row in rows] == ["0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
 def test_forward_only_has_nothing_to_recompute() -> None:
     assert _text("forward-only", range(2), 2, recompute=True) == ["0F0 0F1", "1F0 1F1"]
 
@@ -119,12 +125,12 @@ def _asked(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, tuple[int, ...],
     return name, tuple(placement), draw(st.integers(2 * ranks if name == "dualpipe-v" else 1, 20))
 
 
-@given(_asked(SYNCHRONOUS), st.booleans())
+@given(_asked(SYNCHRONOUS), st.booleans(), st.booleans())
 def test_each_stage_takes_each_microbatch_once_and_in_order(
-    asked: tuple[str, tuple[int, ...], int], recompute: bool
+    asked: tuple[str, tuple[int, ...], int], recompute: bool, but_last: bool
 ) -> None:
     name, placement, microbatches = asked
-    schedule = generate(*asked, recompute)
+    schedule = generate(*asked, recompute, but_last=but_last)
     orders: dict[tuple[int, Kind], list[int | None]] = {}
     for _, action in schedule:
         orders.setdefault((action.stage, action.kind), []).append(action.microbatch)
@@ -136,7 +142,8 @@ def test_each_stage_takes_each_microbatch_once_and_in_order(
         assert kinds[Kind.BACKWARD_INPUT] == kinds[Kind.BACKWARD_WEIGHT]
         backwards = sorted([*kinds[Kind.BACKWARD], *kinds[Kind.BACKWARD_INPUT]], key=every.index)
         assert backwards == ([] if name == "forward-only" else every)
-        assert kinds[Kind.RECOMPUTE] == (backwards if recompute and stage < len(placement) - 1 else [])
+        again = backwards[: len(backwards) - but_last] if recompute and stage < len(placement) - 1 else []
+        assert kinds[Kind.RECOMPUTE] == again
     if name not in SPLIT:
         assert not {kind for _, kind in orders} & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 

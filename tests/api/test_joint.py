@@ -1,0 +1,111 @@
+"""Cuts and what is computed again, chosen together: against every cut with every choice of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipecompile.api.cutting import problem_of
+from pipecompile.api.recomputing import moments_of
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.holding import footprint_of
+from pipecompile.ir.links import FREE
+from pipecompile.ir.lives import Lives
+from pipecompile.ir.memory import rank_memory
+from pipecompile.ir.plan import Options
+from pipecompile.ir.taping import tape_of
+from pipecompile.partition.check import faults
+from pipecompile.partition.front import solve
+from pipecompile.partition.objective import objective_value, stage_loads
+from pipecompile.partition.problem import Problem
+from tests.ir.cost_graphs import cost_graphs
+from tests.memory.test_regions import every_choice, extra_ns
+
+MICROBATCHES = 4
+
+
+def options_of(schedule: str, cap: int, recompute: str = "auto") -> Options:
+    return Options(
+        k=2,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        objective="variance",
+        recompute=recompute,
+        memory_bytes=cap,
+        costs="table",
+    )
+
+
+def every_cut(problem: Problem) -> Iterator[dict[str, int]]:
+    names = [node.name for node in problem.graph.nodes]
+    for stages in product(range(problem.k), repeat=len(names)):
+        assignment = dict(zip(names, stages, strict=True))
+        if not any(faults(replace(problem, memory=None), assignment)):
+            yield assignment
+
+
+def held(graph: CostGraph, options: Options, stage: int, names: Sequence[list[str]], regions: object) -> int:
+    """The peak of the stage's rank, by the memory model."""
+    before = [name for earlier in names[:stage] for name in earlier]
+    footprint = footprint_of(Lives(graph), before, names[stage], regions)
+    at = moments_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
+    allocator = ALLOCATORS[graph.memory]
+    return rank_memory({stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator).total.bound
+
+
+def cheapest(graph: CostGraph, options: Options, stage: int, names: Sequence[list[str]]) -> int | None:
+    """The least extra time of all choices that fit."""
+    before = [name for earlier in names[:stage] for name in earlier]
+    boundaries = tape_of(Lives(graph), before, names[stage], summed=True).boundaries
+    fitting = []
+    for runs in every_choice(boundaries):
+        regions = [names[stage][a:b] for a, b in runs]
+        extra = sum(extra_ns(graph, region) for region in regions)
+        if (not fitting or extra < min(fitting)) and held(
+            graph, options, stage, names, regions
+        ) <= options.memory_bytes:
+            fitting.append(extra)
+    return min(fitting, default=None)
+
+
+def best(graph: CostGraph, options: Options, problem: Problem) -> int | None:
+    """The best of all cuts with all choices."""
+    values = []
+    for assignment in every_cut(problem):
+        names = [[node.name for node in graph.nodes if assignment[node.name] == stage] for stage in range(2)]
+        extra = [cheapest(graph, options, stage, names) for stage in range(2)]
+        if None not in extra:
+            loads = stage_loads(problem, assignment)
+            values.append(objective_value("variance", [load + more for load, more in zip(loads, extra, strict=True)]))
+    return min(values, default=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
+def test_the_best_of_all_cuts_with_all_regions_is_found(graph: CostGraph, schedule: str, share: float) -> None:
+    assume(len(graph.nodes) > 1)
+    loose = options_of(schedule, 10**9, "none")
+    cuts = list(every_cut(problem_of(graph, loose, FREE)))
+    assume(cuts)
+    sizes = [
+        held(graph, loose, stage, [[n for n in cut if cut[n] == s] for s in range(2)], ())
+        for cut in cuts
+        for stage in range(2)
+    ]
+    options = options_of(schedule, int(min(sizes) + share * (max(sizes) - min(sizes))))
+    problem = problem_of(graph, options, FREE)
+    expected = best(graph, options, problem)
+    if expected is None:
+        with pytest.raises(InfeasibleError):
+            solve(problem)
+        return
+    found = solve(problem).search
+    assert found.value == expected
+    assert found.bound <= expected

@@ -1,0 +1,58 @@
+"""The most layers that fit, against every cut; and the parameter memory of the GPipe paper's table 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from benchmarks.fitting import Fitting, planned
+from benchmarks.gpipe_memory import FORMATS, PAPER, Format, evenly
+from benchmarks.gpipe_models import Transformer, token_loss
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.costing import cost_graph
+from pipecompile.api.options import options_for
+from pipecompile.api.target import Target
+from pipecompile.errors import InfeasibleError
+from pipecompile.frontend.signature import arguments_of
+
+
+def small(recompute: str, mebibytes: int) -> Fitting:
+    """Three stages of a narrow Transformer, four microbatches."""
+    with torch.device("meta"):
+        model, tokens = Transformer(3, 64), torch.zeros(4, 128, dtype=torch.long)
+    target = Target(model, arguments_of(model, tokens), token_loss, tokens)
+    options = options_for(
+        target, k=3, microbatches=4, memory=mebibytes << 20, optimizer="rmsprop", costs="flops", recompute=recompute
+    )
+    return Fitting(cost_graph(target, "flops", 4, capture_target(target, options, verify=False)), options)
+
+
+def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
+    try:
+        planned(fitting.shallow, fitting.options, layers)
+    except InfeasibleError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 90)])
+def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> None:
+    fitting = small(recompute, mebibytes)
+    assert fits(fitting, fitting.most)
+    more = sum(fitting.most) + 1
+    cuts = [(first, middle, more - first - middle) for first in range(1, more) for middle in range(1, more - first)]
+    assert not [cut for cut in cuts if fits(fitting, cut)]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_parameters_take_what_the_paper_says(format: Format) -> None:
+    for k in (1, 8):
+        options = replace(format.options(k, 32, "1f1b", "none"), memory_bytes=None)
+        whole = planned(format.graph(32), options, evenly(PAPER[k].layers, k))
+        assert whole.parameters / 2**30 == pytest.approx(PAPER[k].parameters, rel=0.005)
+
+
+def test_layers_are_spread_evenly() -> None:
+    assert evenly(103, 8) == [13] * 7 + [12]
+    assert evenly(9, 4) == [2, 3, 2, 2]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipecompile.partition.problem import Candidate, Memory, Price, Problem
     from pipecompile.partition.result import Partition
 
-__all__ = ["cut", "problem_of", "step_ns", "sums_in_order"]
+__all__ = ["cut", "problem_of", "step_ns", "sums_in_order", "with_extra"]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 OTHERS_SECONDS = 0.5  # of work on each objective that was not asked for
@@ -45,7 +45,7 @@ def cut(recomputing: Recomputing, links: Links, assignment: Mapping[str, int] | 
     """
     graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
     problem, found = _fitting(graph, options, links, placement)
-    found = _with_extra(recomputing, problem, assignment or found.assignment, found)
+    found = with_extra(recomputing, problem, assignment or found.assignment, found)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
     fastest = min(_others(problem, options), key=lambda other: other.step_ns, default=None)
@@ -69,7 +69,7 @@ def _others(problem: Problem, options: Options) -> Iterator[Faster]:
                 yield Faster(objective=objective, step_ns=problem.step_ns(found.assignment))
 
 
-def _with_extra(
+def with_extra(
     recomputing: Recomputing, problem: Problem, assignment: Mapping[str, int], found: Partition
 ) -> Partition:
     """This cut with the time that its stages take to fit their ranks, where loads do not have it."""
@@ -309,17 +309,21 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     if options.recompute == "none":
         policy: Recompute = "auto" if options.saving else "stage"  # other forms go with no whole stages
         changed = {f"recompute={policy}": msgspec.structs.replace(options, recompute=policy), **changed}
-    fitting = [text for text, other in changed.items() if _is_feasible(graph, other, links)]
+    fitting = list(islice((text for text, other in changed.items() if _is_feasible(graph, other, links)), 2))
     if not fitting:
         return f"; neither up to {most} stages nor recompute would fit: allow more memory or fewer microbatches"
-    return f"; this would fit: {' or '.join(fitting[:2])}"
+    return f"; this would fit: {' or '.join(fitting)}"
 
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
+    """Whether a little work finds a cut; what does not even fit with what it holds at the least is not priced."""
     from pipecompile.partition.front import solve
 
     try:
-        solve(problem_of(graph, options, links), seconds=OTHERS_SECONDS)
+        problem = problem_of(graph, options, links)
+        if problem.memory is not None:
+            solve(replace(problem, memory=replace(problem.memory, price=None, freeable=())), seconds=OTHERS_SECONDS)
+        solve(problem, seconds=OTHERS_SECONDS)
     except PipecompileError:
         return False
     return True

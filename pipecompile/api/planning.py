@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
 
-from pipecompile.api.cutting import cut
+from pipecompile.api.cutting import cut, problem_of, with_extra
 from pipecompile.api.ordering import ordered, placements
 from pipecompile.api.recomputing import Recomputing
 from pipecompile.api.staging import owners_of, routes_of, stages_of
@@ -15,7 +17,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.plan import Fingerprint, Options, Plan, Prediction, Provenance, Search, Stage
+from pipecompile.ir.plan import Fingerprint, Options, Ordering, Plan, Prediction, Provenance, Search, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serde import encode
 from pipecompile.schedule.simulate import simulate
@@ -65,9 +67,15 @@ def _drafted(
     """The plan with its stages on these ranks."""
     recomputing = Recomputing(graph, options, tuple(placement), settled=True)
     partition = cut(recomputing, links, assignment)
-    stages = stages_of(graph, partition.assignment, recomputing)
-    schedule, ordering = ordered(options, stages, links, placement, graph.memory)
-    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
+    stages, schedule, ordering, prediction = _scheduled(recomputing, links, partition.assignment)
+    if any(stage.regions for stage in stages) and options.recompute == "auto":
+        waiting = replace(recomputing, waiting=True, known={})
+        with suppress(InfeasibleError):
+            other = _scheduled(waiting, links, partition.assignment)
+            if other[-1].step_ns < prediction.step_ns:
+                stages, schedule, ordering, prediction = other
+                problem = problem_of(graph, options, links, placement)
+                partition = with_extra(waiting, problem, partition.assignment, partition)
     return Plan(
         fingerprint=fingerprint,
         options=options,
@@ -88,6 +96,16 @@ def _drafted(
         search=_told(partition.search, prediction.step_ns),
         ordering=ordering,
     )
+
+
+def _scheduled(
+    recomputing: Recomputing, links: Links, assignment: Mapping[str, int]
+) -> tuple[tuple[Stage, ...], Schedule, Ordering | None, Prediction]:
+    """The stages of a cut, who does what when, and what that is expected to take."""
+    graph, options = recomputing.graph, recomputing.options
+    stages = stages_of(graph, assignment, recomputing)
+    schedule, ordering = ordered(options, stages, links, recomputing.placement, graph.memory)
+    return stages, schedule, ordering, predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
 
 
 def _told(search: Search, step_ns: int) -> Search:

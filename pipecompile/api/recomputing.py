@@ -34,7 +34,7 @@ __all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]
 
 REFINING_SECONDS = 1.0  # of work on the regions of one stage
 EXPONENTS = -80, 40  # of what a byte costs in ns, in half powers of two: next to nothing, and more than anything
-TRIES = 6  # as less memory is allowed, where the peak of regions is not that of the order
+TRIES = 12  # as less memory is allowed, where the peak of regions is not that of the order
 
 
 class Again(NamedTuple):
@@ -53,12 +53,20 @@ class Again(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """What regions are chosen for: a stage and its blocks, the microbatches in flight, and the bytes they may take."""
+    """What regions are chosen for: a stage and its blocks, the microbatches in flight, and the bytes they may take.
+
+    Other moments may leave less for what each keeps: `most_kept`, if they do.
+    """
 
     tape: Tape
     blocks: Sequence[str]
     in_flight: int
     available: int
+    most_kept: int | None = None
+
+    def less(self, over: int, kept: int) -> _Fit:
+        """For so many bytes less, where a microbatch kept so many: at the peak, and of each that is in flight."""
+        return self._replace(available=self.available - over, most_kept=kept - -(-over // self.in_flight))
 
 
 class _Step(TypedDict):
@@ -75,13 +83,15 @@ NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
 class Recomputing:
     """The choice for the stages of one graph, placed on ranks.
 
-    While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search.
+    While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search. If `waiting`
+    stages that do not fit recompute as a whole, where they then can: it takes longer, but may run while a rank waits.
     """
 
     graph: CostGraph
     options: Options
     placement: tuple[int, ...]
     settled: bool = False
+    waiting: bool = False
     known: dict[tuple[object, ...], Again | None] = field(default_factory=dict, repr=False, compare=False)
 
     def of_all(self, names: Sequence[tuple[str, ...]]) -> list[Again | None]:
@@ -176,10 +186,11 @@ class Recomputing:
         over = 0 if cap is None else self._total({index: plain}) - cap
         if cap is None or over <= 0:
             return plain
-        if self._splits:  # eager stages that split their backwards have no regions
-            stage = self._whole(plain, nodes, "stage")
-            return stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
-        return self._fitting(index, before, nodes, cap, plain)
+        stage = self._whole(plain, nodes, "stage")
+        whole = stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
+        if self._splits or (self.waiting and whole is not None):
+            return whole  # eager stages that split their backwards have no regions
+        return self._fitting(index, before, nodes, cap, plain) or whole
 
     @property
     def _splits(self) -> bool:
@@ -252,7 +263,7 @@ class Recomputing:
             over = self._total({index: found}) - cap
             if over <= 0:
                 return self._refined(index, before, nodes, cap, fit, found) if self.settled else found
-            fit = fit._replace(available=fit.available - over)
+            fit = fit.less(over, choice.kept)
         return None
 
     def _fit(self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Again) -> _Fit | None:

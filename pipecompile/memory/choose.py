@@ -26,26 +26,29 @@ class Choice:
     kept: int
     peak: int
 
-    def fits(self, in_flight: int, available: int) -> bool:
-        """Whether so many microbatches, one at its peak, take no more bytes."""
-        return (in_flight - 1) * self.kept + self.peak <= available
+    def fits(self, in_flight: int, available: int, most_kept: int | None = None) -> bool:
+        """Whether so many microbatches, one at its peak, take no more bytes, and each keeps no more than it may."""
+        return (in_flight - 1) * self.kept + self.peak <= available and (most_kept is None or self.kept <= most_kept)
 
 
-def cheapest(tape: Tape, blocks: Sequence[str], in_flight: int, available: int) -> Choice | None:
+def cheapest(
+    tape: Tape, blocks: Sequence[str], in_flight: int, available: int, most_kept: int | None = None
+) -> Choice | None:
     """The regions of least extra time whose `in_flight` microbatches, one at its peak, fit; None if none do.
 
     They are from the menu of the tape or those of a policy. `blocks` says of each position which block of the model it
-    lies in, `available` is in bytes.
+    lies in, `available` is in bytes; no microbatch keeps more than `most_kept`.
     """
     search, choices = Regions(tape, 0, len(tape.ns)), list[Choice]()
     found = menu(tape, segments(tape, blocks), frozenset(), None if is_exact(tape) else MOST)
     ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
-    row = front.cheapest(in_flight, available - (in_flight - 1) * _sent(tape))
+    sent = _sent(tape)
+    row = front.cheapest(in_flight, available - (in_flight - 1) * sent, None if most_kept is None else most_kept - sent)
     policies = [whole(tape), per_block(tape, blocks), square_root(tape, blocks)]
     for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
         if not choices or search.extra_ns(regions) < choices[-1].ns:
             choice = _priced(search, regions)
-            choices += [choice] if choice.fits(in_flight, available) else []
+            choices += [choice] if choice.fits(in_flight, available, most_kept) else []
     return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
 
 

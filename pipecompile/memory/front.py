@@ -39,9 +39,10 @@ class Front:
         """Some of the choices."""
         return Front(*(getattr(self, each.name)[rows] for each in fields(self)))
 
-    def cheapest(self, in_flight: int, available: int) -> int | None:
+    def cheapest(self, in_flight: int, available: int, most_kept: int | None = None) -> int | None:
         """The row of least time that fits: `in_flight` microbatches, of which one is at its peak."""
-        fits = np.flatnonzero((in_flight - 1) * self.kept + self.peak <= available)
+        held = (in_flight - 1) * self.kept + self.peak <= available
+        fits = np.flatnonzero(held if most_kept is None else held & (self.kept <= most_kept))
         return int(fits[np.argmin(self.ns[fits])]) if len(fits) else None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pipecompile.ir.links import FREE
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chain
+from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.linear import cut_order
 from pipecompile.partition.orders import orders
@@ -19,6 +20,7 @@ __all__ = ["why_infeasible"]
 NODES_PRICED = 20_000  # in stages, and pairs looked at, for each guess of how much memory is short
 PRICES = 300  # at the most
 PAIRS = 20_000_000
+UNITS = 1000  # above, the memory that is short is looked for between blocks
 LARGEST = 1 << 60  # bytes: more than any rank has
 
 
@@ -67,6 +69,7 @@ def _shared_memory(instance: Instance, memory: Memory) -> str | None:
 
 def _memory(instance: Instance, memory: Memory) -> str:
     """By how much all ranks would need more, found by bisection, and the stage that is then largest."""
+    instance = _coarser(instance)
     problem = instance.problem
 
     def cut(more: int) -> Chain | None:
@@ -88,6 +91,16 @@ def _memory(instance: Instance, memory: Memory) -> str:
         f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found needs "
         f"{cap + many:,}, {many:,} more, in stage {stage}, where {name} is the largest node ({alone:,} alone)"
     )
+
+
+def _coarser(instance: Instance) -> Instance:
+    """The same between blocks, where there are too many units for a bisection."""
+    problem = instance.problem
+    closed = (*problem.together, *kept_together(problem.graph, "blocks"))
+    coarse = replace(problem, granularity="operators", together=closed)
+    if instance.count <= UNITS or _cut(instance, replace(coarse, memory=None)) is None:
+        return instance
+    return Instance(coarse, coarse.units)
 
 
 def _tightest(instance: Instance, memory: Memory, chain: Chain) -> tuple[int, int]:

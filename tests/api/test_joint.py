@@ -87,7 +87,7 @@ def best(graph: CostGraph, options: Options, problem: Problem) -> int | None:
     return min(values, default=None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
 def test_the_best_of_all_cuts_with_all_regions_is_found(graph: CostGraph, schedule: str, share: float) -> None:
     assume(len(graph.nodes) > 1)

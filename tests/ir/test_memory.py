@@ -50,7 +50,7 @@ def _held(schedule: Schedule, rank: int, footprints: Sequence[Footprint]) -> dic
     return {index: f for index, f in enumerate(footprints) if schedule.placement[index] == rank}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(cost_graphs(), st.data())
 def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph))
@@ -62,7 +62,7 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGr
         assert memory.total.expected == highest(graph, cut, row, schedule.microbatches), rank
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(cost_graphs(), st.data())
 def test_so_is_the_peak_of_stages_with_regions_and_other_forms(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph))
@@ -82,7 +82,7 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(graph: CostGraph,
         assert memory.total.bound >= memory.total.expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs(), st.data())
 def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph, most=2))
@@ -95,7 +95,7 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(graph: Cos
             assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs(most=9), st.data())
 def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
     """Of one stage, without forwards and gradients that would hide most of it."""
@@ -148,7 +148,7 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
         assert curve[-1] == ZERO
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs(wild=True), st.sampled_from(["none", "stage", "except-last"]), st.data())
 def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     graph: CostGraph, recompute: Literal["none", "stage", "except-last"], data: st.DataObject
@@ -172,7 +172,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
         assert floor <= memory.total.bound, stage
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs(), st.sampled_from([None, "adamw", "rmsprop"]), st.data())
 def test_there_is_never_less_room_than_said(graph: CostGraph, optimizer: str | None, data: st.DataObject) -> None:
     """Every order whose microbatches keep no more than `room` leaves the rank within its budget."""

@@ -94,7 +94,7 @@ def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataOb
     assert nested(tape, names, min(peak for peak, _ in every.values()) - 1) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cost_graphs(), st.data())
 def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     graph: CostGraph, data: st.DataObject

@@ -41,7 +41,7 @@ def fitting(every: Priced, in_flight: int, available: int) -> list[tuple[Region,
     return [runs for runs, (kept, peak, _) in every.items() if (in_flight - 1) * kept + peak <= available]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_the_fastest_that_fit_are_found_and_proven(graph: CostGraph, in_flight: int, data: st.DataObject) -> None:
     """From any that are known, or none."""
@@ -56,7 +56,7 @@ def test_the_fastest_that_fit_are_found_and_proven(graph: CostGraph, in_flight: 
     assert refined(tape, in_flight, least - 1, None, SECONDS) == (None, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_rounded_bytes_and_times_give_a_bound_and_regions_that_fit(
     graph: CostGraph, in_flight: int, data: st.DataObject

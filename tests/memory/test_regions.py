@@ -61,7 +61,7 @@ def undominated(choices: set[Choice]) -> set[Choice]:
     return {a for a in choices if not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in choices)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cost_graphs(), st.data())
 def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph, most=2))
@@ -82,7 +82,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     assert undominated(found) == undominated(every)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cost_graphs(), st.data())
 def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph, most=2))
@@ -100,7 +100,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(graph: 
             assert peak <= max(kept, int(front.peak[row])), regions
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cost_graphs(), st.data())
 def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObject) -> None:
     """Kept bytes and times are exact, peaks no lower than they are; nothing is recomputed for nothing."""

@@ -110,7 +110,8 @@ class Recomputing:
             return plain
         if self.options.schedule in (*SPLIT, "search"):
             stages = {index: again for index, again in plain.items() if again is not None and index < len(names) - 1}
-            return {**plain, **{index: self._whole(again, names[index], "stage") for index, again in stages.items()}}
+            whole = {index: self._whole(again, names[index], "stage") for index, again in stages.items()}
+            return {**plain, **{index: again._replace(least=0) for index, again in whole.items()}}
         low, high = EXPONENTS
         while high - low > 1:
             middle = (low + high) // 2
@@ -173,9 +174,10 @@ class Recomputing:
             return plain
         stage = self._whole(plain, nodes, "stage")
         whole = stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
-        if self.options.schedule in (*SPLIT, "search") or (self.waiting and whole is not None):
+        if self.options.schedule in (*SPLIT, "search"):
             return whole  # eager stages that split their backwards have no regions
-        return self._fitting(index, before, nodes, cap, plain.footprint) or whole
+        whole = whole and whole._replace(least=0)  # regions may take less
+        return whole if whole and self.waiting else self._fitting(index, before, nodes, cap, plain.footprint) or whole
 
     def _fitting(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Footprint

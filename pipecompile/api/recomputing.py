@@ -117,7 +117,8 @@ class Recomputing:
             return plain
         if self._splits:
             stages = {index: again for index, again in plain.items() if again is not None and index < len(names) - 1}
-            return {**plain, **{index: self._whole(again, names[index], "stage") for index, again in stages.items()}}
+            whole = {index: self._whole(again, names[index], "stage") for index, again in stages.items()}
+            return {**plain, **{index: again._replace(least=0) for index, again in whole.items()}}
         low, high = EXPONENTS
         while high - low > 1:
             middle = (low + high) // 2
@@ -188,9 +189,10 @@ class Recomputing:
             return plain
         stage = self._whole(plain, nodes, "stage")
         whole = stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
-        if self._splits or (self.waiting and whole is not None):
+        if self._splits:
             return whole  # eager stages that split their backwards have no regions
-        return self._fitting(index, before, nodes, cap, plain) or whole
+        whole = whole and whole._replace(least=0)  # regions may take less
+        return whole if whole and self.waiting else self._fitting(index, before, nodes, cap, plain) or whole
 
     @property
     def _splits(self) -> bool:

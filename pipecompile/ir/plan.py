@@ -110,8 +110,9 @@ class Stage(Value, frozen=True, kw_only=True):
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
     `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own ("stage", or for all
     microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward. `saving` are nodes
-    outside of these that save by policies; what that takes is in no other time. Of what lets it fit its rank nothing is
-    proven to take less than `recompute_bound_ns`, regions and forms together.
+    outside of these that save by policies; what that takes is in no other time. Under `auto` no choice of regions side
+    by side, and of forms, that lets it fit takes less than `recompute_bound_ns`, 0 if nothing is known; under another
+    policy it is `recompute_ns`.
     """
 
     nodes: tuple[str, ...]

@@ -130,6 +130,9 @@ class _Search:
         else:
             self._linear()
         self._exact(0.02)  # also where the bound is met: of equal cuts the one that is better by the other objective
+        low, high = self.instance.windows
+        if low == high:
+            return  # pins leave one cut
         for near, every, integer in SHARES:
             for step, share in (
                 (self._refine, near),

@@ -15,6 +15,7 @@ __all__ = [
     "bar",
     "cap_text",
     "extra_texts",
+    "form_texts",
     "gap_text",
     "idle_shares",
     "link_text",
@@ -52,7 +53,16 @@ def size_text(size: int) -> str:
 
 def summary(plan: Plan) -> str:
     """What `plan` and `show` print: quality, stages, ranks, budgets, regions, relayed tensors and tied parameters."""
-    parts = [_header(plan), _stages(plan), _ranks(plan), _budgets(plan), _regions(plan), _routes(plan), _tied(plan)]
+    parts = [
+        _header(plan),
+        _stages(plan),
+        _ranks(plan),
+        _budgets(plan),
+        _regions(plan),
+        _forms(plan),
+        _routes(plan),
+        _tied(plan),
+    ]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
 
@@ -274,8 +284,26 @@ def _regions(plan: Plan) -> list[str]:
 
 def region_texts(stage: Stage) -> Iterator[str]:
     """Each region of a stage by its first and its last node."""
-    for first, *others in stage.regions:
-        yield f"{first} … {others[-1]}" if others else first
+    return map(_ends, stage.regions)
+
+
+def _runs(plan: Plan) -> list[str]:
+    lines = [
+        _fitted(f"  stage {index:>2}  {', '.join(form_texts(stage))}", 100)
+        for index, stage in enumerate(plan.stages)
+        if stage.saving
+    ]
+    return ["saved in other forms", *lines] if lines else []
+
+
+def form_texts(stage: Stage) -> Iterator[str]:
+    """Each run of nodes that saves in other forms, with these."""
+    return (f"{_ends(run.nodes)} ({', '.join(run.policies)})" for run in stage.saving)
+
+
+def _ends(nodes: Sequence[str]) -> str:
+    """A run by its first and its last node."""
+    return f"{nodes[0]} … {nodes[-1]}" if len(nodes) > 1 else nodes[0]
 
 
 def _routes(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.report.markup import bar, document, line
 from pipecompile.report.svg import headline, timeline_svg
-from pipecompile.report.text import again_text, cap_text, extra_texts, region_texts, size_text, time_text
+from pipecompile.report.text import again_text, cap_text, extra_texts, form_texts, region_texts, size_text, time_text
 
 __all__ = ["plan_page"]
 
@@ -21,7 +21,7 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
     """The page; the same plan gives the same bytes."""
     title = headline(plan)
     body = [f"<h1>{escape(title)}</h1>", *_figures(plan), timeline_svg(plan, timeline)]
-    return document(title, [*body, *_memory(plan), *_stages(plan), *_regions(plan)])
+    return document(title, [*body, *_memory(plan), *_stages(plan), *_regions(plan), *_forms(plan)])
 
 
 def _figures(plan: Plan) -> Iterator[str]:
@@ -86,4 +86,17 @@ def _regions(plan: Plan) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         for text, region in zip(region_texts(stage), stage.regions, strict=True):
             yield line("td", [f"<code>{escape(text)}</code>", str(index), str(len(region))])
+    yield "</table>"
+
+
+def _forms(plan: Plan) -> Iterator[str]:
+    """Runs of nodes that save in other forms, by their first and their last node."""
+    if not any(stage.saving for stage in plan.stages):
+        return
+    yield "<h2>Saved in other forms</h2>\n<table>"
+    yield line("th", ["nodes", "stage", "extra forward", "extra backward"])
+    for index, stage in enumerate(plan.stages):
+        for text, run in zip(form_texts(stage), stage.saving, strict=True):
+            times = map(time_text, (run.forward_ns, run.backward_ns))
+            yield line("td", [f"<code>{escape(text)}</code>", str(index), *times])
     yield "</table>"

@@ -43,12 +43,13 @@ def test_without_a_budget_and_without_recompute_nothing_is_said_of_them(make_pla
 def test_other_forms_are_named_with_their_time(make_plan: MakePlan) -> None:
     plan = make_plan(memory_bytes=None)
     first = plan.stages[0]
-    run = Saving(nodes=first.nodes[:1], policies=("half", "mask"), forward_ns=2000, backward_ns=3000)
+    run = Saving(nodes=first.nodes[:2], policies=("half", "mask"), forward_ns=2000, backward_ns=3000)
     first = msgspec.structs.replace(first, saving=(run,))
     text = summary(msgspec.structs.replace(plan, stages=(first, *plan.stages[1:])))
     assert "  saving     mask, half, not exact\n" in text
     assert re.search(r"^ +0 nothing, other forms +5\.0 µs", text, re.MULTILINE)
     assert re.search(r"^ +1 nothing$", text, re.MULTILINE)
+    assert f"saved in other forms\n  stage  0  {run.nodes[0]} … {run.nodes[1]} (half, mask)\n" in text
 
 
 @pytest.mark.parametrize(("k", "recompute"), [(1, "none"), (3, "sqrt"), (12, "except-last")])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Plan, Saving
 from pipecompile.report.text import size_text, time_text
 from pipecompile.report.view import plan_page
 from pipecompile.schedule.simulate import simulate_plan
@@ -72,6 +72,18 @@ def test_without_budgets_bars_are_shares_of_the_largest_bound(make_plan: MakePla
     rows = cells(page, "Memory of each rank at its peak")
     assert rows[bounds.index(max(bounds))][-1] == size_text(max(bounds))
     assert "budget" not in page and "Regions" not in page
+
+
+def test_other_forms_are_listed_with_their_times(make_plan: MakePlan) -> None:
+    plan = make_plan(memory_bytes=None)
+    assert "other forms" not in paged(plan)
+    first = plan.stages[0]
+    run = Saving(nodes=first.nodes[:1], policies=("mask",), forward_ns=2000, backward_ns=3000)
+    page = paged(
+        msgspec.structs.replace(plan, stages=(msgspec.structs.replace(first, saving=(run,)), *plan.stages[1:]))
+    )
+    rows = cells(page, "Saved in other forms")
+    assert rows == [[f"<code>{run.nodes[0]} (mask)</code>", "0", time_text(2000), time_text(3000)]]
 
 
 def test_names_are_escaped(plan: Plan) -> None:

@@ -52,14 +52,14 @@ def size_text(size: int) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """What `plan` and `show` print: quality, stages, ranks, budgets, regions, relayed tensors and tied parameters."""
+    """What `plan` and `show` print: quality, stages, ranks, budgets, regions, forms, relayed tensors and tied parameters."""
     parts = [
         _header(plan),
         _stages(plan),
         _ranks(plan),
         _budgets(plan),
         _regions(plan),
-        _forms(plan),
+        _runs(plan),
         _routes(plan),
         _tied(plan),
     ]

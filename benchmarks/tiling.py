@@ -58,12 +58,14 @@ class _Tiling:
         nodes = [self._node(source.nodes[index], to) for index, to in self._moved(self._node_homes)]
         tensors = [self._tensor(source.tensors[index], to) for index, to in self._moved(self._tensor_homes)]
         gradients = [self._gradient(source.gradients[index], to) for index, to in self._new_gradients]
+        storages = [index for index, _ in self._moved(self._storage_homes)]
         return replace(
             source,
             fingerprint="",
             nodes=tuple(nodes),
             tensors=tuple(tensors),
-            storages=tuple(source.storages[index] for index, _ in self._moved(self._storage_homes)),
+            storages=tuple(source.storages[index] for index in storages),
+            contents=tuple(source.contents[index] for index in storages) if source.contents else (),
             parameters=tuple(sorted(self._parameters(), key=lambda parameter: parameter.name)),
             gradients=tuple(gradients),
             together=tuple(

@@ -317,13 +317,11 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
     """Whether a little work finds a cut; what does not even fit with what it holds at the least is not priced."""
-    from pipecompile.partition.front import solve
+    from pipecompile.partition.front import is_feasible
 
-    try:
+    with suppress(PipecompileError):
         problem = problem_of(graph, options, links)
-        if problem.memory is not None:
-            solve(replace(problem, memory=replace(problem.memory, price=None, freeable=())), seconds=OTHERS_SECONDS)
-        solve(problem, seconds=OTHERS_SECONDS)
-    except PipecompileError:
-        return False
-    return True
+        assert problem.memory is not None
+        least = replace(problem, memory=replace(problem.memory, price=None, freeable=()))
+        return all(is_feasible(each, seconds=OTHERS_SECONDS) for each in (least, problem))
+    return False

@@ -23,7 +23,7 @@ from pipecompile.runtime import world
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["HALF_TOLERANCE", "Comparison", "Difference", "Reference", "compare", "reference_for", "verify"]
+__all__ = ["HALF_TOLERANCE", "Comparison", "Difference", "Reference", "compare", "compared", "reference_for", "verify"]
 
 ORIGINAL = "the original module"
 TOLERANCE = 1e-6  # what the order of a sum over ranks may change, relative to the largest element
@@ -172,10 +172,10 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     target = replace(target, loss_fn=_loss_for(target))
     # A copy from before the first step: that updates buffers, on each rank only its own.
     untouched = replace(target, model=copy.deepcopy(target.model).eval())
-    plan, first = _verify_once(target, options)
+    plan, first = compared(target, **options)
     if first.reference == ORIGINAL:
         return plan, [first]
-    return plan, [first, _verify_once(untouched, options)[1]]
+    return plan, [first, compared(untouched, **options)[1]]
 
 
 def _loss_for(target: Target) -> LossFunction | None:
@@ -191,7 +191,8 @@ def _loss_for(target: Target) -> LossFunction | None:
     return None
 
 
-def _verify_once(target: Target, options: dict[str, Any]) -> tuple[Plan, Comparison]:
+def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
+    """A seeded step of the pipeline beside the unsplit model's, in the modes that the model is in."""
     pipeline = pipecompile(target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options)
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)

@@ -33,7 +33,7 @@ from pipecompile.partition.problem import Problem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.windows import Limit
 
-__all__ = ["solve"]
+__all__ = ["is_feasible", "solve"]
 
 SECONDS = 10.0  # of work on a problem, unless told otherwise
 SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
@@ -64,6 +64,17 @@ def solve(problem: Problem, *, seconds: float = SECONDS) -> Partition:
     search = _Search(Instance.of(problem), seconds)
     search.run()
     return search.result()
+
+
+def is_feasible(problem: Problem, *, seconds: float) -> bool:
+    """Whether about `seconds` of work find any cut; why they do not is not looked for, which would take longer."""
+    for granularity in ("blocks", "operators") if problem.granularity == "auto" else (problem.granularity,):
+        with suppress(InfeasibleError):
+            search = _Search(Instance.of(replace(problem, objective="max-load", granularity=granularity)), seconds)
+            search.run()
+            if search.best is not None:
+                return True
+    return False
 
 
 @dataclass(frozen=True)

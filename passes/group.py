@@ -19,9 +19,9 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 class Group:
     """Names groups of nodes that share a stage.
 
-    Requires `meta["val"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name for: the inputs
-    and the first operation, the output and the last one; a collection and the nodes that take it apart; all nodes
-    that touch a storage up to its last write; a tensor and its hooks; what `torch.autograd.grad` goes
+    Requires `meta["val"]`, `meta["state"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name
+    for: the inputs and the first operation, the output and the last one; a collection and the nodes that take it apart;
+    all nodes that touch a storage up to its last write; a tensor and its hooks; what `torch.autograd.grad` goes
     back through; and each of `together`, sets of names of nodes or modules.
     """
 
@@ -29,7 +29,8 @@ class Group:
 
     def requires(self, graph: fx.Graph) -> None:
         """Values and mutations are known."""
-        assert all("val" in node.meta and "mutates" in node.meta for node in graph.nodes), "propagate first"
+        noted = ("val", "state", "mutates")
+        assert all(name in node.meta for node in graph.nodes for name in noted), "propagate first"
 
     def __call__(self, graph: fx.Graph) -> None:
         """Sets `meta["group"]`, None for a node on its own."""
@@ -92,9 +93,10 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """A copy sent to another rank would not see a write: who touches a storage up to its last write stays together.
 
     Who reads it later may lie later, since what is sent is what the storage holds when its stage is through. State is
-    not sent: all who touch a parameter or buffer that is written to stay together.
+    not sent: all who touch a parameter or buffer that is written to stay together, modules that have it among them.
     """
-    state = {storage_key(s.meta["val"]) for node in nodes for s in node.all_input_nodes if s.op == "get_attr"}
+    read = (source.meta["val"] for node in nodes for source in node.all_input_nodes if source.op == "get_attr")
+    state = {storage_key(value) for value in (*read, *(each for node in nodes for each in node.meta["state"]))}
     touching: dict[int, list[fx.Node]] = {}
     through: dict[int, int] = {}  # storage → how many of those who touch it do so up to its last write
     for node in nodes:
@@ -109,7 +111,7 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 def _touched(node: fx.Node) -> set[int]:
     sources = [node, *node.all_input_nodes] if node.op != "output" else node.all_input_nodes
     values = [leaf for source in sources for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, Tensor)]
-    return {storage_key(value) for value in values}
+    return {storage_key(value) for value in (*values, *node.meta["state"])}
 
 
 def _hooks(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -81,9 +81,10 @@ def distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class _Propagator(fx.Interpreter):
-    """Notes on each node its value, what it wrote to (arguments, or state of its module), and whether it is random."""
+    """Notes on each node its value, the state of its module, what it wrote to (arguments, or that), and if it draws."""
 
     def run_node(self, n: fx.Node) -> Any:
+        n.meta["state"] = tuple(self._state(n))
         versions = [(tensor, tensor._version) for tensor in self._touched(n)]
         with conditions(n, self.fetch_args_kwargs_from_env(n)), Watch() as watch:
             n.meta["val"] = super().run_node(n)
@@ -98,6 +99,9 @@ class _Propagator(fx.Interpreter):
     def _touched(self, n: fx.Node) -> Iterator[Tensor]:
         for source in n.all_input_nodes:
             yield from (leaf for leaf in tree_leaves(self.env[source]) if isinstance(leaf, Tensor))
+        yield from n.meta["state"]
+
+    def _state(self, n: fx.Node) -> Iterator[Tensor]:
         if n.op == "call_module":
             leaf_module = self.fetch_attr(str(n.target))
             yield from (*leaf_module.parameters(), *leaf_module.buffers())
@@ -107,8 +111,8 @@ class _Propagator(fx.Interpreter):
 def propagate(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode | None = None) -> None:
     """Runs the graph on fakes of `inputs` (one tensor a placeholder) and notes on every node what it yields.
 
-    Sets `meta["val"]`, its fake value, `meta["mutates"]`, the fake tensors that it wrote to in place, and
-    `meta["random"]` where it drew random numbers.
+    Sets `meta["val"]`, its fake value, `meta["state"]`, the fake parameters and buffers of the module that it calls,
+    `meta["mutates"]`, the fake tensors that it wrote to in place, and `meta["random"]` where it drew random numbers.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     state = faked_state(module, mode)

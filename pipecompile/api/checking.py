@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pipecompile.api.ordering import compared, named_schedule, named_within, placements
 from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
-from pipecompile.ir.plan import Ordering, Plan
+from pipecompile.ir.plan import Ordering, Plan, Recompute
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
+from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
 
 __all__ = ["over_limits", "violations"]
+
+KINDS: Mapping[Recompute, tuple[str, ...]] = {
+    "none": ("none",),
+    "stage": ("none", "stage"),
+    "except-last": ("none", "except-last"),
+    "block": ("none", "regions"),
+    "sqrt": ("none", "regions"),
+    "auto": ("none", "stage", "regions"),
+}
+"""By policy what its stages may compute again."""
 
 
 def violations(plan: Plan) -> list[str]:
@@ -41,12 +52,33 @@ def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
         yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
+    for index in range(plan.k):
+        if not _is_asked_for(plan, index):
+            yield (
+                f"stage {index} recomputes or saves otherwise than the plan's options ask for: the file was edited; "
+                "plan again"
+            )
     if not _is_placed(plan) or not _is_named_rightly(plan, problem):
         yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
     if plan.search.values.get("step_ns", plan.prediction.step_ns) != plan.prediction.step_ns:
         yield "the search states another step than the prediction: the file was edited; plan again"
     if plan.ordering is not None and not _is_compared_rightly(plan, plan.ordering, problem):
         yield "the other schedules are not what the plan's stages give: the file was edited; plan again"
+
+
+def _is_asked_for(plan: Plan, index: int) -> bool:
+    """Whether the options allow what a stage computes again, and the forms in which it saves: not all are exact."""
+    stage, options = plan.stages[index], plan.options
+    forms = {policy for run in stage.saving for policy in run.policies}
+    splits = options.schedule in (*SPLIT, "search")
+    return (
+        stage.recompute in KINDS[options.recompute]
+        and (stage.recompute == "regions") == bool(stage.regions)
+        and (stage.recompute != "none" or not stage.recompute_ns)
+        and not (splits and stage.regions)
+        and forms.issubset(options.saving)
+        and stage.recompute_bound_ns <= stage.extra_ns
+    )
 
 
 def _is_placed(plan: Plan) -> bool:

@@ -255,12 +255,11 @@ class Recomputing:
         if fit is None or least is None:
             return None
         for attempt in range(TRIES):
-            choice = cheapest(*fit)
-            if choice is None and fit.in_flight == 1:
-                choice = nested(fit.tape, fit.blocks, fit.available)
+            choice, exact = cheapest(*fit), attempt == 0 and is_exact(fit.tape)
+            if choice is None and fit.in_flight == 1:  # of regions within regions not all are looked at
+                choice, exact = nested(fit.tape, fit.blocks, fit.available), False
             if choice is None:
                 return None
-            exact = attempt == 0 and is_exact(fit.tape)
             found = self._again(before, nodes, choice.regions, choice.ns, choice.ns if exact else least, plain.saving)
             over = self._total({index: found}) - cap
             if over <= 0:

@@ -230,8 +230,9 @@ class _Region:
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = list(nodes)
-        self._writers = {node.target for node in nodes if node.op == "call_module" and node.meta["mutates"]}
         self._written = {storage_key(value) for node in nodes for value in node.meta["mutates"]}
+        # Also modules whose buffers others write to.
+        self._writers = {node.target for node in nodes if not self._written.isdisjoint(map(storage_key, _state(node)))}
         self._random = any(node.meta["random"] for node in nodes)
         ambients = {node.meta["ambient"] for node in nodes}
         # Within an autocast region it stays entered, so that weights that were cast before are not cast again.
@@ -303,6 +304,12 @@ class _Run(_Region):
     def _target(self, name: str, body: fx.GraphModule, reads: Sequence[fx.Node]) -> Callable[..., Any]:
         spared = [place for place, read in enumerate(reads) if not _storages(read).isdisjoint(self._staying)]
         return Saved(name, body, policies=self._policies, shelf=self._shelf, spared=spared)
+
+
+def _state(node: fx.Node) -> tuple[Tensor, ...]:
+    """Of the module that a node calls."""
+    state: tuple[Tensor, ...] = node.meta["state"] if node.op == "call_module" else ()
+    return state
 
 
 def _is_module(read: fx.Node) -> bool:

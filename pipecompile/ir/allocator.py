@@ -65,8 +65,9 @@ class Allocator:
         return size + size // self.share + self.fixed_bytes + peers * self.peer_bytes
 
     def unpadded(self, size: int, peers: int) -> int:
-        """What storages may take so that the bound is at most `size`; negative if nothing may."""
-        return (size - self.fixed_bytes - peers * self.peer_bytes) * self.share // (self.share + 1)
+        """The most that storages may take so that the bound is at most `size`; negative if nothing may."""
+        whole, rest = divmod(size - self.fixed_bytes - peers * self.peer_bytes, self.share + 1)
+        return whole * self.share + min(rest, self.share - 1)
 
 
 ALLOCATORS: Mapping[AllocatorName, Allocator] = {

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_options
 
 from pipecompile.api.cutting import problem_of
-from pipecompile.api.recomputing import moments_of
+from pipecompile.api.recomputing import Recomputing, moments_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.allocator import ALLOCATORS
-from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.links import FREE
 from pipecompile.ir.lives import Lives
@@ -110,3 +111,42 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
 def test_the_best_of_all_cuts_with_all_regions_is_found(graph: CostGraph, schedule: str, share: float) -> None:
     assume(len(graph.nodes) > 1)
     compared(graph, schedule, share)
+
+
+def layers(count: int) -> CostGraph:
+    """Alike, each saving what it reads and something larger of its own."""
+    nodes = [
+        Node(
+            name=f"n{index}",
+            forward_ns=1,
+            backward_ns=1,
+            parameter_bytes=0,
+            saved_bytes=0,
+            group=None,
+            forward_peak_bytes=1344,
+            backward_peak_bytes=64,
+            saved=tuple(storage for storage in (index - 1, count + index) if storage >= 0),
+        )
+        for index in range(count)
+    ]
+    tensors = [
+        Tensor(producer=a.name, consumers=(b.name,), bytes=64, gradient_bytes=64, storage=index)
+        for index, (a, b) in enumerate(pairwise(nodes))
+    ]
+    return CostGraph(
+        memory="cpu", nodes=tuple(nodes), tensors=tuple(tensors), storages=(*[64] * count, *[1280] * count)
+    )
+
+
+def test_regions_within_regions_prove_nothing() -> None:
+    """Not all choices of these are looked at, also in a stage of few nodes: what they take is no bound of it."""
+    graph, names = layers(6), tuple(f"n{index}" for index in range(6))
+    nested = 0
+    for cap in range(76_000, 66_000, -128):
+        options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
+        found = Recomputing(graph, options, (0,), settled=True).of(0, (), names, cap)
+        inner = found is not None and any(set(a) < set(b) for a in found.regions for b in found.regions)
+        if found is not None and inner:
+            nested += 1
+            assert found.least < found.ns
+    assert nested

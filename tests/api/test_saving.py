@@ -16,6 +16,7 @@ from zoo import same
 
 from pipecompile import InfeasibleError, InputError
 from pipecompile.api.capturing import capture_target
+from pipecompile.api.checking import violations
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.costing import Captured, cost_graph
 from pipecompile.api.options import options_for
@@ -27,7 +28,7 @@ from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plan import Plan, Saving, Stage
 from pipecompile.memory.saving import offers
 
 SCHEDULES = (
@@ -102,6 +103,7 @@ def reference() -> tuple[Plan, Lives, tuple[list[Tensor], list[Tensor]]]:
 def formed(plan: Plan) -> Plan:
     """All stages save in all exact forms, whether they fit or not."""
     before, stages = list[str](), []
+    plan = replace(plan, options=replace(plan.options, saving=("mask", "relu", "pool")))
     for stage in plan.stages:
         found = offers(reference()[1], before, stage.nodes, ("mask", "relu", "pool"))
         stages.append(replace(stage, saving=tuple(offer.saving for offer in found)))
@@ -193,3 +195,32 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         planned(**options)
+
+
+NODES = ("0.convolution", "0.norm")
+UNASKED: dict[str, dict[str, Any]] = {
+    "a form that is not exact": {"saving": (Saving(nodes=NODES, policies=("half",), forward_ns=0, backward_ns=0),)},
+    "regions": {"regions": (NODES,), "recompute": "regions"},
+    "regions of a stage without": {"regions": (NODES,)},
+    "a stage with regions without": {"recompute": "regions"},
+    "a time for nothing": {"recompute_ns": 1},
+    "a bound above the time": {"recompute_bound_ns": 1},
+}
+
+
+@pytest.mark.parametrize("what", UNASKED)
+def test_what_the_options_do_not_ask_for_is_found_out(what: str) -> None:
+    plan = planned()
+    assert violations(plan) == []
+    edited = restaged(plan, (replace(plan.stages[0], **UNASKED[what]), plan.stages[1]))
+    message = "stage 0 recomputes or saves otherwise than the plan's options ask for: the file was edited; plan again"
+    assert message in violations(edited)
+
+
+def test_another_policy_than_the_plan_has_is_found_out() -> None:
+    plan = planned(recompute="stage")
+    assert violations(plan) == []
+    edited = replace(plan, options=replace(plan.options, recompute="block"))
+    assert [line.split(":")[0] for line in violations(edited)] == [
+        "stage 0 recomputes or saves otherwise than the plan's options ask for"
+    ]

@@ -277,7 +277,32 @@ def power_iteration() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), normed, nn.Tanh(), nn.Linear(8, 8))
 
 
+class Scale(nn.Identity):
+    """Reads a buffer that it does not write to, and keeps nothing of it but in a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor.clone()
+
+
+class Annealed(nn.Module):
+    """Writes to a buffer of a module that is one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.scale(self.linear(x)).tanh()
+        self.scale.factor.mul_(0.5)
+        return hidden
+
+
 STATE: dict[str, Callable[[], nn.Module]] = {
+    "annealed": lambda: nn.Sequential(nn.Linear(8, 8), Annealed(), nn.Tanh(), Annealed(), nn.Linear(8, 8)),
     "statistics": lambda: nn.Sequential(nn.Linear(8, 8), Statistics(), Statistics(), nn.Tanh()),
     "lesson": lambda: nn.Sequential(nn.Linear(8, 8), Lesson(), Lesson(), nn.Tanh()),
     "recurrent": Recurrent,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.taping import tape_of
+from pipecompile.memory.bound import least_ns
 from pipecompile.memory.choose import cheapest, per_block, priced, square_root, whole
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.memory.test_regions import every_choice, price
@@ -18,7 +19,7 @@ from tests.memory.test_regions import every_choice, price
 @settings(max_examples=200, deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.DataObject) -> None:
-    """At the memory of any choice, a policy's among them, none that there is takes less time."""
+    """At the memory of any choice, a policy's among them, none takes less time, nor does the bound take more."""
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
@@ -35,5 +36,7 @@ def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.
     assert best is not None
     fitting = [choice for choice in every.values() if (in_flight - 1) * choice[0] + choice[1] <= available]
     assert best.ns == min(ns for *_, ns in fitting)
+    bound = least_ns(tape, in_flight, available)
+    assert bound is not None and bound <= best.ns
     least = min((in_flight - 1) * kept + peak for kept, peak, _ in every.values())
     assert cheapest(tape, blocks, in_flight, least - 1) is None

@@ -165,3 +165,25 @@ def test_chosen_modules_and_nodes_mix() -> None:
 def test_groups_that_touch_the_ends_keep_the_name_of_the_end() -> None:
     found = groups(grouped(Blocks(), X, (("stem", "blocks.0"),)))
     assert found["inputs"] == ["x", "stem", "blocks_0_0", "blocks_0_1"]
+
+
+def test_a_module_stays_with_those_who_write_to_its_state() -> None:
+    class Scale(nn.Identity):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor.clone()
+
+    class Annealed(Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def body(self, x: Tensor) -> Tensor:
+            hidden = self.scale(x.exp()).tanh()
+            self.scale.factor.mul_(0.5)
+            return hidden.exp()
+
+    assert groups(grouped(Annealed(), X)) == {**ENDS, "scale": ["scale", "mul_"]}

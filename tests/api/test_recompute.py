@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from zoo import example, same
 
-from pipecompile import InputError, pipecompile
+from pipecompile import InfeasibleError, InputError, pipecompile
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
@@ -70,6 +70,17 @@ def normed() -> Target:
         "loss_fn": nn.functional.cross_entropy,
     }
     return Target.of(made, "normed")
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
+    """The last stage is over its budget, and only `auto` computes anything of it again: that is said, and true."""
+    fitting = planned("unet", schedule="gpipe")
+    first, last = peaks(fitting)
+    asked: dict[str, Any] = {"schedule": "gpipe", "memory": [first, int(0.95 * last)], "pin": fitting.assignment}
+    with pytest.raises(InfeasibleError, match="; this would fit: recompute=auto$"):
+        planned("unet", **asked, recompute=recompute)
+    assert planned("unet", **asked, recompute="auto").stages[-1].regions
 
 
 SINGLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")

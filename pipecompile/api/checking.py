@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 
 from pipecompile.api.ordering import compared, named_schedule, named_within, placements
 from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
-from pipecompile.ir.plan import Ordering, Plan
+from pipecompile.ir.plan import Options, Ordering, Plan, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
@@ -23,9 +24,49 @@ def violations(plan: Plan) -> list[str]:
     try:
         problem = problem_of_plan(plan)
         found = check_schedule(plan.schedule, replace(problem, caps=None))
-        return found or list(_over_cap(plan)) or list(_edited(plan, problem))
+        return found or list(_misstated(plan)) or list(_over_cap(plan)) or list(_edited(plan, problem))
     except PipecompileError as error:
         return [str(error)]
+
+
+_KINDS = {"auto": {"stage", "regions"}, "block": {"regions"}, "sqrt": {"regions"}}  # other policies: their own
+
+
+def _misstated(plan: Plan) -> Iterator[str]:
+    """Which stages compute again, or save in another form, what no plan with these options would."""
+    for index, stage in enumerate(plan.stages):
+        if fault := _fault_of(stage, plan.options):
+            yield f"stage {index} {fault}: the file was edited; plan again"
+
+
+def _fault_of(stage: Stage, options: Options) -> str | None:
+    if stage.recompute not in _KINDS.get(options.recompute, {options.recompute}) | {"none"}:
+        return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
+    if (stage.recompute == "regions") != bool(stage.regions):
+        return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
+    if stage.recompute == "none" and stage.recompute_ns:
+        return f"computes nothing again, but for {stage.recompute_ns} ns"
+    if stage.recompute_bound_ns > stage.extra_ns:
+        return f"takes {stage.extra_ns} ns more, but at least {stage.recompute_bound_ns}"
+    if unasked := {policy for run in stage.saving for policy in run.policies} - {*options.saving}:
+        return f"saves by {min(unasked)!r}, which the options do not allow"
+    return _misplaced(stage)
+
+
+def _misplaced(stage: Stage) -> str | None:
+    """Regions are runs of the stage's nodes that lie apart or one within the other; runs that save otherwise, apart."""
+    runs = [run.nodes for run in stage.saving]
+    for nodes in chain(stage.regions, runs):
+        first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
+        if not nodes or nodes != stage.nodes[first : first + len(nodes)]:
+            return f"has {', '.join(nodes[:1]) or 'nothing'} … as a region or a run, which is no run of its nodes"
+    pairs = [(set(one), set(other)) for one, other in combinations(stage.regions, 2)]
+    if shared := next((a & b for a, b in pairs if a & b and not (a < b or b < a)), None):
+        return f"has {min(shared)} in two regions, neither within the other"
+    every = [*runs, {name for region in stage.regions for name in region}]
+    if shared := next((set(a) & set(b) for a, b in combinations(every, 2) if not set(a).isdisjoint(b)), None):
+        return f"saves {min(shared)} in another form twice, or computes it again too"
+    return None
 
 
 def _over_cap(plan: Plan) -> Iterator[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 
 from pipecompile.api.ordering import compared, named_schedule, named_within, placements
 from pipecompile.api.planning import predicted
 from pipecompile.errors import PipecompileError
-from pipecompile.ir.plan import Ordering, Plan, Recompute
+from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
@@ -18,25 +19,58 @@ from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_p
 
 __all__ = ["over_limits", "violations"]
 
-KINDS: Mapping[Recompute, tuple[str, ...]] = {
-    "none": ("none",),
-    "stage": ("none", "stage"),
-    "except-last": ("none", "except-last"),
-    "block": ("none", "regions"),
-    "sqrt": ("none", "regions"),
-    "auto": ("none", "stage", "regions"),
-}
-"""By policy what its stages may compute again."""
-
 
 def violations(plan: Plan) -> list[str]:
     """What is wrong with a plan by itself: its schedule, its prediction, its memory caps. Empty if it is sound."""
     try:
         problem = problem_of_plan(plan)
         found = check_schedule(plan.schedule, replace(problem, caps=None))
-        return found or list(_over_cap(plan)) or list(_edited(plan, problem))
+        return found or list(_misstated(plan)) or list(_over_cap(plan)) or list(_edited(plan, problem))
     except PipecompileError as error:
         return [str(error)]
+
+
+KINDS: Mapping[Recompute, set[str]] = {"auto": {"stage", "regions"}, "block": {"regions"}, "sqrt": {"regions"}}
+"""What stages compute again by policies that are no kind themselves."""
+
+
+def _misstated(plan: Plan) -> Iterator[str]:
+    """Which stages compute again, or save in another form, what no plan with these options would."""
+    for index, stage in enumerate(plan.stages):
+        if fault := _fault_of(stage, plan.options):
+            yield f"stage {index} {fault}: the file was edited; plan again"
+
+
+def _fault_of(stage: Stage, options: Options) -> str | None:
+    if stage.recompute not in KINDS.get(options.recompute, {options.recompute}) | {"none"}:
+        return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
+    if (stage.recompute == "regions") != bool(stage.regions):
+        return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
+    if stage.regions and options.schedule in (*SPLIT, "search"):
+        return f"has regions, which are not possible under schedule {options.schedule!r}"
+    if stage.recompute == "none" and stage.recompute_ns:
+        return f"computes nothing again, but for {stage.recompute_ns} ns"
+    if stage.recompute_bound_ns > stage.extra_ns:
+        return f"takes {stage.extra_ns} ns more, but at least {stage.recompute_bound_ns}"
+    if unasked := {policy for run in stage.saving for policy in run.policies} - {*options.saving}:
+        return f"saves by {min(unasked)!r}, which the options do not allow"
+    return _misplaced(stage)
+
+
+def _misplaced(stage: Stage) -> str | None:
+    """Regions are runs of the stage's nodes that lie apart or one within the other; runs that save otherwise, apart."""
+    runs = [run.nodes for run in stage.saving]
+    for nodes in chain(stage.regions, runs):
+        first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
+        if not nodes or nodes != stage.nodes[first : first + len(nodes)]:
+            return f"has {', '.join(nodes[:1]) or 'nothing'} … as a region or a run, which is no run of its nodes"
+    pairs = [(set(one), set(other)) for one, other in combinations(stage.regions, 2)]
+    if shared := next((a & b for a, b in pairs if a & b and not (a < b or b < a)), None):
+        return f"has {min(shared)} in two regions, neither within the other"
+    every = [*runs, {name for region in stage.regions for name in region}]
+    if shared := next((set(a) & set(b) for a, b in combinations(every, 2) if not set(a).isdisjoint(b)), None):
+        return f"saves {min(shared)} in another form twice, or computes it again too"
+    return None
 
 
 def _over_cap(plan: Plan) -> Iterator[str]:
@@ -52,33 +86,12 @@ def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
         yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
-    for index in range(plan.k):
-        if not _is_asked_for(plan, index):
-            yield (
-                f"stage {index} recomputes or saves otherwise than the plan's options ask for: the file was edited; "
-                "plan again"
-            )
     if not _is_placed(plan) or not _is_named_rightly(plan, problem):
         yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
     if plan.search.values.get("step_ns", plan.prediction.step_ns) != plan.prediction.step_ns:
         yield "the search states another step than the prediction: the file was edited; plan again"
     if plan.ordering is not None and not _is_compared_rightly(plan, plan.ordering, problem):
         yield "the other schedules are not what the plan's stages give: the file was edited; plan again"
-
-
-def _is_asked_for(plan: Plan, index: int) -> bool:
-    """Whether the options allow what a stage computes again, and the forms in which it saves: not all are exact."""
-    stage, options = plan.stages[index], plan.options
-    forms = {policy for run in stage.saving for policy in run.policies}
-    splits = options.schedule in (*SPLIT, "search")
-    return (
-        stage.recompute in KINDS[options.recompute]
-        and (stage.recompute == "regions") == bool(stage.regions)
-        and (stage.recompute != "none" or not stage.recompute_ns)
-        and not (splits and stage.regions)
-        and forms.issubset(options.saving)
-        and stage.recompute_bound_ns <= stage.extra_ns
-    )
 
 
 def _is_placed(plan: Plan) -> bool:

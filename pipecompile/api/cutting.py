@@ -21,7 +21,7 @@ from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.memory import rank_memory, room
-from pipecompile.ir.plan import Faster, Options, Recompute, Stage
+from pipecompile.ir.plan import Faster, Options, Stage
 from pipecompile.schedule.named import SPLIT
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
@@ -65,7 +65,7 @@ def _others(problem: Problem, options: Options) -> Iterator[Faster]:
     for objective in OBJECTIVES:
         if objective != options.objective and not (objective == "step-time" and options.schedule == "forward-only"):
             with suppress(InfeasibleError):  # which may only mean that little work did not find any
-                found = solve(replace(problem, objective=objective), seconds=OTHERS_SECONDS)
+                found = solve(replace(problem, objective=objective), seconds=OTHERS_SECONDS, explained=False)
                 yield Faster(objective=objective, step_ns=problem.step_ns(found.assignment))
 
 
@@ -116,7 +116,7 @@ def _within_caps(graph: CostGraph, options: Options, problem: Problem, found: Pa
         caps = tuple(max(0, cap - more) for cap, more in zip(problem.memory.caps, excess, strict=True))
         problem = replace(problem, memory=replace(problem.memory, caps=caps))
         try:
-            found = solve(problem, seconds=OTHERS_SECONDS)
+            found = solve(problem, seconds=OTHERS_SECONDS, explained=False)
         except InfeasibleError:
             break  # what it would say is about the lowered caps
     rank = max(range(len(excess)), key=excess.__getitem__)
@@ -306,22 +306,23 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     most = options.k if of_ranks else 2 * options.k + 2
     more = [msgspec.structs.replace(options, k=k) for k in range(options.k + 1, most + 1)]
     changed = {f"k={other.k}": other for other in more}
-    if options.recompute == "none":
-        policy: Recompute = "auto" if options.saving else "stage"  # other forms go with no whole stages
-        changed = {f"recompute={policy}": msgspec.structs.replace(options, recompute=policy), **changed}
+    if options.recompute != "auto":
+        changed = {"recompute=auto": msgspec.structs.replace(options, recompute="auto"), **changed}
     fitting = list(islice((text for text, other in changed.items() if _is_feasible(graph, other, links)), 2))
     if not fitting:
-        return f"; neither up to {most} stages nor recompute would fit: allow more memory or fewer microbatches"
+        return f"; neither up to {most} stages nor recompute would fit: allow more memory or more, smaller microbatches"
     return f"; this would fit: {' or '.join(fitting)}"
 
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
     """Whether a little work finds a cut; what does not even fit with what it holds at the least is not priced."""
-    from pipecompile.partition.front import is_feasible
+    from pipecompile.partition.front import solve
 
     with suppress(PipecompileError):
-        problem = problem_of(graph, options, links)
+        problem = replace(problem_of(graph, options, links), objective="max-load")
         assert problem.memory is not None
         least = replace(problem, memory=replace(problem.memory, price=None, freeable=()))
-        return all(is_feasible(each, seconds=OTHERS_SECONDS) for each in (least, problem))
+        for each in (least, problem):
+            solve(each, seconds=OTHERS_SECONDS, explained=False)
+        return True
     return False

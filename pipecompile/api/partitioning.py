@@ -181,7 +181,7 @@ def _what_would_fit(graph: CostGraph, request: Request) -> str:
 
 def _is_feasible(graph: CostGraph, request: Request) -> bool:
     try:
-        solve(request.problem(graph), seconds=SUGGESTING_SECONDS)
+        solve(request.problem(graph), seconds=SUGGESTING_SECONDS, explained=False)
     except PipecompileError:
         return False
     return True

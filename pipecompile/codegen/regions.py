@@ -186,9 +186,10 @@ def fault_of(limits: Limits, order: Sequence[str], region: Sequence[str]) -> str
     if list(region) != list(order[first : first + len(region)]):
         return "is no run of the stage's nodes; name nodes that follow each other, in their order"
     for members in limits.together:
-        missing = [name for name in members if name not in inside]
-        if 0 < len(missing) < len(members):
-            held = next(name for name in members if name in inside)
+        here = [name for name in members if name in known]  # the cut parts them from others
+        missing = [name for name in here if name not in inside]
+        if 0 < len(missing) < len(here):
+            held = next(name for name in here if name in inside)
             return f"parts {held} from {_listed(missing)}; a region holds all of them or none"
     return None
 

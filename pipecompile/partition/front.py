@@ -33,7 +33,7 @@ from pipecompile.partition.problem import Problem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.windows import Limit
 
-__all__ = ["is_feasible", "solve"]
+__all__ = ["solve"]
 
 SECONDS = 10.0  # of work on a problem, unless told otherwise
 SHARES = (0.1, 0.1, 0.1), (0.2, 0.2, 0.5)  # of the budget: what lies near the best cut, all ideals, CP-SAT
@@ -50,31 +50,21 @@ NODES_OF_A_PRICE = 60  # that take as long as a price does besides
 STEPS_PER_SECOND = 2_500  # actions that are simulated
 
 
-def solve(problem: Problem, *, seconds: float = SECONDS) -> Partition:
+def solve(problem: Problem, *, seconds: float = SECONDS, explained: bool = True) -> Partition:
     """The best cut that about `seconds` of work find, with a bound; the same one every time.
 
-    InfeasibleError says which constraint cannot be met, where, and by how much.
+    InfeasibleError says which constraint cannot be met, where, and by how much; unless it is to be `explained`, which
+    may take longer than the search, only that there is no cut.
     """
     if problem.granularity == "auto":
         from pipecompile.partition.opening import solve_opening
 
-        return solve_opening(problem, seconds)[0]
+        return solve_opening(problem, seconds, explained=explained)[0]
     if problem.objective == "step-time":
-        return _fastest_step(problem, seconds)
+        return _fastest_step(problem, seconds, explained)
     search = _Search(Instance.of(problem), seconds)
     search.run()
-    return search.result()
-
-
-def is_feasible(problem: Problem, *, seconds: float) -> bool:
-    """Whether about `seconds` of work find any cut; why they do not is not looked for, which would take longer."""
-    for granularity in ("blocks", "operators") if problem.granularity == "auto" else (problem.granularity,):
-        with suppress(InfeasibleError):
-            search = _Search(Instance.of(replace(problem, objective="max-load", granularity=granularity)), seconds)
-            search.run()
-            if search.best is not None:
-                return True
-    return False
+    return search.result(explained)
 
 
 @dataclass(frozen=True)
@@ -154,10 +144,11 @@ class _Search:
                 if not self.done and not self._is_close():
                     step(share)
 
-    def result(self) -> Partition:
+    def result(self, explained: bool) -> Partition:
         """The best cut, scored from the graph alone."""
         if self.best is None:
-            raise InfeasibleError(why_infeasible(self.instance, proven=self.done))
+            why = why_infeasible(self.instance, proven=self.done) if explained else "no cut was found"
+            raise InfeasibleError(why)
         assignment, cut = self.instance.assignment(self.best.stages), self.best
         wrong = next(faults(self.problem, assignment), None)
         assert wrong is None, f"the search gave a cut that is not allowed: {wrong}"
@@ -339,12 +330,14 @@ def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:
     return tuple(stages.tolist())
 
 
-def _fastest_step(problem: Problem, seconds: float) -> Partition:
+def _fastest_step(problem: Problem, seconds: float, explained: bool) -> Partition:
     """The cuts that the other objectives find, and what hill climbing on the simulated step makes of the best."""
     assert problem.step_ns is not None
     step_ns, least = problem.step_ns, replace(problem, objective="max-load", step_ns=None)
     cuts = [
-        solve(replace(least, objective=objective, communication=communication), seconds=seconds / 4)
+        solve(
+            replace(least, objective=objective, communication=communication), seconds=seconds / 4, explained=explained
+        )
         for objective, communication in (
             ("variance", problem.communication),
             ("max-load", problem.communication),

@@ -27,15 +27,15 @@ LATER = 0.25  # of the budget, for each search after the first that finds a cut
 TESTS = 6  # of values for which minimum cuts bound what is sent
 
 
-def solve_opening(problem: Problem, seconds: float) -> tuple[Partition, tuple[Unit, ...]]:
+def solve_opening(problem: Problem, seconds: float, *, explained: bool = True) -> tuple[Partition, tuple[Unit, ...]]:
     """The best cut between blocks, or a better one with some of them opened until it is near what any cut is worth.
 
     A block opens into its modules and those into their operators: all of them as long as there is no cut, then those
     at the ends of the stages of the best one. Bound and proof are about all cuts between operators. With it comes what
-    is still kept together. InfeasibleError if there is no cut.
+    is still kept together. InfeasibleError, `explained` or not, if there is no cut.
     """
     parts = inside(problem.graph)
-    closed, best = _first(problem, parts, seconds)
+    closed, best = _first(problem, parts, seconds, explained)
     bound = _bound(problem, best, closed, seconds)
     while (best.search.value - bound) * NEAR[problem.objective] > best.search.value:
         ends = at_stage_ends(keeping(problem, closed), best.assignment, closed)
@@ -43,7 +43,7 @@ def solve_opening(problem: Problem, seconds: float) -> tuple[Partition, tuple[Un
             break
         closed = _opened(closed, ends, parts)
         with suppress(InfeasibleError):  # the best cut is still one, but a short search may find none
-            found = solve(keeping(problem, closed), seconds=LATER * seconds)
+            found = solve(keeping(problem, closed), seconds=LATER * seconds, explained=False)
             best = min(best, found, key=_worth)
             bound = max(bound, _bound(problem, found, closed, seconds))
     value = best.search.value
@@ -53,15 +53,15 @@ def solve_opening(problem: Problem, seconds: float) -> tuple[Partition, tuple[Un
 
 
 def _first(
-    problem: Problem, parts: Mapping[Unit, tuple[Unit, ...]], seconds: float
+    problem: Problem, parts: Mapping[Unit, tuple[Unit, ...]], seconds: float, explained: bool
 ) -> tuple[tuple[Unit, ...], Partition]:
     """The coarsest level that has a cut, and that cut."""
     closed = kept_together(problem.graph, "blocks")
     while closed:
         with suppress(InfeasibleError):
-            return closed, solve(keeping(problem, closed), seconds=seconds)
+            return closed, solve(keeping(problem, closed), seconds=seconds, explained=False)
         closed = _opened(closed, closed, parts)
-    return closed, solve(keeping(problem, closed), seconds=seconds)
+    return closed, solve(keeping(problem, closed), seconds=seconds, explained=explained)
 
 
 def keeping(problem: Problem, closed: tuple[Unit, ...]) -> Problem:

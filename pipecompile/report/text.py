@@ -52,7 +52,7 @@ def size_text(size: int) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """What `plan` and `show` print: quality, stages, ranks, budgets, regions, forms, relayed tensors, ties."""
+    """What `plan` and `show` print: quality, stages, ranks, budgets, regions, forms, relays, ties."""
     parts = [
         _header(plan),
         _stages(plan),

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from zoo import example, same
 
-from pipecompile import InputError, pipecompile
+from pipecompile import InfeasibleError, InputError, pipecompile
 from pipecompile.api.capturing import capture_target
+from pipecompile.api.checking import violations
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Plan, Saving
 
 
 def planned(name: str, **options: Any) -> Plan:
@@ -68,6 +70,17 @@ def normed() -> Target:
         "loss_fn": nn.functional.cross_entropy,
     }
     return Target.of(made, "normed")
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
+    """The last stage is over its budget, and only `auto` computes anything of it again: that is said, and true."""
+    fitting = planned("unet", schedule="gpipe")
+    first, last = peaks(fitting)
+    asked: dict[str, Any] = {"schedule": "gpipe", "memory": [first, int(0.95 * last)], "pin": fitting.assignment}
+    with pytest.raises(InfeasibleError, match=r"; this would fit: recompute=auto$"):
+        planned("unet", **asked, recompute=recompute)
+    assert planned("unet", **asked, recompute="auto").stages[-1].regions
 
 
 SINGLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -164,3 +177,78 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         planned("sequential", **options)
+
+
+class TiedUnderAutocast(nn.Module):
+    """The first and the last layer read one weight, in one autocast region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            values = self.embedding(tokens)
+            for layer in self.layers:
+                values = layer(values)
+            logits: Tensor = self.head(values).float()
+        return logits
+
+
+@pytest.mark.parametrize("policy", ["block", "sqrt"])
+def test_what_the_cut_parts_need_not_lie_in_one_region(policy: str) -> None:
+    """Readers of a parameter that autocast casts go together only within their stage."""
+    gradients = []
+    for recompute in ("none", policy):
+        torch.manual_seed(0)
+        model, tokens = TiedUnderAutocast(), torch.arange(8)
+        pipeline = pipecompile(
+            model,
+            tokens,
+            k=2,
+            loss_fn=nn.functional.cross_entropy,
+            costs="flops",
+            recompute=recompute,
+            pin={"embedding": 0, "head": 1},
+            self_check=False,
+        )
+        pipeline.step(tokens, tokens)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert any("embedding" in region for region in pipeline.plan.stages[0].regions)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"regions": ()}, "stage 0 recomputes by 'regions', but has 0 regions"),
+        ({"regions": (("nobody",),)}, "stage 0 has nobody … as a region"),
+        ({"recompute_bound_ns": 1 << 40}, "ns more, but at least 1099511627776"),
+    ],
+)
+def test_edited_regions_are_found_out(changes: dict[str, Any], message: str) -> None:
+    plan = planned("sequential", recompute="sqrt")
+    assert violations(plan) == []
+    first, last = plan.stages
+    (found,) = violations(replace(plan, stages=(replace(first, **changes), last)))
+    assert message in found and found.endswith("the file was edited; plan again")
+
+
+def test_regions_and_runs_in_two_places_are_found_out() -> None:
+    plan = planned("sequential", recompute="sqrt")
+    first, last = plan.stages
+    region = first.regions[0]
+    twice = replace(first, regions=(*first.regions, region))
+    run = Saving(nodes=region, policies=("mask",), forward_ns=0, backward_ns=0)
+    for stage, message in ((twice, "in two regions"), (replace(first, saving=(run,)), "do not allow")):
+        (found,) = violations(replace(plan, stages=(stage, last)))
+        assert message in found
+    unasked = replace(plan, options=replace(plan.options, recompute="none"))
+    assert "recomputes by 'regions', but recompute is 'none'" in violations(unasked)[0]
+    allowed = replace(
+        plan, stages=(replace(first, saving=(run,)), last), options=replace(plan.options, saving=("mask",))
+    )
+    assert "computes it again too" in violations(allowed)[0]

@@ -101,14 +101,14 @@ def reference() -> tuple[Plan, Lives, tuple[list[Tensor], list[Tensor]]]:
 
 
 def formed(plan: Plan) -> Plan:
-    """All stages save in all exact forms, whether they fit or not."""
+    """All stages save in all exact forms, as the options now say, whether they fit or not."""
     before, stages = list[str](), []
     plan = replace(plan, options=replace(plan.options, saving=("mask", "relu", "pool")))
     for stage in plan.stages:
         found = offers(reference()[1], before, stage.nodes, ("mask", "relu", "pool"))
         stages.append(replace(stage, saving=tuple(offer.saving for offer in found)))
         before += stage.nodes
-    return restaged(plan, stages)
+    return restaged(replace(plan, options=replace(plan.options, saving=("mask", "relu", "pool"))), stages)
 
 
 def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:

@@ -142,6 +142,11 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
         )
     if options.saving and len(placement) > max(placement) + 1:
         raise InputError("saving chooses for ranks of one stage each; leave it out, or have one stage a rank")
+    if options.saving and options.schedule in (*SPLIT, "search"):
+        raise InputError(
+            f"saving is not planned under schedule {options.schedule!r}, whose backwards may be split; leave it "
+            "out, or choose another schedule"
+        )
     if options.saving and options.recompute not in ("none", "auto"):
         raise InputError(f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them")
 

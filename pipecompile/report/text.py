@@ -11,6 +11,7 @@ from pipecompile.ir.saving import POLICIES
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 
 __all__ = [
+    "EXTRA",
     "again_text",
     "bar",
     "cap_text",
@@ -18,6 +19,7 @@ __all__ = [
     "form_texts",
     "gap_text",
     "idle_shares",
+    "is_bounded",
     "link_text",
     "links_text",
     "objective_text",
@@ -81,6 +83,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in own_texts(plan.links))
     yield f"  memory     {cap_text(plan)}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
+    if plan.options.memory_bytes is None and (plan.options.recompute == "auto" or plan.options.saving):
+        yield "  note       without a memory budget nothing is computed again, or saved in another form"
     yield from _forms(plan)
     proof = "verified against the model" if plan.capture.verified else "unverified capture"
     yield f"  capture    {proof}" + ("" if plan.capture.method == "recorded" else f"; {plan.capture.method}")
@@ -97,11 +101,11 @@ _ALLOCATORS = {"cpu": "a CPU", "cuda": "a GPU, bound not proven"}
 
 
 def _forms(plan: Plan) -> Iterator[str]:
-    """Other forms in which stages save, if any do."""
+    """Other forms in which stages save, if they may."""
     used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
-    if used:
+    if used or plan.options.saving:
         exact = ", not exact" if "half" in used else ""
-        yield f"  saving     {', '.join(policy for policy in POLICIES if policy in used)}{exact}"
+        yield f"  saving     {', '.join(policy for policy in POLICIES if policy in used) or 'not needed'}{exact}"
 
 
 def cap_text(plan: Plan) -> str:
@@ -246,9 +250,10 @@ def _budgets(plan: Plan) -> Iterator[str]:
     caps = plan.options.caps(plan.ranks)
     if caps is None and all(stage.recompute == "none" and not stage.saving for stage in plan.stages):
         return iter(())
-    rows = [["stage", "computed again", "extra time", "of forward", *["rank", "budget", "bound", "left"] * bool(caps)]]
+    titles = ["stage", "computed again", *EXTRA, *["at least"] * is_bounded(plan)]
+    rows = [[*titles, *["rank", "budget", "bound", "left"] * bool(caps)]]
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
-        row = [str(index), again_text(stage), *extra_texts(stage)]
+        row = [str(index), again_text(stage), *extra_texts(stage, bounded=is_bounded(plan))]
         if caps is not None:
             bound = plan.prediction.memory[rank].total.bound
             row += [str(rank), *map(size_text, (caps[rank], bound, caps[rank] - bound))]
@@ -266,11 +271,23 @@ def again_text(stage: Stage) -> str:
     return f"{inside} of {len(stage.nodes)} nodes in {count} region{'s' * (count > 1)}{forms}"
 
 
-def extra_texts(stage: Stage) -> list[str]:
-    """The time that this takes for a microbatch, and as a share of the stage's forward; empty if there is none."""
+EXTRA = ("extra time", "of forward")
+
+
+def extra_texts(stage: Stage, *, bounded: bool) -> list[str]:
+    """The time that this takes for a microbatch, as a share of the stage's forward, and if `bounded` what is proven.
+
+    Empty if there is none.
+    """
     if stage.recompute == "none" and not stage.saving:
-        return ["", ""]
-    return [time_text(stage.extra_ns), f"{stage.extra_ns / max(stage.forward_ns, 1):.1%}"]
+        return [""] * (2 + bounded)
+    found = [time_text(stage.extra_ns), f"{stage.extra_ns / max(stage.forward_ns, 1):.1%}"]
+    return [*found, *[time_text(stage.recompute_bound_ns)] * bounded]
+
+
+def is_bounded(plan: Plan) -> bool:
+    """Whether the least time is searched for that stages take to fit, so that there is a bound to it."""
+    return plan.options.recompute == "auto"
 
 
 def _regions(plan: Plan) -> list[str]:

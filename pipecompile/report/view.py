@@ -9,7 +9,17 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.report.markup import bar, document, line
 from pipecompile.report.svg import headline, timeline_svg
-from pipecompile.report.text import again_text, cap_text, extra_texts, form_texts, region_texts, size_text, time_text
+from pipecompile.report.text import (
+    EXTRA,
+    again_text,
+    cap_text,
+    extra_texts,
+    form_texts,
+    is_bounded,
+    region_texts,
+    size_text,
+    time_text,
+)
 
 __all__ = ["plan_page"]
 
@@ -59,9 +69,8 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _stages(plan: Plan) -> Iterator[str]:
     yield "<h2>Stages, for one microbatch</h2>\n<table>"
-    yield line(
-        "th", ["stage", "rank", "nodes", "forward", "backward", "computed again", "extra time", "of forward", "sends"]
-    )
+    extra = [*EXTRA, *["at least"] * is_bounded(plan)]
+    yield line("th", ["stage", "rank", "nodes", "forward", "backward", "computed again", *extra, "sends"])
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
         modules = escape(", ".join(stage.modules))
         cells = [
@@ -70,7 +79,7 @@ def _stages(plan: Plan) -> Iterator[str]:
             str(len(stage.nodes)),
             *map(time_text, (stage.forward_ns, stage.backward_ns)),
             again_text(stage),
-            *extra_texts(stage),
+            *extra_texts(stage, bounded=is_bounded(plan)),
             size_text(sum(tensor.bytes for tensor in stage.outputs)) if stage.outputs else "",
         ]
         yield line("td", cells)

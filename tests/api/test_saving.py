@@ -189,7 +189,8 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
         ({"saving": ("zip",)}, "saving='zip' is not known; choose one of mask, relu, pool, offload, half"),
         ({"saving": "mask"}, "saving='mask' is not a list of names"),
         ({"saving": ("mask",), "recompute": "block"}, "saving goes with recompute none or auto, not with 'block'"),
-        ({"saving": ("mask",), "k": 4, "schedule": "zb-v"}, "saving chooses for ranks of one stage each"),
+        ({"saving": ("mask",), "k": 4, "schedule": "looped-bfs"}, "saving chooses for ranks of one stage each"),
+        ({"saving": ("mask",), "schedule": "zb-h1"}, "saving is not planned under schedule 'zb-h1'"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -198,23 +199,25 @@ def test_what_does_not_go_together(options: dict[str, Any], message: str) -> Non
 
 
 NODES = ("0.convolution", "0.norm")
-UNASKED: dict[str, dict[str, Any]] = {
-    "a form that is not exact": {"saving": (Saving(nodes=NODES, policies=("half",), forward_ns=0, backward_ns=0),)},
-    "regions": {"regions": (NODES,), "recompute": "regions"},
-    "regions of a stage without": {"regions": (NODES,)},
-    "a stage with regions without": {"recompute": "regions"},
-    "a time for nothing": {"recompute_ns": 1},
-    "a bound above the time": {"recompute_bound_ns": 1},
+UNASKED: dict[str, tuple[dict[str, Any], str]] = {
+    "a form that is not exact": (
+        {"saving": (Saving(nodes=NODES, policies=("half",), forward_ns=0, backward_ns=0),)},
+        "saves by 'half', which the options do not allow",
+    ),
+    "regions": ({"regions": (NODES,), "recompute": "regions"}, "recomputes by 'regions', but recompute is 'none'"),
+    "regions of a stage without": ({"regions": (NODES,)}, "recomputes by 'none', but has 1 regions"),
+    "a stage with regions without": ({"recompute": "regions"}, "recomputes by 'regions', but recompute is 'none'"),
+    "a time for nothing": ({"recompute_ns": 1}, "computes nothing again, but for 1 ns"),
+    "a bound above the time": ({"recompute_bound_ns": 1}, "takes 0 ns more, but at least 1"),
 }
 
 
 @pytest.mark.parametrize("what", UNASKED)
 def test_what_the_options_do_not_ask_for_is_found_out(what: str) -> None:
-    plan = planned()
+    plan, (changed, message) = planned(), UNASKED[what]
     assert violations(plan) == []
-    edited = restaged(plan, (replace(plan.stages[0], **UNASKED[what]), plan.stages[1]))
-    message = "stage 0 recomputes or saves otherwise than the plan's options ask for: the file was edited; plan again"
-    assert message in violations(edited)
+    edited = restaged(plan, (replace(plan.stages[0], **changed), plan.stages[1]))
+    assert violations(edited) == [f"stage 0 {message}: the file was edited; plan again"]
 
 
 def test_another_policy_than_the_plan_has_is_found_out() -> None:
@@ -222,5 +225,5 @@ def test_another_policy_than_the_plan_has_is_found_out() -> None:
     assert violations(plan) == []
     edited = replace(plan, options=replace(plan.options, recompute="block"))
     assert [line.split(":")[0] for line in violations(edited)] == [
-        "stage 0 recomputes or saves otherwise than the plan's options ask for"
+        "stage 0 recomputes by 'stage', but recompute is 'block'"
     ]

@@ -152,3 +152,22 @@ def test_a_timeline_in_letters() -> None:
         "rank  0 0011rraa",
         "rank  1 00aaww··",
     ]
+
+
+def test_what_is_proven_of_the_extra_time_stands_beside_it(make_plan: MakePlan) -> None:
+    plan = make_plan(recompute="sqrt")
+    first = msgspec.structs.replace(plan.stages[0], recompute_bound_ns=7_000)
+    options = msgspec.structs.replace(plan.options, recompute="auto")
+    text = summary(msgspec.structs.replace(plan, options=options, stages=(first, *plan.stages[1:])))
+    assert re.search(r"extra time +of forward +at least", text)
+    assert re.search(r"^ +0 .* regions? .* 100\.0% +7\.0 µs", text, re.MULTILINE)
+    assert "at least" not in summary(plan)
+
+
+def test_auto_without_a_budget_is_said_to_do_nothing(make_plan: MakePlan) -> None:
+    plan = make_plan(memory_bytes=None)
+    note = "  note       without a memory budget nothing is computed again"
+    assert note in summary(
+        msgspec.structs.replace(plan, options=msgspec.structs.replace(plan.options, recompute="auto"))
+    )
+    assert note not in summary(plan)

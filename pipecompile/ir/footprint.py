@@ -13,8 +13,9 @@ class Footprint(Value, frozen=True, kw_only=True):
 
     `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
     are sent, as are the gradients of the inputs (`returned`); those that only pass through (`relayed`) lie in what was
-    received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, and `between` what
-    it leaves to the second. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, `remade` besides of
+    outputs that were computed again, since others were sent, and `between` what it leaves to the second. `inputs`,
+    `received` and `received_gradients` are buffers of one microbatch.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -31,6 +32,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     returned: Amount
     relayed: Amount
     dropped: Amount
+    remade: Amount
     between: Amount
     forward_peak: Amount
     first_backward_peak: Amount

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
@@ -101,6 +102,7 @@ class _Stage(Part):
             returned=amount(tensor.gradient_bytes for tensor, _ in self.read),
             relayed=amount(t.gradient_bytes for t, readers in self.arriving if self.inside.isdisjoint(readers)),
             dropped=amount(made.storage.bytes for made in self.made if self._is_dropped(made)),
+            remade=amount(made.storage.bytes for made in self.made if self._is_remade(made)),
             between=amount(gradient.bytes for gradient in self.captured) if self.splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole, self.sums, again=True),
@@ -161,6 +163,10 @@ class _Stage(Part):
         """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
         last = self._last_trained
         return self.splits and bool(made.holders) and made.holders[0] > last and not self.is_sent(made.storage)
+
+    def _is_remade(self, made: Made) -> bool:
+        """Whether it is an output that no node up to the last one with parameters saves."""
+        return self.splits and self.is_sent(made.storage) and min(made.holders, default=inf) > self._last_trained
 
     @cached_property
     def _last_trained(self) -> int:

@@ -68,14 +68,15 @@ class RankMemory(Value, frozen=True, kw_only=True):
 class Held(NamedTuple):
     """How many microbatches of one stage are in which state.
 
-    `kept`: forward (or recompute) done, backward not. `bare`: outputs of a forward that is recomputed. `halved`:
-    between the halves of a backward. `sent`, `returned`: outputs and gradients of inputs that wait for the step's
-    end. `summed`: whether the gradients of parameters are there.
+    `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `halved`:
+    between the halves of a backward; `again`: so, after a recompute. `sent`, `returned`: outputs and gradients of
+    inputs that wait for the step's end. `summed`: whether the gradients of parameters are there.
     """
 
     kept: int = 0
     bare: int = 0
     halved: int = 0
+    again: int = 0
     sent: int = 0
     returned: int = 0
     summed: int = 0
@@ -149,13 +150,16 @@ def _after(held: Held, kind: Kind, bare: bool) -> Held:
         case Kind.RECOMPUTE:
             return held._replace(kept=held.kept + 1)
         case Kind.BACKWARD_INPUT:
-            return held._replace(halved=held.halved + 1, returned=held.returned + 1)
+            half = {"again": held.again + 1} if bare else {"halved": held.halved + 1}
+            return held._replace(kept=held.kept - 1, returned=held.returned + 1, **half)
+    is_half = kind is Kind.BACKWARD_WEIGHT
     return Held(
-        kept=held.kept - 1,
+        kept=held.kept - (not is_half),
         bare=held.bare - bare,
-        halved=held.halved - (kind is Kind.BACKWARD_WEIGHT),
+        halved=held.halved - (is_half and not bare),
+        again=held.again - (is_half and bare),
         sent=held.sent + 1,
-        returned=held.returned + (kind is Kind.BACKWARD),
+        returned=held.returned + (not is_half),
         summed=1,
     )
 
@@ -195,7 +199,9 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
 
 
 def _activations(stage: Footprint, held: Held) -> Amount:
-    return stage.kept * held.kept + stage.outputs * held.bare + (stage.between - stage.dropped) * held.halved
+    half = stage.kept + stage.between - stage.dropped
+    again = half - stage.remade
+    return stage.kept * held.kept + stage.outputs * held.bare + half * held.halved + again * held.again
 
 
 def _buffers(stages: Mapping[int, Footprint]) -> Amount:

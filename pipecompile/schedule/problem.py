@@ -22,7 +22,8 @@ class Work:
     `kept_bytes` from the forward on, `recomputed_bytes` more from the recompute on, until the backward;
     `between_bytes` of them from the gradients of the inputs to those of the weights. `splits`: whether there may be
     two halves of the backward. `recompute`: the forward runs again before the backward; `but_last`: not that of the
-    step's last microbatch, of which `recomputed_bytes` are kept from its only forward on, and no `kept_bytes`.
+    step's last microbatch, of which `recomputed_bytes` are kept from its only forward on, and no `kept_bytes`; between
+    the halves it has `remade_bytes` more, which others let go.
     """
 
     forward_ns: int
@@ -34,6 +35,7 @@ class Work:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     between_bytes: int = 0
+    remade_bytes: int = 0
     splits: bool = True
     recompute: bool = False
     but_last: bool = False
@@ -141,7 +143,11 @@ class Problem:
     def _last_changes(self) -> tuple[dict[Kind, int], ...]:
         """Those of the step's last microbatch."""
         return tuple(
-            changes(kept=work.recomputed_bytes + extra, recomputed=0, between=work.between_bytes - work.kept_bytes)
+            changes(
+                kept=work.recomputed_bytes + extra,
+                recomputed=0,
+                between=work.between_bytes - work.kept_bytes + work.remade_bytes,
+            )
             if work.recompute and work.but_last
             else plain
             for work, extra, plain in zip(self.work, self._skipped, self._changes, strict=True)

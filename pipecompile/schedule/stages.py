@@ -75,7 +75,8 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
     held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
-    again = stage.recomputes
+    again, footprint = stage.recomputes, stage.footprint
+    remade = footprint.remade.bound * again
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     packing = sum(run.forward_ns for run in stage.saving)
     unpacking = sum(run.backward_ns for run in stage.saving)
@@ -90,7 +91,8 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         kept_bytes=outputs if again else held,
         recomputed_bytes=held if again else 0,
         # torch keeps everything until the gradients of the weights
-        between_bytes=held + outputs * again + (stage.footprint.between - stage.footprint.dropped).bound,
+        between_bytes=held + outputs * again + (footprint.between - footprint.dropped).bound - remade,
+        remade_bytes=remade,
         splits=splits,
         recompute=again,
         but_last=stage.recompute == "except-last",

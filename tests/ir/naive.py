@@ -492,12 +492,17 @@ class _Rank:
                 self.live.drop(*key)
 
     def _drop(self, stage: _Stage, microbatch: int) -> None:
-        """No second half comes by behind the last node with parameters: what only nodes there saved is let go."""
+        """No second half comes by behind the last node with parameters: what only nodes there saved is let go.
+
+        So are outputs that were computed again: what was sent are those of the first forward.
+        """
+        remade = (stage.index, microbatch) in self.recomputed
         order = stage.order
         last = max((order.index(name) for nodes in stage.trained().values() for name in nodes), default=-1)
         for storage in stage.own():
             savers = [order.index(name) for name in stage.savers(storage)]
-            if savers and min(savers) > last and not stage.sent(storage):
+            is_free = remade if stage.sent(storage) else bool(savers)
+            if is_free and min(savers, default=last + 1) > last:
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _return(self, stage: _Stage, microbatch: int) -> None:

@@ -21,7 +21,7 @@ LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 def _footprint(kept: int, outputs: int) -> Footprint:
     sizes = dict.fromkeys(Footprint.__struct_fields__, 100) | {"kept": kept, "outputs": outputs}
-    sizes |= {"between": 7, "dropped": 5, "optimizer_scratch": 0}
+    sizes |= {"between": 7, "dropped": 5, "remade": 3, "optimizer_scratch": 0}
     return Footprint(**{name: Amount(expected=size, bound=size) for name, size in sizes.items()})
 
 
@@ -98,7 +98,7 @@ def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
     """
     cpu = ALLOCATORS["cpu"]
     needed = 4 * 100 + 3 * (4 * 100 + 10)
-    assert activation_caps(_stages(), range(3), 3, [cpu.padded(needed + 100, 0) + 1] * 3, "cpu") == (100,) * 3
+    assert activation_caps(_stages(), range(3), 3, [cpu.padded(needed + 100, 0)] * 3, "cpu") == (100,) * 3
     assert activation_caps(_stages(), range(3), 3, [cpu.padded(needed - 1, 0)] * 3, "cpu") == (0,) * 3
     assert activation_caps(_stages(), range(3), 3, None, "cpu") is None
 
@@ -107,7 +107,7 @@ def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
 def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_everything(recompute: str) -> None:
     stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
     work = problem_of_stages(stages, LINK, range(3), 2).work[1]
-    wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10, 41, 10 + 41 + 7 - 5)}[recompute]
+    wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10, 41, 10 + 41 + 7 - 5 - 3)}[recompute]
     assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == wanted
 
 

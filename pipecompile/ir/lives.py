@@ -47,6 +47,13 @@ class GradientLife(NamedTuple):
     summed: bool
 
 
+ORDERLY = {
+    f"{library}.{name}"
+    for library in ("Tensor", "torch")
+    for name in ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
+}
+
+
 @dataclass(frozen=True)
 class Lives:
     """The storages of a cost graph, ready for any stage; `optimizer` and `master_weights` are as in a plan's options.
@@ -87,6 +94,18 @@ class Lives:
                 content = self.graph.contents[storage] if self.graph.contents else None
                 made[root].append(Storage(self.graph.storages[storage], read, saved, content, uses[storage]))
         return {root: tuple(storages) for root, storages in made.items()}
+
+    @cached_property
+    def seen_through(self) -> dict[str, Tensor]:
+        """What has one reader, a view of all its elements in their order, by its producer: the view."""
+        values = {tensor.producer: tensor for tensor in self.graph.tensors}
+        found = {}
+        for tensor in self.graph.tensors:
+            view = values.get(tensor.consumers[0]) if len(tensor.consumers) == 1 else None
+            if view is not None and self.graph.by_name[view.producer].operator in ORDERLY:
+                alike = (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
+                found |= {tensor.producer: view} if alike and tensor.storage is not None else {}
+        return found
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:

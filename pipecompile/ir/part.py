@@ -197,6 +197,16 @@ class Part:
         return [(tensor, min(inside)) for tensor, inside in places if inside]
 
     @cached_property
+    def returned(self) -> list[Tensor]:
+        """What arrives and is read here, but for what a later stage alone reads, through a view."""
+        return [tensor for tensor, _ in self.read if not self._is_handed_on(tensor)]
+
+    def _is_handed_on(self, tensor: Tensor) -> bool:
+        view = self.lives.seen_through.get(tensor.producer)
+        readers = () if view is None else map(self.lives.place.__getitem__, view.consumers)
+        return bool(view and view.consumers) and all(map(self.is_later, readers))
+
+    @cached_property
     def splits(self) -> bool:
         """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)

@@ -5,7 +5,8 @@ layouts of its own, and its result out of one. There channels come in blocks of 
 or as they are; those of groups are taken as they are. A backward makes the gradient of the input, if it is wanted, then
 that of the weight. With channels last images stay as they are and weights are copied; their gradient is summed in
 blocks of 16 channels, also where a group has one channel. What is pointwise works in place. Other instruction sets have
-other blocks. In float64, which oneDNN has not, the input is unfolded. A transposed convolution has a margin.
+other blocks; of what is known to differ the larger counts, so that costs are the same on every machine. In float64,
+which oneDNN has not, the input is unfolded. A transposed convolution has a margin.
 The backward of a batch norm takes as much as its input where both that and the gradient are in one layout, that of an
 upsampling a copy of a gradient that is not in order.
 
@@ -26,6 +27,8 @@ from pipecompile.cost_models.protocol import size_bytes, tensors
 from pipecompile.ir.allocator import AllocatorName
 
 __all__ = ["SCRATCH", "Scratch", "hidden_bytes"]
+
+PARTS = 4  # sums of a weight's gradient beside each other, with AVX2 where images are less high than the kernel
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to bytes."""
@@ -89,7 +92,8 @@ def _cpu_convolution_backward(gradient: Tensor, value: Tensor, weight: Tensor, g
     copied = _padded_bytes(value, block) if block > 1 else 0
     summed = _blocked_bytes(weight, 1, block)
     first = given + blocked + _padded_bytes(value, 16) - size_bytes([value]) if of_value else 0
-    return max(first - own, given + copied + summed - own, summed)
+    low = given + copied + PARTS * summed if value.shape[2] < weight.shape[2] else 0
+    return max(first - own, given + copied + summed - own, summed, low)
 
 
 def _columns_bytes(value: Tensor, weight: Tensor, groups: int, outcome: Tensor) -> int:

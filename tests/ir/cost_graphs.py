@@ -98,7 +98,7 @@ def _node(
         saved=saved,
         uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
         parameters=tuple(sorted(read)),
-        operator="placeholder" if placeholder else "",
+        operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view"])),
     )
 
 

@@ -274,6 +274,15 @@ class _Stage:
         arriving = [tensor for tensor in self.graph.tensors if self.arrives(tensor.producer, tensor.consumers)]
         return [tensor for tensor in arriving if self.inside(tensor.consumers)]
 
+    def only_views(self, tensor: Tensor) -> bool:
+        """Whether a later stage reads the one view that is taken of it, all of it in order; its gradient is one too."""
+        for view in self.graph.tensors:
+            same = (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
+            if list(tensor.consumers) == [view.producer] and tensor.storage is not None and same and view.consumers:
+                is_view = self.graph.by_name[view.producer].operator == "Tensor.view"
+                return is_view and all(self.of[name] > self.index for name in view.consumers)
+        return False
+
     def met(self, node: str) -> int:
         """What was added last to the sums that are new: those in place are so if the first part came from later."""
         gradients = self.graph.gradients
@@ -509,7 +518,8 @@ class _Rank:
         """The gradients of what is read are memory of its own, others lie in what was received."""
         self.live.drop(stage.index, microbatch, "complete")
         for tensor in stage.graph.tensors:
-            is_new = stage.inside(tensor.consumers) or stage.index + 1 in self.stages  # which is about to let it go
+            is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
+            is_new = is_read or stage.index + 1 in self.stages  # which is about to let it go
             if is_new and stage.arrives(tensor.producer, tensor.consumers):
                 self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
         self.live.need(0)

@@ -11,6 +11,7 @@ from allocations import allocations, highest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipecompile.ir.part import BOUND_SCRATCH
 from pipecompile.profiling.scratch import SCRATCH, hidden_bytes
 
 NEAR = 0.02
@@ -53,6 +54,19 @@ def test_a_convolution_that_onednn_has_not_unfolds_its_input(dtype: torch.dtype,
     given = (torch.randn_like(result), value, weight, [0], *arguments[3:], [True, True, False])
     backward = torch.ops.aten.convolution_backward.default
     assert scratch_of("convolution_backward", given) >= taken(lambda: backward(*given))
+
+
+@pytest.mark.parametrize(("size", "kernel"), [((2, 2), 3), ((2, 5), 3), ((4, 4), 5), ((1, 4), 3)], ids=str)
+def test_images_less_high_than_the_kernel_take_no_more_than_is_said(size: tuple[int, int], kernel: int) -> None:
+    """With AVX2 exactly that."""
+    value, weight = torch.randn(2, 64, *size), torch.randn(128, 64, kernel, kernel)
+    given = (torch.randn(2, 128, *size), value, weight, [0], [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+    given = (*given, [True, True, False])
+    said = scratch_of("convolution_backward", given)
+    found = taken(lambda: torch.ops.aten.convolution_backward.default(*given))
+    assert said * BOUND_SCRATCH >= found
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        assert said == pytest.approx(found, rel=0.03)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

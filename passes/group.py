@@ -21,11 +21,11 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 class Group:
     """Names groups of nodes that share a stage.
 
-    Requires `meta["val"]`, `meta["state"]`, `meta["mutates"]` and `meta["casts"]` (propagate). Ensures that `meta["group"]` is one name
-    for: the inputs and the first operation, the output and the last one; a collection and the nodes that take it apart;
-    all nodes that touch a storage up to its last write; a tensor and its hooks; what `torch.autograd.grad` goes
-    back through; the readers of a parameter that autocast casts once for all of them; and each of `together`, sets of
-    names of nodes or modules.
+    Requires `meta["val"]`, `meta["state"]`, `meta["mutates"]` and `meta["casts"]` (propagate). Ensures that
+    `meta["group"]` is one name for: the inputs and the first operation, the output and the last one; a collection and
+    the nodes that take it apart; all nodes that touch a storage up to its last write; a tensor and its hooks; what
+    `torch.autograd.grad` goes back through; the readers of a parameter that autocast casts once for all of them; and
+    each of `together`, sets of names of nodes or modules.
     """
 
     together: tuple[tuple[str, ...], ...] = ()

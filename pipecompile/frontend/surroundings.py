@@ -20,7 +20,16 @@ from pipecompile.errors import CaptureError
 Assigned = Callable[[nn.Module, str, Any], None]
 FUNCTIONS = vars(torch.autograd.function)  # where the code of `Function.apply` finds its names
 
-__all__ = ["applied_by", "cleared_by_autocast", "exporting", "inference_as_no_grad", "instead", "known_saving", "quiet", "seeded_by_torch"]
+__all__ = [
+    "applied_by",
+    "cleared_by_autocast",
+    "exporting",
+    "inference_as_no_grad",
+    "instead",
+    "known_saving",
+    "quiet",
+    "seeded_by_torch",
+]
 
 
 @contextlib.contextmanager

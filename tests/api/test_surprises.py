@@ -178,6 +178,31 @@ def test_weights_that_autocast_casts_once_have_the_gradients_of_the_whole(
     assert all("embedding.weight" in stage.parameters for stage in plan.stages)
 
 
+class TwoRegions(nn.Module):
+    """Two regions of autocast read one weight; on what lies between them the second does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.twice, self.between, self.head = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with in_halves():
+            low = self.twice(x).tanh()
+        between = self.between(x)
+        with in_halves():
+            low = self.twice(low).tanh()
+        out: Tensor = self.head(low.float() + between.sin())
+        return out
+
+
+def test_regions_that_the_cut_brings_side_by_side_cast_for_themselves() -> None:
+    target = Target(TwoRegions(), arguments_of(TwoRegions(), X))
+    _, (found,) = verify(target, k=2, microbatches=4, costs="flops", pin={"tanh_1": 0, "between": 1})
+    assert found.passed, found
+
+
 def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
     message = (
         r"at most \d+ stages .*shared with \d+ nodes.* so its readers share a stage \(shared, shared_1, shared_2, "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -21,28 +21,38 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The state a node runs under: `grad` mode, and per device type whether autocast is on and to which type."""
+    """The state a node runs under: `grad` mode, and per device type whether autocast is on and to which type.
+
+    Within an outermost autocast region, the one of this `number` in the model, weights are cast once if `cached`.
+    """
 
     grad: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool = True
+    number: int = field(default=0, repr=False)  # which one makes no difference to what a node does
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on."""
+        return any(enabled for _, enabled, _ in self.autocast)
 
 
 def observed() -> Ambient:
     """The state that this thread is in."""
     casts = ((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES)
-    return Ambient(torch.is_grad_enabled(), tuple(casts))
+    return Ambient(torch.is_grad_enabled(), tuple(casts), torch.is_autocast_cache_enabled())
 
 
 class Region:
     """A state that is entered and left by calls, since generated code has no `with`."""
 
-    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+    def __init__(self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...], cached: bool = True) -> None:
         self._stack = ExitStack()
         # A region never turns gradients on: under `evaluate` they stay off.
         self._stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
         for device, enabled, dtype in autocast:
             if torch.amp.is_autocast_available(device):
-                self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                self._stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
 
     def leave(self) -> None:
         """Back to the state before the region."""
@@ -52,7 +62,7 @@ class Region:
 @contextmanager
 def entered(ambient: Ambient | None) -> Iterator[None]:
     """Runs the block under `ambient`; None changes nothing."""
-    region = None if ambient is None else Region(ambient.grad, ambient.autocast)
+    region = None if ambient is None else Region(ambient.grad, ambient.autocast, ambient.cached)
     try:
         yield
     finally:
@@ -96,7 +106,8 @@ def _switch(graph: fx.Graph, node: fx.Node, region: fx.Node | None, ambient: Amb
     with graph.inserting_before(node):
         if region is not None:
             calls.append(graph.call_function(leave, (region,)))
-        entering = None if ambient is None else graph.call_function(Region, (ambient.grad, ambient.autocast))
+        state = None if ambient is None else (ambient.grad, ambient.autocast, ambient.cached)
+        entering = None if state is None else graph.call_function(Region, state)
     for call in (*calls, *([entering] if entering else [])):
         call.meta.update(node.meta, random=False, mutates=(), ambient=None, val=None)
     return entering

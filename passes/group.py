@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Group", "belongs", "storage_key"]
+from pipecompile.passes.ambient import observed
+
+__all__ = ["Group", "belongs", "cast_once", "storage_key"]
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 
@@ -19,17 +21,18 @@ INPUTS, OUTPUTS = "inputs", "outputs"
 class Group:
     """Names groups of nodes that share a stage.
 
-    Requires `meta["val"]`, `meta["state"]` and `meta["mutates"]` (propagate). Ensures that `meta["group"]` is one name
-    for: the inputs and the first operation, the output and the last one; a collection and the nodes that take it apart;
-    all nodes that touch a storage up to its last write; a tensor and its hooks; what `torch.autograd.grad` goes
-    back through; and each of `together`, sets of names of nodes or modules.
+    Requires `meta["val"]`, `meta["state"]`, `meta["mutates"]` and `meta["casts"]` (propagate). Ensures that
+    `meta["group"]` is one name for: the inputs and the first operation, the output and the last one; a collection and
+    the nodes that take it apart; all nodes that touch a storage up to its last write; a tensor and its hooks; what
+    `torch.autograd.grad` goes back through; the readers of a parameter that autocast casts once for all of them; and
+    each of `together`, sets of names of nodes or modules.
     """
 
     together: tuple[tuple[str, ...], ...] = ()
 
     def requires(self, graph: fx.Graph) -> None:
         """Values and mutations are known."""
-        noted = ("val", "state", "mutates")
+        noted = ("val", "state", "mutates", "casts")
         assert all(name in node.meta for node in graph.nodes for name in noted), "propagate first"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -44,6 +47,7 @@ class Group:
             *_mutations(nodes),
             *_hooks(nodes),
             *_gradients(nodes),
+            *cast_once(nodes),
             *self._chosen(nodes),
         ):
             nx.add_path(links, members)
@@ -130,6 +134,22 @@ def _gradients(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
             sources = [each for each in tree_leaves(wanted) if isinstance(each, fx.Node)]
             after = _closure(sources, lambda each: each.users)
             yield [each for each in nodes if each is node or each in sources or (each in before and each in after)]
+
+
+def cast_once(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Autocast casts a weight once in an outermost region: its readers' gradients are summed before they are cast back.
+
+    Stages would cast for themselves and sum in float32. Who reads it as it is, an embedding for example, is free.
+    """
+    around = observed()
+    readers: dict[tuple[int, int], list[fx.Node]] = {}
+    for node in nodes:
+        ambient = node.meta["ambient"] or around
+        if ambient.casts and ambient.cached and ambient.grad:
+            for parameter in {id(each) for each in node.meta["casts"]}:
+                number = 0 if around.casts else ambient.number  # an autocast around the model is the outermost
+                readers.setdefault((number, parameter), []).append(node)
+    yield from (members for members in readers.values() if len(members) > 1)
 
 
 def _closure(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

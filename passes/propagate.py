@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from pipecompile.passes.ambient import observed
 from pipecompile.passes.answers import conditions
 from pipecompile.passes.attributes import unchanged
 from pipecompile.passes.watch import Watch
@@ -81,13 +82,18 @@ def distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class _Propagator(fx.Interpreter):
-    """Notes on each node its value, the state of its module, what it wrote to (arguments, or that), and if it draws."""
+    """Notes on each node its value, the state of its module, what it wrote to (arguments, or that), and if it draws.
+
+    Under autocast also which trainable parameters it casts.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["state"] = tuple(self._state(n))
         versions = [(tensor, tensor._version) for tensor in self._touched(n)]
         with conditions(n, self.fetch_args_kwargs_from_env(n)), Watch() as watch:
+            torch.clear_autocast_cache()  # under an autocast around all, what another node cast is cast again
             n.meta["val"] = super().run_node(n)
+            n.meta["casts"] = tuple(watch.casts) if observed().casts else ()
         written = [tensor for tensor, version in versions if tensor._version != version]
         asks = n.meta.get("answers") is not None
         # What a module that asks data does on other data is not known: it may draw, and write to its buffers.
@@ -112,7 +118,8 @@ def propagate(module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensor
     """Runs the graph on fakes of `inputs` (one tensor a placeholder) and notes on every node what it yields.
 
     Sets `meta["val"]`, its fake value, `meta["state"]`, the fake parameters and buffers of the module that it calls,
-    `meta["mutates"]`, the fake tensors that it wrote to in place, and `meta["random"]` where it drew random numbers.
+    `meta["mutates"]`, the fake tensors that it wrote to in place, `meta["casts"]`, the fake parameters that autocast
+    casts for it, and `meta["random"]` where it drew random numbers.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     state = faked_state(module, mode)

@@ -108,9 +108,11 @@ def _cuda_devices(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sorted({v.device.index for v in values if isinstance(v, Tensor) and v.device.type == "cuda"}))
 
 
-def enter(entered: ExitStack, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...]) -> ambient.Region:
+def enter(
+    entered: ExitStack, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...], cached: bool
+) -> ambient.Region:
     """Enters a region of the model, to be left with `entered` at the latest."""
-    region = ambient.Region(grad, autocast)
+    region = ambient.Region(grad, autocast, cached)
     entered.callback(region.leave)
     return region
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Watch"]
 
 RUNNING = ("running_mean", "running_var")
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Watch(TorchDispatchMode):
@@ -21,7 +22,8 @@ class Watch(TorchDispatchMode):
 
     `random` tells whether one drew random numbers. `averages` are the running statistics that batch normalisation
     updated: it does so without a trace in the tensors' version counters, which show all other writes. What it gives
-    back is laid out as on a real device.
+    back is laid out as on a real device. `casts` are the trainable parameters that were cast from float32, by autocast
+    or by a call.
     """
 
     def __init__(self) -> None:
@@ -32,18 +34,25 @@ class Watch(TorchDispatchMode):
         """Forgets what was seen."""
         self.random = False
         self.averages: list[Tensor] = []
+        self.casts: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Attention kernels carry the tag whatever their dropout is.
             self.random = self.random or _named(func, args, kwargs).get("dropout_p") != 0.0
+        if func is torch.ops.aten._to_copy.default and _is_weight(args[0]) and kwargs.get("dtype") in HALVES:
+            self.casts.append(args[0])
         out = func(*args, **kwargs)
         if func.__name__.split(".")[0].endswith("batch_norm") or "batch_norm_legit" in func.__name__:
             self.averages.extend(_updated(_named(func, args, kwargs)))
             if isinstance(out, tuple):
                 return (_laid_out(out[0], args[0]), *out[1:])
         return out
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype == torch.float32
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

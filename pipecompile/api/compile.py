@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,11 +22,12 @@ from pipecompile.api.planning import draft
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import InputError, ScheduleError, StalePlanError, StaleProfileError
+from pipecompile.errors import InfeasibleError, InputError, ScheduleError, StalePlanError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serde import decode, encode, read
+from pipecompile.passes.group import cast_once
 from pipecompile.runtime import world
 
 __all__ = ["check_current", "make_plan", "pipecompile", "staleness"]
@@ -123,11 +125,26 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     try:
         graph = cost_graph(target, options.costs, options.microbatches, captured)
         made = drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{_bound_by_casts(captured.module.graph)}") from None
     finally:
         if stopwatch is not None:
             stopwatch.dismiss()
     _say_if_too_large(made)
     return made
+
+
+def _bound_by_casts(graph: fx.Graph) -> str:
+    """Why readers of a weight share a stage, if autocast is the reason, and what to do."""
+    found = [[node.name for node in members] for members in cast_once(graph.nodes)]
+    sets = dict.fromkeys(", ".join(names if len(names) < 5 else (*names[:3], "…", names[-1])) for names in found)
+    if not sets:
+        return ""
+    return (
+        "; autocast casts a weight once and sums its gradients as cast, so its readers share a stage "
+        f"({'; '.join(islice(sets, 3))}): to part them, call them outside autocast, or enter it with "
+        "cache_enabled=False"
+    )
 
 
 def _say_if_too_large(plan: Plan) -> None:

@@ -64,7 +64,8 @@ class Program:
 
     def check_surroundings(self) -> None:
         """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
-        if observed().autocast != self._surroundings.autocast:
+        around, then = observed(), self._surroundings
+        if (around.autocast, around.cached) != (then.autocast, then.cached):
             raise InputError(
                 "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
                 "or put it into the model's forward"

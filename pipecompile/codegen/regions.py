@@ -9,7 +9,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import InputError
 from pipecompile.ir.saving import Policy
-from pipecompile.passes.ambient import Ambient, EnterRegions
+from pipecompile.passes.ambient import EnterRegions
 from pipecompile.passes.ambient import Region as Entered
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply
@@ -28,13 +28,11 @@ from pipecompile.passes.relay import origin_of
 from pipecompile.passes.saved import Saved
 from pipecompile.passes.saving import Shelf
 from pipecompile.passes.seed import Seed
-from pipecompile.passes.ties import reads_of
 
 __all__ = [
     "Limits",
     "Regions",
     "Savings",
-    "casts",
     "check_regions",
     "enclose",
     "fault_of",
@@ -64,8 +62,7 @@ def uncheckable(module: fx.GraphModule) -> Limits:
     nodes = _operations(module.graph)
     parameters = _storages_of_parameters(module.graph)
     never = {node.name: why for node in module.graph.nodes if (why := _hindrance(node, parameters))}
-    together = [*_groups(nodes), *_casts(module, nodes)]
-    bound = tuple(dict.fromkeys(tuple(node.name for node in members) for members in together if len(members) > 1))
+    bound = tuple(tuple(node.name for node in members) for members in _groups(nodes) if len(members) > 1)
     return Limits(_spread(never, bound), bound)
 
 
@@ -112,30 +109,6 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         if node.meta["group"] is not None:
             found.setdefault(node.meta["group"], []).append(node)
     return iter(found.values())
-
-
-def _casts(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Readers of one parameter in one autocast region of the model: it is cast once, and its gradient summed as cast.
-
-    A region of theirs and of nodes outside would end that autocast region between them.
-    """
-    for ambient, run in groupby(nodes, key=lambda node: node.meta["ambient"]):
-        readers: dict[int, list[fx.Node]] = {}
-        for node in run if casts(ambient) else ():
-            for parameter in _parameters(module, node):
-                readers.setdefault(id(parameter), []).append(node)
-        yield from readers.values()
-
-
-def casts(ambient: Ambient | None) -> bool:
-    """Whether autocast is on in a region of the model."""
-    return ambient is not None and any(enabled for _, enabled, _ in ambient.autocast)
-
-
-def _parameters(module: fx.GraphModule, node: fx.Node) -> set[nn.Parameter]:
-    parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
-    values = [operator.attrgetter(name)(module) for part in parts for name in reads_of(module, part)]
-    return {value for value in values if isinstance(value, nn.Parameter)}
 
 
 def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> list[str]:

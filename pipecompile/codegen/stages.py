@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from pipecompile.codegen.regions import Regions, Savings, casts, check_regions, enclose
+from pipecompile.codegen.regions import Regions, Savings, check_regions, enclose
 from pipecompile.ir.saving import Policy
 from pipecompile.passes.ambient import EnterRegions, observed
 from pipecompile.passes.asked import Held
@@ -145,7 +145,7 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
 def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
     edge = Edge.of(node)
     value.meta.update(_plain(node))
-    if edge.gradient and any(casts(reader.meta["ambient"] or observed()) for reader in readers):
+    if edge.gradient and any((reader.meta["ambient"] or observed()).casts for reader in readers):
         # Autocast casts a leaf once for all readers, and sums their gradients as cast; this is none in the whole model.
         value = graph.call_method("view_as", (value, value))
         value.meta.update(_plain(node))

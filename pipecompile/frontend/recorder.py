@@ -27,7 +27,14 @@ from pipecompile.frontend.faults import DataDependentError, UnsupportedError, as
 from pipecompile.frontend.hearing import Heard
 from pipecompile.frontend.leaves import is_of_torch
 from pipecompile.frontend.source import source, source_of
-from pipecompile.frontend.surroundings import exporting, inference_as_no_grad, instead, known_saving, seeded_by_torch
+from pipecompile.frontend.surroundings import (
+    cleared_by_autocast,
+    exporting,
+    inference_as_no_grad,
+    instead,
+    known_saving,
+    seeded_by_torch,
+)
 from pipecompile.frontend.tape import SYMBOLS, Tape, contains_tensor, tensors_in
 from pipecompile.passes.answers import Answer, answering
 from pipecompile.passes.attributes import same
@@ -86,6 +93,7 @@ class Recorder(TorchFunctionMode):
             instead(self.call_module, self.call_autograd_function, self._assigned),
             exporting(self.manner.exporting),
             inference_as_no_grad(),
+            cleared_by_autocast(self.tape.clear),
             known_saving(),
             self.mode,
             swapped(self.root, self._state) as lost,

@@ -20,7 +20,16 @@ from pipecompile.errors import CaptureError
 Assigned = Callable[[nn.Module, str, Any], None]
 FUNCTIONS = vars(torch.autograd.function)  # where the code of `Function.apply` finds its names
 
-__all__ = ["applied_by", "exporting", "inference_as_no_grad", "instead", "known_saving", "quiet", "seeded_by_torch"]
+__all__ = [
+    "applied_by",
+    "cleared_by_autocast",
+    "exporting",
+    "inference_as_no_grad",
+    "instead",
+    "known_saving",
+    "quiet",
+    "seeded_by_torch",
+]
 
 
 @contextlib.contextmanager
@@ -102,6 +111,22 @@ def exporting(on: bool) -> Iterator[None]:
         yield
     finally:
         compiler._is_exporting_flag, compiler._is_compiling_flag = flags
+
+
+@contextlib.contextmanager
+def cleared_by_autocast(cleared: Callable[[], None]) -> Iterator[None]:
+    """`cleared` is called whenever autocast forgets what it cast, as at the end of an outermost region."""
+    clear = torch.clear_autocast_cache
+
+    def clear_cache() -> None:
+        clear()
+        cleared()
+
+    torch.clear_autocast_cache = clear_cache
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = clear
 
 
 class _NoGrad:

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import sympy
@@ -65,6 +65,7 @@ class Tape:
         self._stack: list[str] = []
         self._alive: list[Tensor] = []  # ids stay unique while the tensors live
         self._outside = observed()
+        self._cleared = 0
 
     def _name_state(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -97,6 +98,10 @@ class Tape:
         """It has ended."""
         self._stack.pop()
 
+    def clear(self) -> None:
+        """Autocast forgets what it cast: an outermost region of it is left."""
+        self._cleared += 1
+
     def count(self, path: str) -> int:
         """Notes a call of the module at `path`; returns how many there were before."""
         self.calls[path] += 1
@@ -123,7 +128,7 @@ class Tape:
         """Adds a node that runs under what holds now."""
         node = self.graph.create_node(op, target, args, kwargs)
         ambient = observed()
-        region = None if ambient == self._outside else ambient
+        region = None if ambient == self._outside else replace(ambient, number=self._cleared)
         node.meta.update(module=self.path, source=source(), ambient=region, random=False, mutates=False)
         return node
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import verify
-from pipecompile.errors import CaptureError, InputError, PipecompileError, StalePlanError
+from pipecompile.errors import CaptureError, InfeasibleError, InputError, PipecompileError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 
@@ -26,9 +29,9 @@ def compiled(model: nn.Module, **options: Any) -> Any:
     return pipecompile(model, X, costs="flops", loss_fn=sum_of_squares, **choices)
 
 
-def linears(count: int = 3) -> nn.Sequential:
+def linears(count: int = 3, width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
 class FunctionalNorm(nn.Module):
@@ -126,6 +129,87 @@ def test_a_tie_forced_onto_one_stage(k: int) -> None:
     assert all(comparison.passed for comparison in found), found
     (tied,) = [parameter for parameter in plan.parameters if parameter.aliases]
     assert len(tied.stages) == 1
+
+
+class SharedUnderAutocast(nn.Module):
+    """An embedding tied to the head, and a layer that is called after each block."""
+
+    def __init__(self, calls: int, region: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.blocks, self.shared = nn.Embedding(32, 16), linears(4, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+        self.calls, self.region = calls, region
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with self.region():
+            x = self.embedding(tokens)
+            for index, block in enumerate(self.blocks):
+                x = block(x).tanh()
+                x = x + self.shared(x) if index < self.calls else x
+            out: Tensor = self.head(x).float()
+        return out
+
+
+def in_halves(*, cache: bool = True) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
+
+
+@pytest.mark.parametrize(
+    ("calls", "region", "around", "layers"),
+    [
+        (4, in_halves, nullcontext, 1),  # cast once: all calls of the shared layer are in one stage
+        (4, nullcontext, in_halves, 1),
+        (4, partial(in_halves, cache=False), nullcontext, 2),  # cast for each call: in two stages
+        (0, in_halves, nullcontext, 0),  # only the tie, of which the embedding is not cast
+    ],
+)
+def test_weights_that_autocast_casts_once_have_the_gradients_of_the_whole(
+    calls: int, region: Any, around: Any, layers: int
+) -> None:
+    model, tokens = SharedUnderAutocast(calls, region), torch.arange(32).view(8, 4)
+    with around():
+        plan, found = verify(
+            Target(model, arguments_of(model, tokens)), k=2, microbatches=4, costs="flops", pin={"blocks_0": 0}
+        )
+    assert all(comparison.passed for comparison in found), found
+    assert sum("shared.weight" in stage.parameters for stage in plan.stages) == layers
+    assert all("embedding.weight" in stage.parameters for stage in plan.stages)
+
+
+class TwoRegions(nn.Module):
+    """Two regions of autocast read one weight; on what lies between them the second does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.twice, self.between, self.head = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        with in_halves():
+            low = self.twice(x).tanh()
+        between = self.between(x)
+        with in_halves():
+            low = self.twice(low).tanh()
+        out: Tensor = self.head(low.float() + between.sin())
+        return out
+
+
+def test_regions_that_the_cut_brings_side_by_side_cast_for_themselves() -> None:
+    target = Target(TwoRegions(), arguments_of(TwoRegions(), X))
+    _, (found,) = verify(target, k=2, microbatches=4, costs="flops", pin={"tanh_1": 0, "between": 1})
+    assert found.passed, found
+
+
+def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
+    message = (
+        r"at most \d+ stages .*shared with \d+ nodes.* so its readers share a stage \(shared, shared_1, shared_2, "
+        r"shared_3\): to part them, call them outside autocast, or enter it with cache_enabled=False"
+    )
+    with pytest.raises(InfeasibleError, match=message):
+        pipecompile(SharedUnderAutocast(4, in_halves), torch.arange(32), k=16, costs="flops", self_check=False)
 
 
 def test_another_autocast_than_at_compile_time_is_refused() -> None:

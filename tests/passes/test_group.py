@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -187,3 +188,52 @@ def test_a_module_stays_with_those_who_write_to_its_state() -> None:
             return hidden.exp()
 
     assert groups(grouped(Annealed(), X)) == {**ENDS, "scale": ["scale", "mul_"]}
+
+
+class Readers(Body):
+    """A weight of each kind with two readers, under autocast; `table` is read by an embedding and by a layer."""
+
+    def __init__(self, *, cache: bool = True, apart: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.linear, self.conv, self.norm = nn.Linear(6, 6), nn.Conv1d(6, 6, 1), nn.LayerNorm(6)
+        self.embedding, self.table = nn.Embedding(4, 6), nn.Linear(6, 4, bias=False)
+        self.table.weight = self.embedding.weight
+        self.requires_grad_(not frozen)
+        self.cache, self.apart = cache, apart
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.apart:
+            return self.once(self.once(x))
+        with self.region():
+            return self.work(self.work(x))
+
+    def once(self, x: Tensor) -> Tensor:
+        with self.region():
+            return self.work(x)
+
+    def region(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.cache)
+
+    def work(self, x: Tensor) -> Tensor:
+        x = self.conv(self.linear(x.exp())[..., None])[..., 0]
+        x = self.norm(x) + self.embedding(torch.arange(4)) + nn.functional.embedding(torch.arange(4), self.table.weight)
+        return x + self.table(x).sum(dim=1, keepdim=True) + torch.matmul(x, self.table.weight.t()).sum()
+
+
+CAST_ONCE = {"linear": ["linear", "linear_1"], "conv": ["conv", "conv_1"], "table": ["table", "table_1"]}
+
+
+def test_readers_of_a_weight_that_autocast_casts_once_are_together() -> None:
+    """Not so an embedding, a norm, and who reads a view: they read the weight itself, or cast for themselves."""
+    assert groups(grouped(Readers(), X)) == {**ENDS, **CAST_ONCE}
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"apart": True}, {"frozen": True}])
+def test_readers_for_each_of_which_a_weight_is_cast_are_free(options: dict[str, bool]) -> None:
+    assert groups(grouped(Readers(**options), X)) == ENDS
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_autocast_around_the_model_keeps_casts_throughout(apart: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert groups(grouped(Readers(apart=apart), X)) == {**ENDS, **CAST_ONCE}

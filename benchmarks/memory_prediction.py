@@ -155,7 +155,7 @@ def main() -> None:
 
 def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
     header = ("model", "plan", "rank", "expected", "measured", "error", "bound", "above")
-    print("{:9} {:28} {:>4} {:>11} {:>11} {:>7} {:>11} {:>6}".format(*header))
+    print("{:9} {:40} {:>4} {:>11} {:>11} {:>7} {:>11} {:>6}".format(*header))
     workers = Workers(max(setting.k for setting in SETTINGS))
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -168,12 +168,12 @@ def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
 
 def _measured(workers: Workers, name: str, setting: Setting, folder: str) -> Iterator[dict[str, Any]]:
     label = f"{setting.schedule} k={setting.k} m={setting.microbatches} {setting.optimizer}"
-    label += " recompute" * (setting.recompute != "none")
+    label += f" recompute {setting.recompute}" * (setting.recompute != "none")
     for rank, row in enumerate(workers.run(setting.k, measured_rank, name, setting, folder=folder)):
         expected, bound, measured = row
         error, above = expected / measured - 1, bound / measured - 1
         print(
-            f"{name:9} {label:28} {rank:4} {expected:11,} {measured:11,} {error:+7.2%} {bound:11,} {above:+6.1%}",
+            f"{name:9} {label:40} {rank:4} {expected:11,} {measured:11,} {error:+7.2%} {bound:11,} {above:+6.1%}",
             flush=True,
         )
         yield {

@@ -99,7 +99,7 @@ class Lives:
     def seen_through(self) -> dict[str, Tensor]:
         """What has one reader, a view of all its elements in their order, by its producer: the view."""
         values = {tensor.producer: tensor for tensor in self.graph.tensors}
-        found = {}
+        found: dict[str, Tensor] = {}
         for tensor in self.graph.tensors:
             view = values.get(tensor.consumers[0]) if len(tensor.consumers) == 1 else None
             if view is not None and self.graph.by_name[view.producer].operator in ORDERLY:

@@ -256,15 +256,19 @@ def _share_again(options: Options) -> Fraction:
 def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     """Pairs of nodes whose stages must not fall, so that gradients are summed in the order of the unsplit model.
 
-    Autograd adds what the consumers of a tensor give from the last in the forward to the first, and what later stages
-    give comes before what the tensor's own stage adds. Only the first two summands may change places.
+    Autograd adds what the readers of a tensor or a parameter give from the last in the forward to the first, and what
+    later stages give comes before what the tensor's own stage adds. Only the first two summands may change places.
     """
     place = {node.name: index for index, node in enumerate(graph.nodes)}
-    for tensor in graph.tensors:
-        consumers = sorted(set(tensor.consumers), key=place.__getitem__)
-        if tensor.gradient_bytes and len(consumers) > 2:
-            yield from pairwise(consumers[:-1])
-            yield consumers[-3], consumers[-1]
+    readers = {parameter.name: list[str]() for parameter in graph.parameters if parameter.trainable}
+    for node in graph.nodes:
+        for name in readers.keys() & set(node.parameters):
+            readers[name].append(node.name)
+    consumers = [sorted(set(t.consumers), key=place.__getitem__) for t in graph.tensors if t.gradient_bytes]
+    for summands in (*consumers, *readers.values()):
+        if len(summands) > 2:
+            yield from pairwise(summands[:-1])
+            yield summands[-3], summands[-1]
 
 
 def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:

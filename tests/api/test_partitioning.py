@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipecompile.api.cutting import sums_in_order
 from pipecompile.api.partitioning import Request, given_links, partition
 from pipecompile.errors import InfeasibleError, InputError
-from pipecompile.ir.graph import CostGraph, Tensor
+from pipecompile.ir.graph import CostGraph, Parameter, Tensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serde import encode, write
 from pipecompile.partition.front import solve
@@ -125,3 +125,11 @@ def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
     assert set(sums_in_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
     pair = msgspec.structs.replace(fork, consumers=("a", "b"))
     assert not list(sums_in_order(msgspec.structs.replace(graph, tensors=(pair,))))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
+    shared = Parameter(name="p", bytes=1, trainable=trainable)
+    nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
+    pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
+    assert set(sums_in_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs

@@ -74,8 +74,8 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
 
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
-    held, outputs = stage.footprint.kept.bound, stage.footprint.outputs.bound
-    again = stage.recomputes
+    held, again = stage.footprint.kept.bound, stage.recomputes
+    bare = (stage.footprint.outputs + stage.footprint.written).bound * again
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     packing = sum(run.forward_ns for run in stage.saving)
     unpacking = sum(run.backward_ns for run in stage.saving)
@@ -87,10 +87,10 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns if again else 0,
         reduce_ns=stage.finish_ns,
-        kept_bytes=outputs if again else held,
+        kept_bytes=bare if again else held,
         recomputed_bytes=held if again else 0,
         # torch keeps everything until the gradients of the weights
-        between_bytes=held + outputs * again + (stage.footprint.between - stage.footprint.dropped).bound,
+        between_bytes=held + bare + (stage.footprint.between - stage.footprint.dropped).bound,
         splits=splits,
         recompute=again,
         but_last=stage.recompute == "except-last",

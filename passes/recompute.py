@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from pipecompile.passes.propagate import swapped
 from pipecompile.passes.seed import at, now
 
 __all__ = ["Recomputed", "compute", "enter", "has_regions"]
+
+
+_second: ContextVar[bool] = ContextVar("pipecompile_second", default=False)  # whether a region is computed again
 
 
 class Recomputed:
@@ -48,8 +52,9 @@ class Recomputed:
 
 
 class _Runs:
-    """The runs of a region for one microbatch: one in the forward, and one whenever its backward needs it.
+    """The two runs of a region for one microbatch: in the forward, and in the backward on copies made before that.
 
+    Within a region that is computed again there is only the first: torch goes back through the graph of the forward.
     Buffers are not among checkpoint's arguments, which may not be written to before the backward.
     """
 
@@ -57,7 +62,7 @@ class _Runs:
         self._region = region
         self._buffers = values[: region.buffers]
         self._writers = nn.ModuleList(values[region.buffers : region.buffers + region.writers])
-        self._before = _copied([*self._buffers, *self._writers.buffers()])
+        self._before = None if _second.get() else _copied([*self._buffers, *self._writers.buffers()])
         self._moment = now() if region.random else None
         self._versions = _versions(values)
         self._first = True
@@ -75,16 +80,18 @@ class _Runs:
         return self._again(values)
 
     def _again(self, values: Sequence[Any]) -> Any:
-        fresh = _copied(self._before)
+        before, self._before = self._before, None  # which this run writes to
+        assert before is not None, "a region is computed again once"
         count = len(self._buffers)
         # By position: within a region that is computed again itself, others are in the modules now than were before.
         own = self._writers.buffers()
-        twins = {id(buffer): copy for buffer, copy in zip(own, fresh[count:], strict=True)}
+        twins = {id(buffer): copy for buffer, copy in zip(own, before[count:], strict=True)}
         with ExitStack() as stack:
+            stack.callback(_second.reset, _second.set(True))
             stack.enter_context(swapped(self._writers, twins))
             if self._moment is not None:
                 stack.enter_context(at(self._moment, _cuda_devices(values)))
-            return self._region.compute((*fresh[:count], *values))
+            return self._region.compute((*before[:count], *values))
 
 
 def compute(body: fx.GraphModule, values: Sequence[Any]) -> Any:

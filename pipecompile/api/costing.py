@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from pipecompile import __version__
 from pipecompile.api.caching import NodeCost, keep, recalled
 from pipecompile.api.target import Target
-from pipecompile.codegen.regions import uncheckable
+from pipecompile.codegen.regions import copied_bytes, uncheckable
 from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
@@ -142,9 +142,11 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
 
 
 def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
-    """With what may not be computed again."""
-    limits = uncheckable(module)
-    nodes = tuple(replace(node, again=node.name not in limits.never) for node in graph.nodes)
+    """With what may not be computed again, and what has to be copied for that."""
+    limits, copied = uncheckable(module), copied_bytes(module)
+    nodes = tuple(
+        replace(node, again=node.name not in limits.never, written=copied.get(node.name, ())) for node in graph.nodes
+    )
     return replace(graph, nodes=nodes, together=limits.together)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from pipecompile.cost_models.protocol import size_bytes
 from pipecompile.errors import InputError
 from pipecompile.ir.saving import Policy
 from pipecompile.passes.ambient import EnterRegions
@@ -34,6 +35,7 @@ __all__ = [
     "Regions",
     "Savings",
     "check_regions",
+    "copied_bytes",
     "enclose",
     "fault_of",
     "stage_order",
@@ -64,6 +66,26 @@ def uncheckable(module: fx.GraphModule) -> Limits:
     never = {node.name: why for node in module.graph.nodes if (why := _hindrance(node, parameters))}
     bound = tuple(tuple(node.name for node in members) for members in _groups(nodes) if len(members) > 1)
     return Limits(_spread(never, bound), bound)
+
+
+def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
+    """By node of an instantiated capture the sizes of the buffers that regions with it copy, since they write to them.
+
+    All who touch such a buffer are in one group, so each group has its own: they are with the first node of it that
+    writes. Requires `meta["group"]` (Group).
+    """
+    nodes = _operations(module.graph)
+    found: dict[str, tuple[int, ...]] = {}
+    for members in (*_groups(nodes), *([node] for node in nodes if node.meta["group"] is None)):
+        written = _written(members)
+        read = dict.fromkeys(source for node in members for source in node.all_input_nodes)
+        copied = [operator.attrgetter(str(source.target))(module) for source in read if _is_written(source, written)]
+        for target in _writers(members, written):
+            copied += module.get_submodule(target).buffers()
+        if copied:
+            first = next(node.name for node in members if node.meta["mutates"])
+            found[first] = tuple(size_bytes([buffer]) for buffer in {id(each): each for each in copied}.values())
+    return found
 
 
 def _operations(graph: fx.Graph) -> list[fx.Node]:
@@ -199,14 +221,28 @@ def _storages(node: fx.Node) -> set[int]:
     return {storage_key(leaf) for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)}
 
 
+def _written(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages that they write to."""
+    return {storage_key(value) for node in nodes for value in node.meta["mutates"]}
+
+
+def _writers(nodes: Iterable[fx.Node], written: Collection[int]) -> dict[str, None]:
+    """Modules that they call and that have such storages, also those whose buffers others write to."""
+    return {str(node.target): None for node in nodes if any(storage_key(value) in written for value in _state(node))}
+
+
+def _is_written(source: fx.Node, written: Collection[int]) -> bool:
+    """Whether it reads a buffer that lies in one of these storages."""
+    return source.op == "get_attr" and not _is_module(source) and storage_key(source.meta["val"]) in written
+
+
 class _Region:
     """A region on its way to be one node. What it does is known before those within it are replaced."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = list(nodes)
-        self._written = {storage_key(value) for node in nodes for value in node.meta["mutates"]}
-        # Also modules whose buffers others write to.
-        self._writers = {node.target for node in nodes if not self._written.isdisjoint(map(storage_key, _state(node)))}
+        self._written = _written(nodes)
+        self._writers = _writers(nodes, self._written)
         self._random = any(node.meta["random"] for node in nodes)
         ambients = {node.meta["ambient"] for node in nodes}
         # Within an autocast region it stays entered, so that weights that were cast before are not cast again.
@@ -256,11 +292,9 @@ class _Region:
 
     def _rank(self, source: fx.Node) -> int:
         """First come buffers that the region writes to, then modules with such buffers, then the rest."""
-        if source.op != "get_attr":
-            return 2
         if _is_module(source):
             return 1 if source.target in self._writers else 2
-        return 0 if storage_key(source.meta["val"]) in self._written else 2
+        return 0 if _is_written(source, self._written) else 2
 
     def _notes(self) -> dict[str, Any]:
         return {"random": False, "mutates": (), "ambient": self._ambient, "answers": None}

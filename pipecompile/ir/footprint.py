@@ -15,7 +15,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     are sent, as are the gradients of the inputs (`returned`); those that only pass through (`relayed`) lie in what was
     received. Of a backward in two halves, `dropped` is what the first lets go of what was kept, `remade` besides of
     outputs that were computed again, since others were sent, and `between` what it leaves to the second. `inputs`,
-    `received` and `received_gradients` are buffers of one microbatch.
+    `received` and `received_gradients` are buffers of one microbatch. `written` are copies of buffers that its nodes
+    write to: a microbatch of which the whole stage is computed again keeps them.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -40,6 +41,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     input_peak: Amount
     first_weight_peak: Amount
     weight_peak: Amount
+    written: Amount = ZERO
 
 
 NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))

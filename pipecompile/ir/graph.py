@@ -28,6 +28,8 @@ class Node(Value, frozen=True, kw_only=True):
     began, `workspace_bytes` the scratch of its kernels beside that; `input_bytes` is what it reads of the minibatch.
     `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never. Only a
     node that may run `again` is computed twice.
+    `written` are the sizes of the buffers of which a recompute needs copies, made before the forward, since nodes write
+    to them; those of a group are with one of its nodes.
     `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
 
@@ -48,6 +50,7 @@ class Node(Value, frozen=True, kw_only=True):
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     uses: tuple[tuple[Use, ...], ...] = ()
+    written: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
     module: str = ""
     operator: str = ""

@@ -97,7 +97,13 @@ class _Stage(Part):
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
             received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
-            kept=amount([*(m.storage.bytes for m in self.made if self.is_kept(m)), *map(self._kept, self._forms)]),
+            kept=amount(
+                [
+                    *(made.storage.bytes for made in self.made if self.is_kept(made)),
+                    *map(self._kept, self._forms),
+                    *(size for _, size in self._copied_by_regions(again=True)),
+                ]
+            ),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor in self.returned),
             relayed=amount(t.gradient_bytes for t, _ in self.arriving if t not in self.returned),
@@ -110,6 +116,7 @@ class _Stage(Part):
             input_peak=self._input_peak() if self.splits else ZERO,
             first_weight_peak=self._peak([*second, *making], rises, sums),
             weight_peak=self._peak([*second, *adding], rises, sums),
+            written=amount(self.written(self.nodes)),
         )
 
     def _forward(self) -> Iterator[Change]:
@@ -120,6 +127,14 @@ class _Stage(Part):
         for form in self._forms:
             if form.waits:
                 yield Change(form.made, self._kept(form), begins=True)
+        for region, size in self._copied_by_regions(again=False):
+            yield Change(region[-1], size, begins=False)
+
+    def _copied_by_regions(self, *, again: bool) -> Iterator[tuple[Sequence[int], int]]:
+        """Regions with each copy that they make of a buffer; of those that are ever computed `again`, or of others."""
+        for index, region in enumerate(self.regions):
+            if (self.called(index) is not None) == again:
+                yield from ((region, size) for size in self.written(region))
 
     @cached_property
     def _forms(self) -> list[Form]:
@@ -129,8 +144,11 @@ class _Stage(Part):
         return form.kept(self.graph.memory)
 
     def _packings(self, level: Level) -> dict[int, list[_Entry]]:
-        """By node the forms that are made as it saves, each with what that takes beside."""
+        """By node the forms that are made as it saves, with what that takes beside, and what regions copy before it."""
         found: dict[int, list[_Entry]] = defaultdict(list)
+        for region in self.regions:
+            copies = sum(map(level.size_of, self.written(region)))
+            found[region[0]].append(_Entry(copies, copies))
         for form in self._forms:
             if not form.waits:
                 scratch = level.size_of(form.cost.scratch_bytes)
@@ -181,6 +199,8 @@ class _Stage(Part):
             yield Change(form.savers[0], self._kept(form), begins=False)
             if not half:
                 yield Change(form.savers[0], form.full, begins=False)  # which came back
+        for region, size in self._copied_by_regions(again=True):
+            yield Change(region[0], size, begins=False)
 
     def _copies(self, *, early: bool = False) -> Iterator[Change]:
         """What was computed again is let go where it is needed last; `early` before the backward of that node."""

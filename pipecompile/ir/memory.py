@@ -68,13 +68,15 @@ class RankMemory(Value, frozen=True, kw_only=True):
 class Held(NamedTuple):
     """How many microbatches of one stage are in which state.
 
-    `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `halved`:
-    between the halves of a backward; `again`: so, after a recompute. `sent`, `returned`: outputs and gradients of
-    inputs that wait for the step's end. `summed`: whether the gradients of parameters are there.
+    `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `copied`:
+    buffers for its recompute. `halved`: between the halves of a backward; `again`: so, after a recompute. `sent`,
+    `returned`: outputs and gradients of inputs that wait for the step's end. `summed`: whether the gradients of
+    parameters are there.
     """
 
     kept: int = 0
     bare: int = 0
+    copied: int = 0
     halved: int = 0
     again: int = 0
     sent: int = 0
@@ -121,7 +123,9 @@ def _all_moments(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Momen
     before = {stage: Held() for stage in stages}
     for action, held in _states(row, stages):
         if action.kind in COMPUTE:
-            yield Moment(action.kind, action.stage, before)
+            own = before[action.stage]
+            copied = max(own.copied, held[action.stage].copied)  # a forward begins with its copies
+            yield Moment(action.kind, action.stage, {**before, action.stage: own._replace(copied=copied)})
         before = held
     if any(action.kind in BACKWARDS for action in row):
         yield Moment(Kind.STEP, stages[0], {stage: Held(summed=1) for stage in stages})
@@ -134,30 +138,33 @@ def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Acti
     held = {stage: Held() for stage in stages}
     for action in row:
         if action.kind in COMPUTE:
-            bare = not trains or (action.stage, action.microbatch) in recomputed
-            held = {**held, action.stage: _after(held[action.stage], action.kind, bare)}
+            again = (action.stage, action.microbatch) in recomputed
+            held = {**held, action.stage: _after(held[action.stage], action.kind, again or not trains, again)}
         if action.kind in BACKWARDS and action.stage + 1 in held:  # what a stage of its own rank gave it
             given = held[action.stage + 1]
             held[action.stage + 1] = given._replace(returned=given.returned - 1)
         yield action, held
 
 
-def _after(held: Held, kind: Kind, bare: bool) -> Held:
-    """With an action done; `bare` microbatches keep only their outputs until they are recomputed."""
+def _after(held: Held, kind: Kind, bare: bool, again: bool) -> Held:
+    """With an action done; `bare` microbatches keep only their outputs, and copies if they are computed `again`."""
     match kind:
+        case Kind.FORWARD if bare:
+            return held._replace(bare=held.bare + 1, copied=held.copied + again)
         case Kind.FORWARD:
-            return held._replace(bare=held.bare + 1) if bare else held._replace(kept=held.kept + 1)
+            return held._replace(kept=held.kept + 1)
         case Kind.RECOMPUTE:
             return held._replace(kept=held.kept + 1)
         case Kind.BACKWARD_INPUT:
-            half = {"again": held.again + 1} if bare else {"halved": held.halved + 1}
+            half = {"again": held.again + 1} if again else {"halved": held.halved + 1}
             return held._replace(kept=held.kept - 1, returned=held.returned + 1, **half)
     is_half = kind is Kind.BACKWARD_WEIGHT
     return Held(
         kept=held.kept - (not is_half),
         bare=held.bare - bare,
-        halved=held.halved - (is_half and not bare),
-        again=held.again - (is_half and bare),
+        copied=held.copied - again,
+        halved=held.halved - (is_half and not again),
+        again=held.again - (is_half and again),
         sent=held.sent + 1,
         returned=held.returned + (not is_half),
         summed=1,
@@ -200,8 +207,8 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
 
 def _activations(stage: Footprint, held: Held) -> Amount:
     half = stage.kept + stage.between - stage.dropped
-    again = half - stage.remade
-    return stage.kept * held.kept + stage.outputs * held.bare + half * held.halved + again * held.again
+    halved = half * held.halved + (half - stage.remade) * held.again
+    return stage.kept * held.kept + stage.outputs * held.bare + stage.written * held.copied + halved
 
 
 def _buffers(stages: Mapping[int, Footprint]) -> Amount:
@@ -271,7 +278,7 @@ def room(
 ) -> int:
     """What `memory_bytes` leave for what microbatches keep, whatever the order of actions; never too much.
 
-    `recomputed` stages keep only outputs of a forward. Negative if no order fits.
+    `recomputed` stages keep only outputs of a forward, and copies that are there before. Negative if no order fits.
     """
     held = [stage for _, stage in sorted(stages.items())]
     always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches

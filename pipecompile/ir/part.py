@@ -6,7 +6,7 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -156,6 +156,10 @@ class Part:
         """The regions directly within a region."""
         paths = (self.around[place] for place in self.regions[region])
         return {path[path.index(region) + 1] for path in paths if path[-1] != region}
+
+    def written(self, places: Iterable[int]) -> Iterator[int]:
+        """The sizes of copies by which these nodes can be computed again with buffers as they were."""
+        return (size for place in places for size in self.graph.nodes[place].written)
 
     def _packs(self, place: int) -> str:
         return self.graph.nodes[place].packs

@@ -34,6 +34,7 @@ class Tape:
     `forward` is what must be free when a node's forward begins, `before` when its backward does. The latter counts
     gradients, which are `flowing` when it begins and, with sums that are made last, live `after` it; what the forward
     kept comes on top.
+    A region keeps copies of what its nodes have `written` to, from the forward on.
     Regions begin and end at `boundaries`, among 0 … n, and hold none of the nodes at `fixed` positions.
     """
 
@@ -44,5 +45,6 @@ class Tape:
     before: tuple[int, ...]
     after: tuple[int, ...]
     held: tuple[Held, ...]
+    written: tuple[int, ...]
     boundaries: tuple[int, ...]
     fixed: frozenset[int] = frozenset()

@@ -51,6 +51,7 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         before=tuple(map(add, before, forms.before)),
         after=tuple(map(add, after, forms.after)),
         held=(*(_held(part, made, position, level) for made in part.made), *forms.held),
+        written=tuple(sum(map(level.size_of, node.written)) for node in part.own),
         boundaries=boundaries(part),
         fixed=frozenset(position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again),
     )

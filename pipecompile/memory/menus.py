@@ -129,6 +129,7 @@ def _sub(tape: Tape, start: int, stop: int) -> _Sub:
             before=tape.before[start:stop],
             after=tape.after[start:stop],
             held=tuple(_clipped(tape.held[index], start, stop) for index in order),
+            written=tape.written[start:stop],
             boundaries=tuple(place - start for place in tape.boundaries if start <= place <= stop),
             fixed=frozenset(place - start for place in tape.fixed if start <= place < stop),
         ),

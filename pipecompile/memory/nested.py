@@ -7,7 +7,8 @@ themselves and of regions, as in regions.py; what a region takes is a level of i
 for each place where a region may begin, from the last to the first.
 
 What a region within another reads is taken to live until its backward has ended; torch lets it go as soon as it is
-computed again, unless its nodes save it. So peaks may be lower than they are here.
+computed again, unless its nodes save it. So peaks may be lower than they are here. Copies of buffers that its nodes
+write to are made in the stage's forward, and are taken to live as long as those of the outermost region around it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LARGEST = 200  # regions to choose from; in longer stages they lie in one segmen
 MOST, INNER = 200, 16  # rows of a state, and of a region
 
 Numbers = NDArray[np.int64]
-KEPT, FORWARD, BACKWARD, NS = range(4)  # columns
+KEPT, FORWARD, BACKWARD, NS, WRITTEN = COLUMNS = range(5)
 
 
 def nested(tape: Tape, blocks: Sequence[str], available: int) -> Choice | None:
@@ -112,7 +113,7 @@ class _Search:
             return None
         rows = level.fronts[level.stop]
         state, row = min(found, key=lambda each: tuple(rows[each[0]].columns[each[1], [NS, BACKWARD]]))
-        kept, forward, backward, ns = rows[state].columns[row].tolist()
+        kept, forward, backward, ns, _ = rows[state].columns[row].tolist()
         regions = tuple(level.chosen(level.stop, state, row))
         return Choice(regions, ns, kept + level.sent, max(forward, backward))
 
@@ -155,7 +156,7 @@ class _Level:
 
     def fill(self) -> None:
         """All choices, from left to right."""
-        nothing = _Rows(np.zeros((1, 4), dtype=np.int64), np.zeros((1, 3), dtype=np.int64))
+        nothing = _Rows(np.zeros((1, len(COLUMNS)), dtype=np.int64), np.zeros((1, 3), dtype=np.int64))
         coming: dict[int, dict[State, list[_Rows]]] = {self.start: {frozenset(): [nothing]}}
 
         def move(position: int, stop: int, region: Region | None) -> None:
@@ -192,6 +193,8 @@ class _Level:
         waiting = self._bytes(self._across(position) - state)
         highest = self.tape.forward[position] if region is None else self.search.regions.again(region).forward
         level = rows.columns[how[:, 1], KEPT] + waiting + self._sent_before(position) + highest
+        if self.is_stage and region is not None:
+            level += self.search.inner[region][1].columns[how[:, 2], WRITTEN]
         columns[:, FORWARD] = np.maximum(columns[:, FORWARD], level)
         return kept & self._across(stop), _Rows(columns, how)
 
@@ -200,13 +203,14 @@ class _Level:
     ) -> tuple[Numbers, Numbers, State]:
         """What is kept, and lives in the backward, with one more node or region; its forward aside."""
         now = state | self._needed(position, stop, again=region is not None)
-        alone = np.array([[0, 0, self.tape.before[position], 0]])
+        alone = np.array([[0, 0, self.tape.before[position], 0, 0]])
         inner = alone if region is None else self.search.inner[region][1].columns
         outer_row, inner_row = (each.ravel() for each in np.indices((len(rows), len(inner))))
         columns = rows.columns[outer_row]
         counts = position > self.start or self.is_stage  # what begins a region lets go of what that reads
         done = columns[:, KEPT] + (self.sent + self.tape.after[position] if counts else 0)
         columns[:, KEPT] += self._bytes(now - state)
+        columns[:, KEPT if self.is_stage else WRITTEN] += inner[inner_row, WRITTEN]
         columns[:, NS] += inner[inner_row, NS]
         backward = columns[:, KEPT] + self.sent + inner[inner_row, BACKWARD]
         columns[:, BACKWARD] = np.maximum.reduce([columns[:, BACKWARD], backward, done])
@@ -232,6 +236,7 @@ class _Level:
         later = max((max(self.tape.before[p], self.tape.after[p]) for p in range(last + 1, stop)), default=0)
         rows.columns[:, BACKWARD] = np.maximum.reduce([rows.columns[:, BACKWARD], flowing, np.full(len(rows), later)])
         rows.columns[:, [KEPT, FORWARD]] = 0
+        rows.columns[:, WRITTEN] += sum(self.tape.written[self.start : stop])
         self.search.inner[Region(self.start, stop)] = self, _pruned(rows, INNER, self.search.available)
 
     def _ending(self, position: int, stop: int, state: State, rows: _Rows, region: Region | None) -> _Rows:

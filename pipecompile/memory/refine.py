@@ -141,7 +141,17 @@ class _Model:
     def _kept_by(self, position: int) -> list[tuple[int, Any]]:
         """What is kept by all that lies up to a position, as terms: bytes and variables."""
         rows = [(held, row) for held, row in zip(self.held, self.kept, strict=True) if held.made <= position]
-        return [(held.bytes, row[min(position, held.last) - held.made]) for held, row in rows]
+        kept = [(held.bytes, row[min(position, held.last) - held.made]) for held, row in rows]
+        return kept + self._copied_by(position)
+
+    def _copied_by(self, position: int) -> list[tuple[int, Any]]:
+        """What regions that begin up to a position keep of what their nodes write to, as terms."""
+        return [(size, self.again[region]) for region, size in self._copies if region.start <= position]
+
+    @cached_property
+    def _copies(self) -> list[tuple[Region, int]]:
+        sizes = [(region, self.search.again(region).written) for region in self.again]
+        return [(region, size) for region, size in sizes if size]
 
     # -- what lives
 
@@ -151,7 +161,7 @@ class _Model:
         gone = [(held.bytes, row[-1]) for held, row in zip(self.held, self.kept, strict=True) if held.last < position]
         waiting = sum(held.bytes for held in self.held if held.made < position <= held.last)
         sent = sum(held.bytes for held in tape.held if held.sent and held.made < position)
-        yield [(waiting + sent + tape.forward[position], 1), *gone]
+        yield [(waiting + sent + tape.forward[position], 1), *gone, *self._copied_by(position)]
         regions = self._by_position[position]
         backward = [(self.search.again(region).backward, variable) for region, variable in regions]
         yield [(self.sent, 1), (tape.before[position], once), *self._kept_by(position), *backward]
@@ -161,6 +171,7 @@ class _Model:
     def _fits(self, terms: Sequence[tuple[int, Any]]) -> None:
         """These bytes, with all that the other microbatches keep."""
         others = [((self.in_flight - 1) * held.bytes, row[-1]) for held, row in zip(self.held, self.kept, strict=True)]
+        others += [((self.in_flight - 1) * size, self.again[region]) for region, size in self._copies]
         every = [*terms, *others, ((self.in_flight - 1) * self.sent, 1)]
         self.model.add(sum(size // self._unit * variable for size, variable in every) <= self.available // self._unit)
 
@@ -168,7 +179,8 @@ class _Model:
     def _unit(self) -> int:
         """The bytes of a unit: such that nothing is rounded if that is possible."""
         tape = self.tape
-        sizes = gcd(*tape.forward, *tape.flowing, *tape.before, *tape.after, *(held.bytes for held in tape.held)) or 1
+        held = [held.bytes for held in tape.held]
+        sizes = gcd(*tape.forward, *tape.flowing, *tape.before, *tape.after, *tape.written, *held) or 1
         return sizes * (-(-self.available // (sizes * BYTE_UNITS)) or 1)
 
     def _time(self, region: Region) -> int:

@@ -25,11 +25,12 @@ State = frozenset[int]  # indices of storages that are kept already
 
 
 class Again(NamedTuple):
-    """What a region takes: time, the most that lives in its forward, in its backward, and when that is done."""
+    """What a region takes: time, the most that lives in its forward and in its backward, and copies that it keeps."""
 
     ns: int
     forward: int
     backward: int
+    written: int = 0
 
 
 class _Step(NamedTuple):
@@ -128,9 +129,9 @@ class Regions:
         if region is not None:
             again = self.again(region)
         held, sent = self.tape.held, self._sent_by[-1]
-        kept = sum(held[index].bytes for index in now - state)
+        kept = sum(held[index].bytes for index in now - state) + again.written
         waiting = sum(held[index].bytes for index in self._across[position] - state)
-        forward = waiting + self._sent_by[position] + again.forward
+        forward = waiting + self._sent_by[position] + again.forward + again.written
         rise = max(forward, kept + sent + again.backward, sent + self.tape.after[position])
         return _Move(now & self._across[stop], kept, rise, again.ns)
 
@@ -158,7 +159,10 @@ class Regions:
         last, stop = self._until(region)
         first = self._walk(region, region.stop, again=False)
         backward = self._backward(region, last, self._walk(region, stop, again=True))
-        return Again(sum(self.tape.ns[region.start : stop]), first, backward)
+        written = sum(self.tape.written[region.start : region.stop])
+        if last is None:  # nothing holds on to it
+            first, written = first + written, 0
+        return Again(sum(self.tape.ns[region.start : stop]), first, backward, written)
 
     def _until(self, region: Region) -> tuple[int | None, int]:
         """The last node that saves anything, and where computing again stops: that may be before its kernels run."""

@@ -12,16 +12,20 @@ from allocations import events, highest
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from pipecompile.api.costing import _limited
 from pipecompile.codegen.regions import Regions
-from pipecompile.codegen.stages import emit
+from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
+from pipecompile.ir.memory import activation_curve, moments, rank_memory
+from pipecompile.ir.schedule import Action, Kind
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Moment
@@ -226,6 +230,69 @@ def test_regions_within_regions_hold_what_the_footprint_says(regions: tuple[rang
             break
     assert near, (wanted, measured)
     assert total(wanted) <= NESTED[regions] * total(plain)
+
+
+class Queue(nn.Module):
+    """Keeps some of what it is given in a large buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(1 << 18))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.queue[:1024] = value.detach()[0, :1024]
+        return value.sin()
+
+
+WRITING: dict[str, tuple[range, ...]] = {
+    "regions": (range(3), range(3, 6), range(6, 9)),
+    "regions within regions": (range(9), range(6), range(1, 4), range(6, 8)),
+    "the stage": (),
+}
+
+
+@pytest.mark.parametrize("what", WRITING)
+def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(what: str) -> None:
+    """Of three microbatches in flight. Scratch of batch norms is taken to be there in their backwards too."""
+    torch.manual_seed(0)
+    layers = [kind for _ in range(3) for kind in (nn.Tanh(), nn.BatchNorm1d(4096), Queue())]
+    sample = Arguments((torch.randn(4, 4096),), {})
+    module = capture(nn.Sequential(*layers), sample).instantiate(sample)
+    apply(module.graph, [Group()])
+    graph = _limited(profile(module, sample.args, Flops(), loss=loss_of), module)
+    regions = [[n.name for n in graph.nodes if layer_of(n.module) in region] for region in WRITING[what]]
+    backwards = "0R0 0B0 0R1 0B1 0R2 0B2" if not regions else "0B0 0B1 0B2"
+    row = [Action.parse(word) for word in f"0F0 0F1 0F2 {backwards}".split()]
+    left, most = rise_of(footprint_of(Lives(graph), (), [node.name for node in graph.nodes], regions), row)
+    (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes}, {0: regions})
+    for _ in range(TRIALS):
+        with events() as found:
+            run_row(stage, sample, row)
+        measured = sum(found["forwards"]), highest(found["row"])
+        if abs(measured[0] - left) <= SMALL and -SMALL <= most - measured[1] <= most // 100:
+            return
+    raise AssertionError((left, most, measured))
+
+
+def rise_of(footprint: Footprint, row: Sequence[Action]) -> tuple[int, int]:
+    """What is left by three forwards, and the most that lives, above what a stage holds always."""
+    held = rank_memory({0: footprint}, moments(row), microbatches=3, allocator=ALLOCATORS["cpu"])
+    curve = [amount.expected for _, amount in activation_curve({0: footprint}, row)]
+    return curve[2], sum(kind.expected for kind in (held.gradients, held.activations, held.workspace))
+
+
+def run_row(stage: StageModule, sample: Arguments, row: Sequence[Action]) -> None:
+    """Three forwards, of which all is kept or computed again, and their backwards."""
+    made = EagerStage(stage.module, gradient_inputs=stage.gradient_inputs, loss=loss_of, buffers=stage.buffers)
+    made.module.zero_grad()
+    again = any(action.kind is Kind.RECOMPUTE for action in row)
+    with record_function("row"):
+        with record_function("forwards"):
+            saved = {number: made.forward(sample.args, Moment(0, 0, number), recompute=again)[1] for number in range(3)}
+        for number in range(3):
+            if again:
+                made.recompute(saved[number])
+            made.backward(saved.pop(number), (), {})
 
 
 def total(figures: dict[str, tuple[int, int]]) -> int:

@@ -26,13 +26,14 @@ from zoo.models import MODELS as ZOO
 
 from examples import models as examples
 from pipecompile.api.target import Target
-from pipecompile.codegen.regions import Limits, Regions, stage_order, uncheckable
+from pipecompile.codegen.regions import Limits, Regions, copied_bytes, stage_order, uncheckable
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.codegen.transfer import transfer, transfer_regions
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.schedule import Action
+from pipecompile.passes import recompute
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 from pipecompile.passes.recompute import Recomputed, _Runs
@@ -325,6 +326,28 @@ def test_state_of_every_kind_in_regions_of_every_kind(name: str, autocast: bool)
         for seed in range(4):
             regions = drawn_for(made, assignment, seed, nested=seed % 2 == 1)
             assert differences(wanted, outcome(made, assignment, regions)) == [], regions
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_regions_copy_what_is_said_of_their_nodes(name: str) -> None:
+    """Each once for each of two microbatches, those within others too: nothing as they are computed again."""
+    torch.manual_seed(0)
+    made = case_of(STATE[name](), Arguments((torch.randn(4, 8),), {}))
+    assignment, sizes = assignment_of(made, ()), copied_bytes(instantiated(made))
+    copied = recompute._copied
+    for seed in range(4):
+        regions, copies = drawn_for(made, assignment, seed, nested=seed % 2 == 1), list[int]()
+
+        def noted(tensors: Sequence[Tensor], copies: list[int] = copies) -> list[Tensor]:
+            found = copied(tensors)
+            copies.append(sum(each.nbytes for each in {id(each): each for each in found}.values()))
+            return found
+
+        with patch.object(recompute, "_copied", noted):
+            outcome(made, assignment, regions)
+        said = [sum(sum(sizes.get(node, ())) for node in region) for region in regions[0]]
+        assert sorted(filter(None, copies)) == sorted(filter(None, 2 * said)), regions
+    assert any(sizes.values()) == (name not in ("lesson", "recurrent", "module hooks"))
 
 
 def test_a_backward_may_run_in_another_thread() -> None:

@@ -26,8 +26,8 @@ CONTENTS = st.none() | st.builds(
 def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGraph:
     """Up to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
 
-    Nodes save what they read, what they make, and storages of their own. In a `wild` graph any value may lie in any
-    storage, any node may save it, and nodes may have parameters without names.
+    Nodes save what they read, what they make, and storages of their own; they write to buffers. In a `wild` graph any
+    value may lie in any storage, any node may save it, and nodes may have parameters without names.
     """
     names = [f"n{index}" for index in range(draw(st.integers(1, most)))]
     parameters = [
@@ -97,6 +97,7 @@ def _node(
         packs=draw(st.sampled_from(packs)),
         saved=saved,
         uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
+        written=tuple(draw(st.lists(SIZES, max_size=2))),
         parameters=tuple(sorted(read)),
         operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view"])),
     )

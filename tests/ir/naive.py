@@ -167,6 +167,14 @@ class _Stage:
         """The outermost region that a node is in; empty if in none."""
         return max((region for region in self.regions if name in region), key=len, default=())
 
+    def beginning(self, name: str) -> list[int]:
+        """The regions that begin with a node."""
+        return [index for index, region in enumerate(self.regions) if region[0] == name]
+
+    def written(self, names: Iterable[str]) -> int:
+        """What is copied so that these nodes can run again with buffers as they were."""
+        return sum(sum(self.graph.by_name[name].written) for name in names)
+
     def frame(self, names: Iterable[str]) -> int | None:
         """The innermost region that these nodes lie in, but for one that they are all of."""
         wanted = set(names)
@@ -322,6 +330,8 @@ class _Rank:
     def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
         done: set[str] = set()
         for node in stage.nodes:
+            for index in stage.beginning(node.name):
+                self.live.hold((stage.index, microbatch, "region's copies", index), stage.written(stage.regions[index]))
             made = [(key, form) for key, form in stage.every_form() if form.made == node.name]
             for key, form in made:
                 if not form.waits:
@@ -336,6 +346,9 @@ class _Rank:
                 if stage.forgotten(storage, done):
                     self.live.drop(stage.index, microbatch, run, storage)
             self.live.need(0)
+            for index, region in enumerate(stage.regions):
+                if region[-1] == node.name and not stage.is_needed(index):
+                    self.live.drop(stage.index, microbatch, "region's copies", index)
 
     def _settle(
         self, stage: _Stage, microbatch: int, kind: str, made: Sequence[tuple[Key, _Form]], done: set[str]
@@ -397,6 +410,8 @@ class _Rank:
                     if form.savers[0] == node.name:
                         self.live.drop(stage.index, microbatch, "form", *key)
                         self.live.drop(stage.index, microbatch, "copy", *key)
+                for index in stage.beginning(node.name):
+                    self.live.drop(stage.index, microbatch, "region's copies", index)
                 self._take(stage, microbatch, stage.frame_of(node.name), ("node", node.name))
             self.live.need(stage.met(node.name) if first or (second and whole) else 0)
         if first or (second and whole):
@@ -538,6 +553,7 @@ class _Rank:
         self.summed.add(stage.index)
         self.live.drop(stage.index, microbatch, "kept")
         self.live.drop(stage.index, microbatch, "bare")
+        self.live.drop(stage.index, microbatch, "stage's copies")
         for storage in filter(stage.sent, stage.own()):
             if stage.index + 1 not in self.stages:
                 self.live.hold((stage.index, microbatch, "sent", storage), stage.graph.storages[storage])
@@ -547,6 +563,9 @@ class _Rank:
         assert microbatch is not None
         match action.kind:
             case Kind.FORWARD:
+                if (action.stage, microbatch) in self.recomputed:
+                    everything = stage.written(node.name for node in stage.nodes)
+                    self.live.hold((stage.index, microbatch, "stage's copies"), everything)
                 self.forward(stage, microbatch, "kept")
                 if (action.stage, microbatch) in self.recomputed:
                     self.forget(stage, microbatch)

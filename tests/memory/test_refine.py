@@ -14,7 +14,7 @@ from benchmarks.memory_models import gpt_blocks
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.modules import block_of
-from pipecompile.ir.tape import Tape
+from pipecompile.ir.tape import Held, Tape
 from pipecompile.ir.taping import tape_of
 from pipecompile.memory import refine
 from pipecompile.memory.choose import cheapest, priced, whole
@@ -94,6 +94,23 @@ def test_regions_of_parts_of_two_blocks_take_less_time() -> None:
     assert best.ns == bound < known.ns
     assert 7 * best.kept + best.peak <= 7 * all_again.kept + all_again.peak
     assert refined(tape, 8, 7 * all_again.kept + all_again.peak, known.regions, SECONDS) == (regions, bound)
+
+
+def test_copies_of_buffers_count_in_backwards_too() -> None:
+    """The first node is the fastest, but a region with it would copy what it frees."""
+    nothing = (0, 0, 0)
+    tape = Tape(
+        ns=(1, 5, 9),
+        packs=("after",) * 3,
+        forward=nothing,
+        flowing=nothing,
+        before=nothing,
+        after=nothing,
+        held=tuple(Held(size, place, (), (place,), sent=False) for place, size in enumerate((640, 128, 640))),
+        written=(640, 0, 0),
+        boundaries=(0, 1, 2, 3),
+    )
+    assert refined(tape, 1, 1280, None, SECONDS) == ((Region(1, 2),), 5)
 
 
 def test_without_time_what_is_known_stays() -> None:

@@ -13,8 +13,9 @@ from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.taping import tape_of
+from pipecompile.memory.choose import priced
 from pipecompile.memory.menus import menu
-from pipecompile.memory.regions import Regions
+from pipecompile.memory.regions import Region, Regions
 from tests.ir.cost_graphs import cost_graphs, saving_of, stages_of
 
 Choice = tuple[int, int, int]
@@ -78,7 +79,12 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
             regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
             assert price(graph, before, names, regions) == figures, regions
             found.add(figures)
-    every = {price(graph, before, names, [names[a:b] for a, b in runs]) for runs in every_choice(tape.boundaries)}
+    every: set[Choice] = set()
+    for runs in every_choice(tape.boundaries):
+        figures = price(graph, before, names, [names[a:b] for a, b in runs])
+        choice = priced(tape, [Region(*run) for run in runs])
+        assert (choice.kept, max(choice.kept, choice.peak), choice.ns) == figures, runs
+        every.add(figures)
     assert undominated(found) == undominated(every)
 
 

@@ -106,7 +106,7 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     return "equal"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
 def test_the_best_of_all_cuts_with_all_regions_is_found(graph: CostGraph, schedule: str, share: float) -> None:
     assume(len(graph.nodes) > 1)

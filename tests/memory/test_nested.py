@@ -79,7 +79,7 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
     return CostGraph(memory="cpu", nodes=tuple(nodes), tensors=tuple(tensors), storages=(*values, *own))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(chains(), st.data())
 def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataObject) -> None:
     names = [node.name for node in graph.nodes]

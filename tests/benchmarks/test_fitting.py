@@ -36,7 +36,7 @@ def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 70)])
+@pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 90)])
 def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> None:
     fitting = small(recompute, mebibytes)
     assert fits(fitting, fitting.most)

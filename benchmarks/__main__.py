@@ -9,6 +9,7 @@ NAMES = (
     "profile_large",
     "recompute",
     "recompute_gpt2",
+    "joint",
     "partition",
     "schedules",
     "gpipe_models",

@@ -4,7 +4,7 @@ As tests/api/test_joint.py, on more and larger graphs: random ones of 8 to 12 no
 parameters, two stages, a budget between the least and the most that any stage holds. Prints how many were equal and
 writes benchmarks/results/joint.json.
 
-    python -m benchmarks.joint [GRAPHS]         (default 60)
+    python -m benchmarks.joint [GRAPHS]         (default 20)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.api.test_joint import compared
 from tests.ir.cost_graphs import cost_graphs
 
 RESULT = Path(__file__).parent / "results" / "joint.json"
-GRAPHS, LEAST, MOST = 60, 8, 12
+GRAPHS, LEAST, MOST = 20, 8, 12
 
 
 def swept(graphs: int) -> tuple[Counter[int], Counter[str]]:

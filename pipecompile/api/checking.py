@@ -13,7 +13,7 @@ from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
-from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import Problem
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
 
@@ -46,7 +46,7 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
         return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
     if (stage.recompute == "regions") != bool(stage.regions):
         return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
-    if stage.regions and options.schedule in (*SPLIT, "search"):
+    if stage.regions and options.schedule in MAY_SPLIT:
         return f"has regions, which are not possible under schedule {options.schedule!r}"
     if stage.recompute == "none" and stage.recompute_ns:
         return f"computes nothing again, but for {stage.recompute_ns} ns"

@@ -22,7 +22,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.memory import rank_memory, room
 from pipecompile.ir.plan import Faster, Options, Stage
-from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
@@ -209,7 +209,7 @@ def problem_of(
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
-        whole_backwards=options.schedule not in (*SPLIT, "search"),
+        whole_backwards=options.schedule not in MAY_SPLIT,
         step_ns=lambda assignment: _step_ns(recomputing, assignment, links),
     )
 

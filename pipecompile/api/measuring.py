@@ -37,7 +37,7 @@ from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.timing import Work, halved, timed, whole
 from pipecompile.schedule.dependencies import compute_needs, in_order
-from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = ["Stopwatch"]
@@ -170,7 +170,7 @@ def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[
     needs = compute_needs(problem_of_plan(plan), plan.schedule)
     order = [action for _, action in in_order(plan.schedule.compute, needs) if action.stage in works]
     times = timed(works, whole(order), device)
-    if plan.options.schedule not in (*SPLIT, "search"):
+    if plan.options.schedule not in MAY_SPLIT:
         return dict(times)
     halves = timed(works, halved(order), device)
     return {index: {**halves[index], **times[index]} for index in works}

@@ -17,7 +17,7 @@ from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
 from pipecompile.ir.saving import POLICIES, Policy
 from pipecompile.ir.size import parse_budget
-from pipecompile.schedule.named import SPLIT
+from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.placement import SHAPES
 
 __all__ = ["Choices", "options_for"]
@@ -130,7 +130,7 @@ def options_for(
 def _check_together(options: Options, placement: Sequence[int]) -> None:
     """What does not go together is refused before any capture."""
     options.caps(max(placement) + 1)
-    if options.recompute in ("block", "sqrt") and options.schedule in (*SPLIT, "search"):
+    if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
             "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
@@ -142,7 +142,7 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
         )
     if options.saving and len(placement) > max(placement) + 1:
         raise InputError("saving chooses for ranks of one stage each; leave it out, or have one stage a rank")
-    if options.saving and options.schedule in (*SPLIT, "search"):
+    if options.saving and options.schedule in MAY_SPLIT:
         raise InputError(
             f"saving is not planned under schedule {options.schedule!r}, whose backwards may be split; leave it "
             "out, or choose another schedule"

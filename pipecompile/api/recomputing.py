@@ -25,7 +25,7 @@ from pipecompile.ir.saving import Policy
 from pipecompile.ir.tape import Tape
 from pipecompile.ir.taping import tape_of
 from pipecompile.memory.regions import Region
-from pipecompile.schedule.named import SPLIT, generate
+from pipecompile.schedule.named import MAY_SPLIT, generate
 
 if TYPE_CHECKING:
     from pipecompile.memory.saving import Offer
@@ -197,7 +197,7 @@ class Recomputing:
     @property
     def _splits(self) -> bool:
         """Whether backwards may be split."""
-        return self.options.schedule in (*SPLIT, "search")
+        return self.options.schedule in MAY_SPLIT
 
     def _or_saved(
         self, index: int, before: Sequence[str], nodes: Sequence[str], cap: int, plain: Again, recomputed: Again | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, takewhile
 
 from pipecompile.ir.links import Link, Links
@@ -60,8 +60,8 @@ def summary(plan: Plan) -> str:
         _stages(plan),
         _ranks(plan),
         _budgets(plan),
-        _regions(plan),
-        _runs(plan),
+        _by_stage("regions that are computed again", region_texts, plan),
+        _by_stage("saved in other forms", form_texts, plan),
         _routes(plan),
         _tied(plan),
     ]
@@ -290,27 +290,16 @@ def is_bounded(plan: Plan) -> bool:
     return plan.options.recompute == "auto"
 
 
-def _regions(plan: Plan) -> list[str]:
-    lines = [
-        _fitted(f"  stage {index:>2}  {', '.join(region_texts(stage))}", 100)
-        for index, stage in enumerate(plan.stages)
-        if stage.regions
-    ]
-    return ["regions that are computed again", *lines] if lines else []
+def _by_stage(title: str, texts: Callable[[Stage], Iterable[str]], plan: Plan) -> list[str]:
+    """A line for each stage that has any of what the title says."""
+    rows = [(index, ", ".join(texts(stage))) for index, stage in enumerate(plan.stages)]
+    lines = [_fitted(f"  stage {index:>2}  {text}", 100) for index, text in rows if text]
+    return [title, *lines] if lines else []
 
 
 def region_texts(stage: Stage) -> Iterator[str]:
     """Each region of a stage by its first and its last node."""
     return map(_ends, stage.regions)
-
-
-def _runs(plan: Plan) -> list[str]:
-    lines = [
-        _fitted(f"  stage {index:>2}  {', '.join(form_texts(stage))}", 100)
-        for index, stage in enumerate(plan.stages)
-        if stage.saving
-    ]
-    return ["saved in other forms", *lines] if lines else []
 
 
 def form_texts(stage: Stage) -> Iterator[str]:

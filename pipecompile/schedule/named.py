@@ -21,7 +21,7 @@ from pipecompile.schedule.turns import Layout, Turn, layout_of, numbered
 from pipecompile.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
 from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["ASYNCHRONOUS", "NAMES", "SPLIT", "fitting", "generate", "in_flight", "shape_needed"]
+__all__ = ["ASYNCHRONOUS", "MAY_SPLIT", "NAMES", "SPLIT", "fitting", "generate", "in_flight", "shape_needed"]
 
 Generator = Callable[[Layout, int], Sequence[Iterable[Turn]]]
 
@@ -61,6 +61,8 @@ _NAMED = {
 NAMES: tuple[str, ...] = tuple(_NAMED)
 SPLIT = frozenset(name for name, named in _NAMED.items() if named.split)
 """Those that split some or all of their backwards in two."""
+MAY_SPLIT = SPLIT | {"search"}
+"""With those whose order is not known before it is searched for."""
 ASYNCHRONOUS = frozenset(name for name, named in _NAMED.items() if named.policy)
 """Those that update the weights while microbatches are on their way."""
 

@@ -203,6 +203,8 @@ class _Tiling:
             producer=self._named(gradient.producer, layer, to),
             last=self._named(gradient.last, layer, to),
             readers=tuple(self._named(name, layer, to) for name in gradient.readers),
+            captured=tuple(self._named(name, layer, to) for name in gradient.captured),
+            given=tuple(tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given),
             continues=None
             if before is None
             else self._gradient_places[self._from(self._gradient_homes[before], layer, to)],

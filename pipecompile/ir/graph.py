@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from pipecompile.ir.saving import ELEMENT_BYTES, Use
@@ -81,18 +82,24 @@ class Tensor(Value, frozen=True, kw_only=True):
 class Gradient(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
-    `readers` are the nodes in between whose backwards take it.
+    `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
+    they make gradients of parameters; a split backward holds it there until its second half. A captured one may live in
+    one node alone. Pairs of what is `given` by it are a node and a reader: the gradient that the reader's backward has
+    for the node lies in it.
 
     A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
     gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
-    in the same memory.
+    in the same memory. A `copy` brings another in order: what comes from a later stage is.
     """
 
     producer: str
     last: str
     bytes: NonNegative
     readers: tuple[str, ...] = ()
+    captured: tuple[str, ...] = ()
+    given: tuple[tuple[str, str], ...] = ()
     sum: bool = False
+    copy: bool = False
     continues: NonNegative | None = None
 
 
@@ -140,7 +147,13 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
         for index, gradient in enumerate(self.gradients):
-            for name in (gradient.producer, gradient.last, *gradient.readers):
+            for name in (
+                gradient.producer,
+                gradient.last,
+                *gradient.readers,
+                *gradient.captured,
+                *chain(*gradient.given),
+            ):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
             before = gradient.continues

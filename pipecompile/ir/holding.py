@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import inf
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
@@ -88,7 +87,7 @@ class _Stage(Part):
         whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
         rises = list(self._weight_rises()) if self.splits else whole
-        sums = NO_SUMS if self.splits else self.sums
+        sums = self.sums()
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -106,16 +105,17 @@ class _Stage(Part):
             ),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
             returned=amount(tensor.gradient_bytes for tensor in self.returned),
+            passed=amount(self.passed),
             relayed=amount(t.gradient_bytes for t, _ in self.arriving if t not in self.returned),
             dropped=amount(made.storage.bytes for made in self.made if self._is_dropped(made)),
             remade=amount(made.storage.bytes for made in self.made if self._is_remade(made)),
-            between=amount(gradient.bytes for gradient in self.captured) if self.splits else ZERO,
+            between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
-            first_backward_peak=self._peak([*backward, *making], whole, self.sums, again=True),
-            backward_peak=self._peak([*backward, *adding], whole, self.sums, again=True),
+            first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
+            backward_peak=self._peak([*backward, *adding], whole, sums, again=True),
             input_peak=self._input_peak() if self.splits else ZERO,
-            first_weight_peak=self._peak([*second, *making], rises, sums),
-            weight_peak=self._peak([*second, *adding], rises, sums),
+            first_weight_peak=self._peak([*second, *making], rises, NO_SUMS if self.splits else sums),
+            weight_peak=self._peak([*second, *adding], rises, NO_SUMS if self.splits else sums),
             written=amount(self.written(self.nodes)),
         )
 
@@ -178,17 +178,13 @@ class _Stage(Part):
         return highest - sum(level.size_of(self._kept(form)) for _, form in waiting)
 
     def _is_dropped(self, made: Made) -> bool:
-        """Whether only nodes behind the last one with parameters save it: no second half comes by there."""
-        last = self._last_trained
-        return self.splits and bool(made.holders) and made.holders[0] > last and not self.is_sent(made.storage)
+        """Whether no second half comes by where it is saved."""
+        passes = not self.passed_twice.isdisjoint(made.holders)
+        return self.splits and bool(made.holders) and not passes and not self.is_sent(made.storage)
 
     def _is_remade(self, made: Made) -> bool:
-        """Whether it is an output that no node up to the last one with parameters saves."""
-        return self.splits and self.is_sent(made.storage) and min(made.holders, default=inf) > self._last_trained
-
-    @cached_property
-    def _last_trained(self) -> int:
-        return max((places[-1] for _, places in self.trained), default=-1)
+        """Whether it is an output that no second half comes by."""
+        return self.splits and self.is_sent(made.storage) and self.passed_twice.isdisjoint(made.holders)
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -254,8 +250,8 @@ class _Stage(Part):
 
     def _released(self) -> Iterator[Change]:
         """What the first half held for the second."""
-        for gradient in self.captured:
-            yield Change(gradient.last, gradient.bytes, begins=False)
+        for gradient, place in self.captured:
+            yield Change(place, gradient.bytes, begins=False)
 
     def _input_rises(self) -> Iterator[int]:
         """The first half of a backward makes no gradients of parameters."""
@@ -273,7 +269,7 @@ class _Stage(Part):
             yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0
 
     def _input_peak(self) -> Amount:
-        return self._peak(self.flowing(hold=True), list(self._input_rises()), self.sums)
+        return self._peak(self.flowing(hold=True), list(self._input_rises()), self.sums(hold=True))
 
     def _peak(
         self,

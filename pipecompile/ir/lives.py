@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
 from pipecompile.ir.saving import Use
 
-__all__ = ["GradientLife", "Lives", "Storage"]
+__all__ = ["ORDERLY", "GradientLife", "Lives", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,18 @@ class Storage:
 class GradientLife(NamedTuple):
     """A storage of the backward: made in that of `producer`, let go in that of `last`.
 
-    A `sum` of others is new unless these were added in place to one that was made in `origin`. `summed` tells whether
-    others will be added to it in turn.
+    A `sum` of others is new unless these were added in place to one that it `continues`. It is `captured` by the nodes
+    that make gradients of parameters of it. A `copy` brings another in order.
     """
 
     producer: int
     last: int
     bytes: int
     readers: tuple[int, ...]
+    captured: tuple[int, ...]
     sum: bool
-    origin: int | None
-    summed: bool
+    copy: bool
+    continues: GradientLife | None
 
 
 ORDERLY = {
@@ -52,6 +53,7 @@ ORDERLY = {
     for library in ("Tensor", "torch")
     for name in ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
 }
+"""Operators whose results have all elements in the order of what they view."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,27 @@ class Lives:
         return {root: tuple(storages) for root, storages in made.items()}
 
     @cached_property
+    def values(self) -> dict[str, Tensor]:
+        """What nodes give, by their names."""
+        return {tensor.producer: tensor for tensor in self.graph.tensors}
+
+    @cached_property
+    def viewed(self) -> dict[int, int]:
+        """By place what has one reader, a view of all its elements: where that is."""
+        pairs = [(t, self.values.get(t.consumers[0])) for t in self.graph.tensors if len(t.consumers) == 1]
+        return {
+            self.place[tensor.producer]: self.place[view.producer]
+            for tensor, view in pairs
+            if view is not None and tensor.storage is not None
+            if (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
+        }
+
+    @cached_property
     def seen_through(self) -> dict[str, Tensor]:
         """What has one reader, a view of all its elements in their order, by its producer: the view."""
-        values = {tensor.producer: tensor for tensor in self.graph.tensors}
-        found: dict[str, Tensor] = {}
-        for tensor in self.graph.tensors:
-            view = values.get(tensor.consumers[0]) if len(tensor.consumers) == 1 else None
-            if view is not None and self.graph.by_name[view.producer].operator in ORDERLY:
-                alike = (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
-                found |= {tensor.producer: view} if alike and tensor.storage is not None else {}
-        return found
+        nodes = self.graph.nodes
+        views = {nodes[place].name: nodes[view] for place, view in self.viewed.items()}
+        return {name: self.values[view.name] for name, view in views.items() if view.operator in ORDERLY}
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
@@ -115,6 +128,15 @@ class Lives:
             for tensor in self.graph.tensors
             if tensor.consumers
         )
+
+    @cached_property
+    def sources(self) -> Mapping[int, Sequence[int]]:
+        """By reader, where that was made of which it has a gradient."""
+        found = defaultdict[int, list[int]](list)
+        for tensor, producer, readers in self.tensors:
+            for reader in readers if tensor.gradient_bytes else ():
+                found[reader].append(producer)
+        return found
 
     def crossing(self, places: set[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """The tensors that go from the nodes at `places` to others, each with all its readers.
@@ -163,17 +185,35 @@ class Lives:
     def gradients(self) -> dict[int, tuple[GradientLife, ...]]:
         """By the node in whose backward they are made, without summands of a parameter's gradient."""
         made = defaultdict[int, list[GradientLife]](list)
-        every = self.graph.gradients
-        summed = {gradient.continues for gradient in every}
-        for index, gradient in enumerate(every):
+        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
             if not self._is_summand(gradient):
-                before = gradient.continues
-                origin = None if before is None else self.place[every[before].producer]
-                producer, last = self.place[gradient.producer], self.place[gradient.last]
-                readers = tuple(self.place[name] for name in gradient.readers)
-                row = GradientLife(producer, last, gradient.bytes, readers, gradient.sum, origin, index in summed)
-                made[producer].append(row)
+                made[life.producer].append(life)
         return {place: tuple(rows) for place, rows in made.items()}
+
+    @cached_property
+    def given(self) -> dict[tuple[int, int], GradientLife]:
+        """In what lies the gradient that a reader has for a node, by the places of the node and the reader.
+
+        Without those that lie in several, of which a sum is made.
+        """
+        found = defaultdict[tuple[int, int], list[GradientLife]](list)
+        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
+            for name, reader in gradient.given:
+                found[self.place[name], self.place[reader]].append(life)
+        return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
+
+    @cached_property
+    def _every_gradient(self) -> list[GradientLife]:
+        every: list[GradientLife] = []
+        for gradient in self.graph.gradients:
+            before = None if gradient.continues is None else every[gradient.continues]
+            producer, last = self.place[gradient.producer], self.place[gradient.last]
+            readers, captured = (
+                tuple(self.place[name] for name in names) for names in (gradient.readers, gradient.captured)
+            )
+            kinds = gradient.sum, gradient.copy
+            every.append(GradientLife(producer, last, gradient.bytes, readers, captured, *kinds, before))
+        return every
 
     def _is_summand(self, gradient: Gradient) -> bool:
         """Whether it goes from one reader of a parameter to another: it counts with the parameter."""

@@ -70,7 +70,8 @@ class Held(NamedTuple):
 
     `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `copied`:
     buffers for its recompute. `halved`: between the halves of a backward; `again`: so, after a recompute. `sent`,
-    `returned`: outputs and gradients of inputs that wait for the step's end. `summed`: whether the gradients of
+    `returned`, `passed`: outputs, and gradients of inputs by a whole backward or a first half, that wait for the step's
+    end. `summed`: whether the gradients of
     parameters are there.
     """
 
@@ -81,6 +82,7 @@ class Held(NamedTuple):
     again: int = 0
     sent: int = 0
     returned: int = 0
+    passed: int = 0
     summed: int = 0
 
 
@@ -134,6 +136,7 @@ def _all_moments(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Momen
 def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Action, dict[int, Held]]]:
     """Each action with what is held after it."""
     recomputed = {(action.stage, action.microbatch) for action in row if action.kind is Kind.RECOMPUTE}
+    halved = {(action.stage, action.microbatch) for action in row if action.kind is Kind.BACKWARD_INPUT}
     trains = any(action.kind in BACKWARDS for action in row)
     held = {stage: Held() for stage in stages}
     for action in row:
@@ -141,8 +144,10 @@ def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Acti
             again = (action.stage, action.microbatch) in recomputed
             held = {**held, action.stage: _after(held[action.stage], action.kind, again or not trains, again)}
         if action.kind in BACKWARDS and action.stage + 1 in held:  # what a stage of its own rank gave it
-            given = held[action.stage + 1]
-            held[action.stage + 1] = given._replace(returned=given.returned - 1)
+            given, passed = held[action.stage + 1], (action.stage + 1, action.microbatch) in halved
+            held[action.stage + 1] = given._replace(
+                returned=given.returned - (not passed), passed=given.passed - passed
+            )
         yield action, held
 
 
@@ -157,7 +162,7 @@ def _after(held: Held, kind: Kind, bare: bool, again: bool) -> Held:
             return held._replace(kept=held.kept + 1)
         case Kind.BACKWARD_INPUT:
             half = {"again": held.again + 1} if again else {"halved": held.halved + 1}
-            return held._replace(kept=held.kept - 1, returned=held.returned + 1, **half)
+            return held._replace(kept=held.kept - 1, passed=held.passed + 1, **half)
     is_half = kind is Kind.BACKWARD_WEIGHT
     return Held(
         kept=held.kept - (not is_half),
@@ -167,6 +172,7 @@ def _after(held: Held, kind: Kind, bare: bool, again: bool) -> Held:
         again=held.again - (is_half and again),
         sent=held.sent + 1,
         returned=held.returned + (not is_half),
+        passed=held.passed,
         summed=1,
     )
 
@@ -223,8 +229,8 @@ def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
     """What was sent; between stages of one rank it is handed over, and lives no longer than what it is part of."""
     stage = stages[index]
     if index + 1 in stages:
-        return (stage.returned + stage.relayed) * held.returned
-    return stage.outputs * held.sent + stage.returned * held.returned
+        return (stage.returned + stage.relayed) * (held.returned + held.passed)
+    return stage.outputs * held.sent + stage.returned * held.returned + stage.passed * held.passed
 
 
 def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:

@@ -6,7 +6,7 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.forms import Form, Run, forms_of
 from pipecompile.ir.graph import Node, Parameter, Tensor
-from pipecompile.ir.lives import GradientLife, Lives, Storage
+from pipecompile.ir.lives import ORDERLY, GradientLife, Lives, Storage
 
 __all__ = ["BOUND_SCRATCH", "Change", "Level", "Made", "Part"]
 
@@ -184,15 +184,89 @@ class Part:
         return [(parameter, places) for parameter, places in pairs if parameter.trainable]
 
     @cached_property
-    def captured(self) -> list[GradientLife]:
-        """What flows into nodes with parameters: there the second half of a split backward begins."""
-        read = {place for _, places in self.trained for place in places}
-        return [gradient for gradient in self.own_gradients if gradient.last in read and not gradient.summed]
+    def captured(self) -> list[tuple[GradientLife, int]]:
+        """What the first half of a split backward holds, each with the node where the second lets it go.
+
+        Those that are returned lie in the message.
+        """
+        returned = set(map(id, self._homes(hold=True)))
+        pairs = [(each, self.inside.intersection(each.captured)) for each in self.own_gradients]
+        return [(each, min(nodes)) for each, nodes in pairs if nodes and id(each) not in returned]
+
+    @cached_property
+    def passed_twice(self) -> set[int]:
+        """The nodes with parameters, and all before them: the second half of a backward begins at the former."""
+        found = {place for _, places in self.trained for place in places}
+        waiting = list(found)
+        while waiting:
+            before = self.inside.intersection(self.lives.sources[waiting.pop()]) - found
+            found |= before
+            waiting += before
+        return found
+
+    def _homes(self, *, hold: bool) -> list[GradientLife | None]:
+        """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
+
+        A whole backward copies what others have too, a first half (`hold`) does not.
+        """
+        homes = [self._only_given(tensor, place) if hold else None for tensor, place in self.read]
+        taken = set(map(id, homes))
+        for gradient in self.own_gradients:
+            fits = (
+                index
+                for index, (tensor, place) in enumerate(self.read)
+                if homes[index] is None and (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
+            )
+            if (
+                gradient.last not in self.inside
+                and id(gradient) not in taken
+                and (index := next(fits, None)) is not None
+            ):
+                homes[index] = gradient
+        return homes
+
+    def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
+        """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
+        readers = {self.lives.place[name] for name in tensor.consumers} - self.before
+        found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
+        in_order = found is not None and (id(found) in self._own or not self._is_turned(tensor, place))
+        return found if found and in_order and found.bytes == tensor.gradient_bytes else None
+
+    def _is_turned(self, tensor: Tensor, place: int) -> bool:
+        """Whether the reader takes a view of another order, or a copy for want of one: a copy of the gradient is sent."""
+        reader = self.graph.nodes[place]
+        value = self.lives.values.get(reader.name)
+        is_view = value is not None and value.storage == tensor.storage
+        return is_view != (reader.operator in ORDERLY)
+
+    @cached_property
+    def passed(self) -> Collection[int]:
+        """The sizes of what a first half returns: what lies in one gradient counts once, in what was received not."""
+        once: dict[int, int] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.read, self._homes(hold=True), strict=True)):
+            if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
+                once[-index - 1 if home is None else id(home)] = tensor.gradient_bytes
+        return once.values()
 
     @cached_property
     def own_gradients(self) -> list[GradientLife]:
-        """Those that are made here."""
-        return [gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())]
+        """Those that are made here; what comes from later stages is in order, and needs no copy."""
+        made = (gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ()))
+        return [gradient for gradient in made if not (gradient.copy and gradient.producer in self._sent_as_is)]
+
+    @cached_property
+    def _own(self) -> set[int]:
+        return set(map(id, self.own_gradients))
+
+    @cached_property
+    def _sent_as_is(self) -> set[int]:
+        """The nodes of which only later stages have gradients: as they are, or through views."""
+        read_here = {source for place in self.nodes for source in self.lives.sources[place]}
+        found = {self.lives.place[tensor.producer] for tensor in self.leaving} - read_here
+        for place in reversed(self.nodes):
+            if self.lives.viewed.get(place) in found:
+                found.add(place)
+        return found
 
     @cached_property
     def read(self) -> list[tuple[Tensor, int]]:
@@ -224,21 +298,20 @@ class Part:
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        held = {id(gradient) for gradient in self.captured} if hold else set()
-        returned = [(place, tensor.gradient_bytes) for tensor, place in self.read]
+        homes = self._homes(hold=hold)
+        stay = {id(gradient) for gradient, _ in self.captured if hold}.union(map(id, homes))
         for gradient in self.own_gradients:
             yield Change(gradient.producer, gradient.bytes, begins=True)
-            made = gradient.producer, gradient.bytes
-            if gradient.last in self.inside:
-                if id(gradient) not in held:
-                    yield Change(gradient.last, gradient.bytes, begins=False)
-            elif made in returned:  # it is the gradient of an input
-                returned.remove(made)
-            else:
-                last = min(self.inside.intersection(gradient.readers), default=gradient.producer)
-                yield Change(last, gradient.bytes, begins=False)
-        for place, size in returned:  # it lies in what others hold, or not in order: autograd copies it
-            yield Change(place, size, begins=True)
+            if id(gradient) not in stay:
+                yield Change(self._last(gradient), gradient.bytes, begins=False)
+        for (tensor, place), home in zip(self.read, homes, strict=True):
+            if home is None:  # it lies in what others hold, or not in order: autograd copies it
+                yield Change(place, tensor.gradient_bytes, begins=True)
+
+    def _last(self, gradient: GradientLife) -> int:
+        """The node of the stage in whose backward it is let go."""
+        users = self.inside.intersection((*gradient.readers, *gradient.captured))
+        return gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
 
     def made_gradients(self) -> Iterator[Change]:
         """In the first backward of a step the gradients of parameters begin to live."""
@@ -255,12 +328,16 @@ class Part:
                 yield Change(places[-1], parameter.bytes, begins=True)
                 yield Change(places[0], parameter.bytes, begins=False)
 
-    @cached_property
-    def sums(self) -> dict[int, int]:
-        """By node what lives beside the new sums that are made when its backward is done: the last summand."""
+    def sums(self, *, hold: bool = False) -> dict[int, int]:
+        """By node what lives beside the new sums that are made when its backward is done: the last summand.
+
+        Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
+        """
         sums: dict[int, int] = defaultdict(int)
+        held = {id(each) for each in self.own_gradients if hold and not self.inside.isdisjoint(each.captured)}
         for gradient in self.own_gradients:
-            if gradient.sum and (gradient.origin is None or self.is_later(gradient.origin)):
+            before = gradient.continues
+            if gradient.sum and (before is None or self.is_later(before.producer) or id(before) in held):
                 sums[gradient.producer] += gradient.bytes
         return sums
 

@@ -97,6 +97,7 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
     now = 0
+    sums = part.sums()
     by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
     for at, size, begins in changes:
         by_place[at].append((level.size_of(size), size, begins))
@@ -105,7 +106,7 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
         padding = sum(counted - size for counted, size, begins in here if begins)
         needed = part.needed(node, node.backward_peak_bytes, level) + padding
         done = now + sum(counted if begins else -counted for counted, _, begins in here)
-        found.append((now, now + needed, done + level.size_of(part.sums.get(place, 0))))
+        found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
         now = done
     return zip(*reversed(found), strict=True)
 

@@ -54,8 +54,8 @@ class Ledger(TorchDispatchMode):
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
     which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
     says of an operator in it. `masks` are lives, as indices, whose elements are zero or one constant: drawn as
-    such, and at most scaled since. `kernels` counts operators that compute, views aside. `shared` are the shapes of
-    parameters with several readers.
+    such, and at most scaled since; `copies` are made by copying another. `kernels` counts operators that compute, views
+    aside. `shared` are the shapes of parameters with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
@@ -63,6 +63,7 @@ class Ledger(TorchDispatchMode):
         self.scratch: dict[int, int] = {}
         self.kernels = 0
         self.masks: set[int] = set()
+        self.copies: set[int] = set()
         self._scratch_of = scratch_of
         self.lives: list[Life] = []
         self.rises: dict[int, int] = {}
@@ -90,6 +91,11 @@ class Ledger(TorchDispatchMode):
         """The storages of `values`, as indices into `lives`: distinct, in order, without the excluded ones."""
         return tuple(dict.fromkeys(self._indices(values)))
 
+    def known(self, values: Iterable[Tensor]) -> Iterator[int]:
+        """The storages of `values` that are followed, as indices into `lives`."""
+        found = (self._known.get(value.untyped_storage()._cdata) for value in values)
+        return (known[1] for known in found if known is not None)
+
     def _indices(self, values: Iterable[Tensor]) -> Iterator[int]:
         for value in values:
             storage = value.untyped_storage()
@@ -113,7 +119,8 @@ class Ledger(TorchDispatchMode):
         made = len(self.lives)
         if hidden := hidden_bytes(func, args, result):
             self._bear(hidden[0].untyped_storage(), hidden[1])
-        self.indices(tensors(result))
+        made_now = self.indices(tensors(result))
+        self.copies.update(made_now if func is aten.clone.default else ())
         self._note_mask(func, args, result)
         self.kernels += len(self.lives) > made or func._schema.is_mutable
         if scratch := self._scratch_of(func, args, result):

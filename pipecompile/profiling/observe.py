@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, fx
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
@@ -21,6 +21,7 @@ from pipecompile.ir.saving import ELEMENT_BYTES, Use
 from pipecompile.passes.propagate import named_state
 from pipecompile.passes.saving import known_uses, made_since
 from pipecompile.profiling.caller import Caller
+from pipecompile.profiling.destinations import Destinations, Sources
 from pipecompile.profiling.ledger import Ledger
 from pipecompile.profiling.scratch import SCRATCH, Scratch
 from pipecompile.profiling.workload import Workload
@@ -59,7 +60,9 @@ class Facts:
 class GradientLife:
     """A storage of the backward: made in that of node `producer`, freed in that of `last`.
 
-    `readers` are the nodes in between whose backwards take it. A `sum` is one of gradients of several readers;
+    `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
+    it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it. A `sum`
+    is one of gradients of several readers;
     `continues` is the index of the one to which others were added in place to make it.
     """
 
@@ -67,7 +70,10 @@ class GradientLife:
     producer: str
     last: str
     readers: tuple[str, ...]
+    captured: tuple[str, ...]
+    given: tuple[tuple[str, str], ...]
     sum: bool
+    copy: bool
     continues: int | None
 
 
@@ -76,7 +82,7 @@ class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
     `contents` are of storages that are saved, where they are plain elements. `gradients` are those that live longer
-    than the node that makes them, without those of parameters and inputs.
+    than the node that makes them or are captured, without those of parameters and inputs.
     """
 
     nodes: dict[str, Facts]
@@ -117,14 +123,18 @@ class _Observer(Caller):
         self.ledger = Ledger(self.state, scratch)
         self.roots: tuple[Tensor, ...] = ()
         self.contents: dict[int, Content | None] = {}
+        self.destinations = Destinations(self.ledger)
 
     def perform(self, call: Call) -> Any:
         tick = len(self.facts)
         self.ledger.enter(tick)
         self.numbers.append(torch._C._autograd._get_sequence_nr())
         versions = [argument._version for argument in call.arguments]
+        sources = self._sources(call.node)
         value, uses, packs = self._kept(call)
         outputs = tensors(value)
+        behind = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        self.destinations.follow(call.node.name, behind, list(made_since(self.numbers[-1], behind)), sources)
         differentiable = tuple(output for output in outputs if output.requires_grad)
         facts = Facts(
             operator=call.operator,
@@ -145,6 +155,14 @@ class _Observer(Caller):
         if call.node.op == "output":
             self.roots = differentiable
         return value
+
+    def _sources(self, node: fx.Node) -> Sources:
+        found: dict[Node | None, list[str]] = defaultdict(list)
+        for source in node.all_input_nodes:
+            for value in tensors(self.env[source]):
+                if value.grad_fn is not None and source.op != "get_attr":
+                    found[value.grad_fn].append(source.name)
+        return found
 
     def _kept(self, call: Call) -> tuple[Any, dict[int, tuple[Use, ...]], Packs]:
         """The value of a node, the storages that its backward keeps and for what, and when it was given the last."""
@@ -242,16 +260,19 @@ class _Observer(Caller):
         return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), contents, gradients)
 
     def _gradients(self) -> tuple[GradientLife, ...]:
-        """Storages of the backward that live longer than the node that makes them."""
+        """Storages of the backward that live longer than the node that makes them, or that are captured."""
         count, last = len(self.facts), 2 * len(self.facts) - 1
         found: list[GradientLife] = []
+        where = self.destinations
         places: dict[int | None, int | None] = {None: None}  # of each life, or of what it goes on for
         for index, life in enumerate(self.ledger.lives):
             before = places.get(life.continues)
             places[index] = before
-            if life.born >= count and life.died is not None and life.died > life.born:
+            captured, given = tuple(dict.fromkeys(where.captured[index])), tuple(dict.fromkeys(where.given[index]))
+            if life.born >= count and life.died is not None and (life.died > life.born or captured):
                 producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died)
                 places[index] = len(found)
-                found.append(GradientLife(life.bytes, producer, end, readers, life.sum, before))
+                kinds = life.sum, index in self.ledger.copies
+                found.append(GradientLife(life.bytes, producer, end, readers, captured, given, *kinds, before))
         return tuple(found)

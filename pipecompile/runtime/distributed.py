@@ -136,8 +136,9 @@ class _Stage(PipelineStage):
         else:
             gradients, self._live[bwd_chunk_id] = self._core.backward_input(saved, received)
         # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
-        sent = () if self.is_first else gradients
-        self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in sent)
+        for index, gradient in enumerate(gradients):
+            gradients[index] = None if self.is_first or gradient is None else gradient.contiguous()
+        self.bwd_cache[bwd_chunk_id] = () if self.is_first else tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._core.backward_weight(self._live.pop(bwd_chunk_id), {})

@@ -123,6 +123,7 @@ class EagerStage:
         roots, seeds = self._roots(saved, gradients)
         wanted = [value for value in saved.inputs if value.requires_grad]
         found, live = first_half(roots, seeds, wanted, self.gathered)
+        saved.arrived.clear()  # these are as they arrived; what is left of the graph holds this
         by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
         return [by_input.get(id(value)) for value in saved.inputs], live
 

@@ -71,7 +71,15 @@ def anonymous(graph: CostGraph) -> CostGraph:
         for n in graph.nodes
     )
     gradients = tuple(
-        replace(g, producer=names[g.producer], last=names[g.last], readers=named(g.readers)) for g in graph.gradients
+        replace(
+            g,
+            producer=names[g.producer],
+            last=names[g.last],
+            readers=named(g.readers),
+            captured=named(g.captured),
+            given=tuple(named(pair) for pair in g.given),
+        )
+        for g in graph.gradients
     )
     return replace(
         graph,

@@ -125,14 +125,19 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
             last = draw(st.integers(0, producer))
         is_sum = continues is not None or draw(st.booleans())
         places = names[producer], names[last]
-        between = draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True))
+        between, captured = (
+            draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True)) for _ in range(2)
+        )
         made.append(
             Gradient(
                 producer=places[0],
                 last=places[1],
                 bytes=draw(SIZES),
                 readers=tuple(between),
+                captured=tuple(captured),
+                given=tuple(draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))),
                 sum=is_sum,
+                copy=draw(st.booleans()),
                 continues=continues,
             )
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipecompile.ir.graph import CostGraph, Node, Tensor
+from pipecompile.ir.graph import CostGraph, Gradient, Node, Tensor
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
 
 __all__ = ["highest"]
@@ -259,28 +259,75 @@ class _Stage:
         found = self.graph.parameter_by_name[parameter]
         return found.bytes * (found.trainable or not trained)
 
-    def flows(self) -> Iterator[tuple[Key, int, str, str | None]]:
-        """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go."""
-        complete = [(self.inside(t.consumers)[0], t.gradient_bytes) for t in self.read()]
-        for number, gradient in enumerate(self.graph.gradients):
-            if self.of[gradient.producer] != self.index:
-                continue
+    def flows(self, *, hold: bool) -> Iterator[tuple[Key, int, str, str | None]]:
+        """Gradients of tensors: name, bytes, the node whose backward makes it, and the one that lets it go.
+
+        Without the latter where it is returned; a first half, which is to `hold`, returns also what others have.
+        """
+        homes = self.homes(hold=hold)
+        for number, gradient in self.gradients():
             last: str | None = gradient.last
-            what = "own"
-            if self.of[gradient.last] != self.index:
-                found = (gradient.producer, gradient.bytes)
-                last = None if found in complete else next(iter(self.inside(gradient.readers)), gradient.producer)
-                what = "shared" if last else "complete"
-                if last is None:
-                    complete.remove(found)
-            yield (what, number), gradient.bytes, gradient.producer, last
-        for number, (reader, size) in enumerate(complete):
-            yield ("complete", "copy", number), size, reader, None
+            if number in homes.values():
+                last = None
+            elif self.of[gradient.last] != self.index:
+                last = next(iter(self.inside([*gradient.readers, *gradient.captured])), gradient.producer)
+            yield ("complete" if last is None else "own", number), gradient.bytes, gradient.producer, last
+        for tensor in self.read():
+            if tensor.producer not in homes:
+                reader = self.inside(tensor.consumers)[0]
+                yield ("complete", "copy", tensor.producer), tensor.gradient_bytes, reader, None
+
+    def gradients(self) -> list[tuple[int, Gradient]]:
+        """What is made here: copies are not, of what comes in order from a later stage."""
+        own = [(n, g) for n, g in enumerate(self.graph.gradients) if self.of[g.producer] == self.index]
+        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))]
+
+    def from_later(self, name: str) -> bool:
+        """Whether all of a node's gradient comes from later stages, through views at the most."""
+        tensors = [tensor for tensor in self.graph.tensors if tensor.producer == name]
+        read = self.inside(reader for tensor in tensors if tensor.gradient_bytes for reader in tensor.consumers)
+        if not read:
+            return self.later(reader for tensor in tensors for reader in tensor.consumers)
+        (tensor,) = tensors
+        views = [t for t in self.graph.tensors if [t.producer] == list(tensor.consumers) and t.storage is not None]
+        alike = [t for t in views if (t.storage, t.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)]
+        return bool(alike) and self.from_later(alike[0].producer)
+
+    def homes(self, *, hold: bool) -> dict[str, int]:
+        """By input that is read the gradient of this stage in which its own lies; others are copies."""
+        found: dict[str, int] = {}
+        own = self.gradients()
+        for tensor in self.read() if hold else ():
+            pair = (tensor.producer, self.inside(tensor.consumers)[0])
+            in_whole = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
+            fits = [n for n in in_whole if self.graph.gradients[n].bytes == tensor.gradient_bytes]
+            turned = fits not in [[n] for n, _ in own] and self.is_turned(tensor, pair[1])
+            if (
+                fits == in_whole
+                and len(fits) == 1
+                and not turned
+                and all(self.of[name] < self.index for name in set(tensor.consumers) - {pair[1]})
+            ):
+                found[tensor.producer] = fits[0]
+        free = [n for n, gradient in own if n not in found.values() and self.of[gradient.last] != self.index]
+        for number in free:
+            wanted = self.graph.gradients[number].producer, self.graph.gradients[number].bytes
+            for tensor in self.read():
+                is_open = tensor.producer not in found and number not in found.values()
+                if is_open and (self.inside(tensor.consumers)[0], tensor.gradient_bytes) == wanted:
+                    found[tensor.producer] = number
+        return found
 
     def read(self) -> list[Tensor]:
         """What arrives and is read."""
         arriving = [tensor for tensor in self.graph.tensors if self.arrives(tensor.producer, tensor.consumers)]
         return [tensor for tensor in arriving if self.inside(tensor.consumers)]
+
+    def is_turned(self, tensor: Tensor, reader: str) -> bool:
+        """Whether a view is read that is not known to be in order, or what should be one is none."""
+        views = [t for t in self.graph.tensors if t.producer == reader and t.storage == tensor.storage]
+        should_be = self.graph.by_name[reader].operator == "Tensor.view"
+        return not should_be if views else should_be
 
     def only_views(self, tensor: Tensor) -> bool:
         """Whether a later stage reads the one view that is taken of it, all of it in order; its gradient is one too."""
@@ -291,12 +338,18 @@ class _Stage:
                 return is_view and all(self.of[name] > self.index for name in view.consumers)
         return False
 
-    def met(self, node: str) -> int:
-        """What was added last to the sums that are new: those in place are so if the first part came from later."""
-        gradients = self.graph.gradients
-        made = [g for g in gradients if g.producer == node and g.sum]
+    def met(self, node: str, *, hold: bool) -> int:
+        """What was added last to the sums that are new.
+
+        Those in place are so if the first part came from later, or if it is to be held.
+        """
+        waiting = {number for number, gradient in self.gradients() if hold and self.inside(gradient.captured)}
         return sum(
-            g.bytes for g in made if g.continues is None or self.of[gradients[g.continues].producer] > self.index
+            gradient.bytes
+            for _, gradient in self.gradients()
+            if gradient.producer == node and gradient.sum
+            if gradient.continues in (None, *waiting)
+            or self.of[self.graph.gradients[gradient.continues or 0].producer] > self.index
         )
 
     def arrives(self, producer: str, consumers: Iterable[str]) -> bool:
@@ -310,11 +363,18 @@ class _Stage:
         """Whether there are gradients of inputs to compute."""
         return any(t.gradient_bytes and self.arrives(t.producer, t.consumers) for t in self.graph.tensors)
 
-    def waits(self, key: Key, last: str | None) -> bool:
-        """Whether a gradient waits for the second half of a backward: it flows into a node with parameters."""
-        summed = any(gradient.continues == key[1] for gradient in self.graph.gradients)
-        trained = any(last in nodes for nodes in self.trained().values())
-        return self.splits and key[0] == "own" and trained and not summed
+    def leads_to_trained(self, name: str) -> bool:
+        """Whether a node has parameters, or one of the stage that depends on it."""
+        read = (t.consumers for t in self.graph.tensors if t.producer == name and t.gradient_bytes)
+        return any(name in nodes for nodes in self.trained().values()) or any(
+            self.leads_to_trained(reader) for readers in read for reader in self.inside(readers)
+        )
+
+    def waits(self, key: Key) -> str | None:
+        """The node up to which a gradient waits in the second half of a backward; what is returned lies elsewhere."""
+        if not self.splits or key[0] != "own":
+            return None
+        return next(iter(self.inside(self.graph.gradients[key[1]].captured)), None)
 
 
 @dataclass
@@ -413,9 +473,9 @@ class _Rank:
                 for index in stage.beginning(node.name):
                     self.live.drop(stage.index, microbatch, "region's copies", index)
                 self._take(stage, microbatch, stage.frame_of(node.name), ("node", node.name))
-            self.live.need(stage.met(node.name) if first or (second and whole) else 0)
+            self.live.need(stage.met(node.name, hold=not whole) if first or (second and whole) else 0)
         if first or (second and whole):
-            self._return(stage, microbatch)
+            self._return(stage, microbatch, hold=not whole)
         if kind is Kind.BACKWARD_INPUT and stage.splits:
             self._drop(stage, microbatch)
         self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
@@ -493,17 +553,17 @@ class _Rank:
         return max(0, node.backward_peak_bytes - made) if trains else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:
-        flows = list(stage.flows())
+        flows = list(stage.flows(hold=hold))
         for key, size, maker, _ in flows:
             if maker == node:
                 self.live.sizes[(stage.index, microbatch, *key)] = size
         for key, _, _, last in flows:
-            if last == node and not (hold and stage.waits(key, last)):
+            if last == node and not (hold and stage.waits(key)):
                 self.live.drop(stage.index, microbatch, *key)
 
     def _release(self, stage: _Stage, microbatch: int, node: str) -> None:
-        for key, _, _, last in stage.flows():
-            if key[0] == "own" and last == node:
+        for key, _, _, _ in stage.flows(hold=True):
+            if stage.waits(key) == node:
                 self.live.drop(stage.index, microbatch, *key)
 
     def _sum(self, stage: _Stage, node: Node) -> None:
@@ -516,27 +576,31 @@ class _Rank:
                 self.live.drop(*key)
 
     def _drop(self, stage: _Stage, microbatch: int) -> None:
-        """No second half comes by behind the last node with parameters: what only nodes there saved is let go.
+        """No second half comes by but at nodes with parameters and those before: what only others saved is let go.
 
         So are outputs that were computed again: what was sent are those of the first forward.
         """
         remade = (stage.index, microbatch) in self.recomputed
-        order = stage.order
-        last = max((order.index(name) for nodes in stage.trained().values() for name in nodes), default=-1)
         for storage in stage.own():
-            savers = [order.index(name) for name in stage.savers(storage)]
+            savers = stage.savers(storage)
             is_free = remade if stage.sent(storage) else bool(savers)
-            if is_free and min(savers, default=last + 1) > last:
+            if is_free and not any(map(stage.leads_to_trained, savers)):
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
-    def _return(self, stage: _Stage, microbatch: int) -> None:
+    def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""
         self.live.drop(stage.index, microbatch, "complete")
+        homes = stage.homes(hold=hold)
+        received = set(homes.values()) - {number for number, _ in stage.gradients()}
         for tensor in stage.graph.tensors:
             is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
             is_new = is_read or stage.index + 1 in self.stages  # which is about to let it go
             if is_new and stage.arrives(tensor.producer, tensor.consumers):
-                self.live.hold((stage.index, microbatch, "returned", tensor.producer), tensor.gradient_bytes)
+                home = (
+                    tensor.producer if stage.index + 1 in self.stages else homes.get(tensor.producer, tensor.producer)
+                )
+                if home not in received:
+                    self.live.sizes[stage.index, microbatch, "returned", home] = tensor.gradient_bytes
         self.live.need(0)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:

@@ -123,7 +123,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     )
     stopwatch = _stopwatch(target, options, captured)
     try:
-        graph = cost_graph(target, options.costs, options.microbatches, captured)
+        graph = cost_graph(target, options.costs, options.microbatches, captured, instructions=options.instructions)
         made = drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_bound_by_casts(captured.module.graph)}") from None

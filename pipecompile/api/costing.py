@@ -29,10 +29,12 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.settings import described, qualified
 from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.allocator import Instructions
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Provenance
 from pipecompile.passes.ambient import observed
 from pipecompile.profiling.profile import profile
+from pipecompile.profiling.scratch import own_instructions
 from pipecompile.profiling.workload import Loss
 from pipecompile.runtime.microbatch import split
 
@@ -109,10 +111,19 @@ def comparable(costs: str) -> bool:
     return kind == "flops"
 
 
-def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured, *, fresh: bool = False) -> CostGraph:
+def cost_graph(
+    target: Target,
+    costs: str,
+    microbatches: int,
+    captured: Captured,
+    *,
+    fresh: bool = False,
+    instructions: Instructions | None = None,
+) -> CostGraph:
     """What one microbatch costs; with the loss, where a target is at hand or the model has its own.
 
     Measured costs are reused from an earlier call for the same graph and surroundings, unless they are to be `fresh`.
+    On a CPU, scratch is that of kernels with these `instructions`, by default this CPU's.
     """
     model = cost_model(costs, target.costs, target.device)
     if isinstance(model, Table):
@@ -123,7 +134,9 @@ def cost_graph(target: Target, costs: str, microbatches: int, captured: Captured
     loss, targets = loss_of(target, microbatches, captured)
 
     def profiled(model: CostModel) -> CostGraph:
-        graph = profile(captured.module, inputs, model, loss=loss, targets=targets)
+        graph = profile(
+            captured.module, inputs, model, loss=loss, targets=targets, instructions=instructions or own_instructions()
+        )
         graph = _limited(replace(_canonical(graph, captured.capture), fingerprint=captured.digest), captured.module)
         return model.finished(graph) if isinstance(model, Table) else graph
 

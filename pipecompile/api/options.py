@@ -17,6 +17,7 @@ from pipecompile.ir.optimizer import OPTIMIZERS
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
 from pipecompile.ir.saving import POLICIES, Policy
 from pipecompile.ir.size import parse_budget
+from pipecompile.profiling.scratch import own_instructions
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.placement import SHAPES
 
@@ -122,6 +123,7 @@ def options_for(
         leaf=_names("leaf", leaf),
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
+        instructions=own_instructions(),
     )
     _check_together(options, placements(options)[0])
     return options

@@ -8,9 +8,11 @@ from typing import Literal
 
 from pipecompile.ir.serde import NonNegative, Value
 
-__all__ = ["ALLOCATORS", "ZERO", "Allocator", "AllocatorName", "Amount"]
+__all__ = ["ALLOCATORS", "ZERO", "Allocator", "AllocatorName", "Amount", "Instructions"]
 
 AllocatorName = Literal["cpu", "cuda"]
+Instructions = Literal["avx2", "avx512"]
+"""Those of a CPU whose kernels differ in the scratch that they take."""
 
 
 class Amount(Value, frozen=True, kw_only=True):

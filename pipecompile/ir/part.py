@@ -233,7 +233,7 @@ class Part:
         return found if found and in_order and found.bytes == tensor.gradient_bytes else None
 
     def _is_turned(self, tensor: Tensor, place: int) -> bool:
-        """Whether the reader takes a view of another order, or a copy for want of one: a copy of the gradient is sent."""
+        """Whether the reader takes a view of another order, or a copy for want of one; then a copy is sent."""
         reader = self.graph.nodes[place]
         value = self.lives.values.get(reader.name)
         is_view = value is not None and value.storage == tensor.storage

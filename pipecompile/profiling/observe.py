@@ -15,7 +15,6 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
-from pipecompile.ir.allocator import AllocatorName
 from pipecompile.ir.graph import Content, Packs
 from pipecompile.ir.saving import ELEMENT_BYTES, Use
 from pipecompile.passes.propagate import named_state
@@ -23,7 +22,7 @@ from pipecompile.passes.saving import known_uses, made_since
 from pipecompile.profiling.caller import Caller
 from pipecompile.profiling.destinations import Destinations, Sources
 from pipecompile.profiling.ledger import Ledger
-from pipecompile.profiling.scratch import SCRATCH, Scratch
+from pipecompile.profiling.scratch import Scratch
 from pipecompile.profiling.workload import Workload
 
 __all__ = ["Facts", "GradientLife", "Observation", "observe"]
@@ -91,14 +90,14 @@ class Observation:
     gradients: tuple[GradientLife, ...]
 
 
-def observe(workload: Workload, memory: AllocatorName) -> Observation:
+def observe(workload: Workload, scratch: Scratch) -> Observation:
     """Runs `workload`, which is fake, forward and backward once; no real memory is touched.
 
-    `memory` says whose kernels it would run on.
+    `scratch` is that of the kernels that it would run on.
 
     CaptureError if its backward cannot run on fake tensors.
     """
-    observer = _Observer(workload, SCRATCH[memory])
+    observer = _Observer(workload, scratch)
     with torch.enable_grad():
         observer.interpret()
         observer.differentiate()

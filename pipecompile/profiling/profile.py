@@ -12,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import Cost, CostModel, size_bytes
 from pipecompile.ir import graph as ir
+from pipecompile.ir.allocator import Instructions
 from pipecompile.passes.propagate import has_values, named_state
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.observe import Facts, Observation, observe
 from pipecompile.profiling.price import price
+from pipecompile.profiling.scratch import scratch_on
 from pipecompile.profiling.workload import Loss, Workload
 
 __all__ = ["profile"]
@@ -28,11 +30,13 @@ def profile(
     *,
     loss: Loss | None = None,
     targets: Sequence[Tensor] = (),
+    instructions: Instructions = "avx512",
 ) -> ir.CostGraph:
     """The cost graph of one microbatch.
 
     `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
-    node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss. Sizes
+    node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss.
+    `instructions` are those of the CPU that the model would run on, if it would. Sizes
     come from one run on fake tensors, so only a cost model that wants real tensors computes anything. The model, its
     inputs and the random generators are left as they were.
     """
@@ -41,7 +45,7 @@ def profile(
         kernels = as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
         with _anywhere(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
-            observation = observe(fake, cost_model.memory)
+            observation = observe(fake, scratch_on(cost_model.memory, instructions))
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         if cost_model.real:
             costs = price(workload, observation, cost_model)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.profiling.observe import Observation, observe
+from pipecompile.profiling.scratch import scratch_on
 from pipecompile.profiling.workload import Workload
 
 MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"))
@@ -24,7 +25,7 @@ MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"
 def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> Observation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return observe(workload.faked(), "cpu")
+        return observe(workload.faked(), scratch_on("cpu", "avx512"))
 
 
 def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> list[int]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.ir.part import BOUND_SCRATCH
-from pipecompile.profiling.scratch import SCRATCH, hidden_bytes
+from pipecompile.profiling.scratch import hidden_bytes, own_instructions, scratch_on
 
+SCRATCH = scratch_on("cpu", own_instructions())
 NEAR = 0.02
 SMALL = 1024  # bytes, of biases
 
@@ -33,7 +34,7 @@ def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of
     images, inputs, outputs, size, kernel, stride = shape
     torch.manual_seed(0)
     value, weight = torch.randn(images, inputs, size, size), torch.randn(outputs, inputs, kernel, kernel)
-    bias, scratch = torch.randn(outputs), SCRATCH["cpu"]
+    bias, scratch = torch.randn(outputs), SCRATCH
     arguments = (value, weight, bias, [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
     result = torch.convolution(*arguments)
     said = scratch(torch.ops.aten.convolution.default, arguments, result)
@@ -67,6 +68,22 @@ def test_images_less_high_than_the_kernel_take_no_more_than_is_said(size: tuple[
     assert said * BOUND_SCRATCH >= found
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         assert said == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel"),
+    [(40, 16, 7), (80, 8, 7), (64, 32, 5), (64, 32, 3), (160, 4, 7), (320, 2, 7)],
+    ids=str,
+)
+def test_a_depthwise_convolution_takes_the_scratch_that_is_said(channels: int, size: int, kernel: int) -> None:
+    """With channels last; on images lower than the kernel with one thread."""
+    value, weight = torch.randn(2, channels, size, size), torch.randn(channels, 1, kernel, kernel)
+    value, gradient = (each.to(memory_format=torch.channels_last) for each in (value, torch.randn_like(value)))
+    rest = [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], channels
+    given = (gradient, value, weight, [channels], *rest, [True, True, True])
+    found = taken(lambda: torch.ops.aten.convolution_backward.default(*given))
+    if size > kernel or torch.get_num_threads() == 1:
+        assert scratch_of("convolution_backward", given) == pytest.approx(found, rel=0.03, abs=SMALL)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -118,7 +135,7 @@ def test_the_backward_of_a_batch_norm_takes_the_scratch_that_is_said(layouts: tu
     state = [torch.rand(64) + 0.5 for _ in range(5)]
     given = (gradient, value, *state, True, 1e-5, [True, True, True])
     backward = torch.ops.aten.native_batch_norm_backward.default
-    said = SCRATCH["cpu"](backward, given, None)
+    said = SCRATCH(backward, given, None)
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
 
 
@@ -127,14 +144,14 @@ def test_the_backward_of_an_upsampling_copies_a_gradient_that_is_not_in_order(in
     gradient = torch.randn(2, 32, 32, 32) if in_order else torch.randn(2, 48, 32, 32)[:, :32]
     nearest = torch.ops.aten.upsample_nearest2d_backward.default
     given = (gradient, [32, 32], [2, 32, 16, 16], None, None)
-    assert SCRATCH["cpu"](nearest, given, None) == taken(lambda: nearest(*given))
+    assert SCRATCH(nearest, given, None) == taken(lambda: nearest(*given))
     bilinear = torch.ops.aten.upsample_bilinear2d_backward.default
     given = (gradient, [32, 32], [2, 32, 16, 16], False, None, None)
-    assert SCRATCH["cpu"](bilinear, given, None) == taken(lambda: bilinear(*given))
+    assert SCRATCH(bilinear, given, None) == taken(lambda: bilinear(*given))
 
 
 def scratch_of(name: str, arguments: Sequence[Any], result: Tensor | None = None) -> int:
-    return SCRATCH["cpu"](getattr(torch.ops.aten, name).default, arguments, result)
+    return SCRATCH(getattr(torch.ops.aten, name).default, arguments, result)
 
 
 def taken(function: Callable[[], Any]) -> int:

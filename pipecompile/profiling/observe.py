@@ -36,7 +36,7 @@ class Facts:
     ones it lies in. `saved` is in order of first use, `uses` has what for, by saved tensor. Storages of
     parameters and buffers appear nowhere.
     `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
-    `scratch` is what its kernels take beside that. `packs` is as in the cost graph's `Node`.
+    `scratch` is what its kernels take above that. `packs` is as in the cost graph's `Node`.
     `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
     """
 
@@ -243,7 +243,8 @@ class _Observer(Caller):
         gradients = self._gradients()  # before those of parameters, which are not among them, are let go
         for value in self.state:
             value.grad = None
-        rises, scratch = self.ledger.rises, self.ledger.scratch
+        rises = self.ledger.rises
+        scratch = {tick: max(0, height - rises[tick]) for tick, height in self.ledger.heights.items()}
         nodes = {
             name: replace(
                 facts,

@@ -26,9 +26,9 @@ class Node(Value, frozen=True, kw_only=True):
     tensor, where that is known; `parameters` the canonical names that the node reads. The split of the backward is
     None where it was not measured.
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
-    began, `workspace_bytes` what scratch of its kernels takes above that; `input_bytes` is what it reads of the minibatch.
-    `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or never. Only a
-    node that may run `again` is computed twice.
+    began, `workspace_bytes` what scratch of its kernels takes above that; `input_bytes` is what it reads of the
+    minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or
+    never. Only a node that may run `again` is computed twice.
     `written` are the sizes of the buffers of which a recompute needs copies, made before the forward, since nodes write
     to them; those of a group are with one of its nodes.
     `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.

@@ -53,9 +53,9 @@ class Ledger(TorchDispatchMode):
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
     which `tick_of` tells from its sequence number (None: as before). `heights` are the same with the scratch that
-    `scratch_of` says of each operator, of those that have any. `masks` are lives, as indices, whose elements are zero or one constant: drawn as
-    such, and at most scaled since; `copies` are made by copying another. `kernels` counts operators that compute, views
-    aside. `shared` are the shapes of parameters with several readers.
+    `scratch_of` says of each operator, of those that have any. `masks` are lives, as indices, whose elements are
+    zero or one constant: drawn as such, and at most scaled since; `copies` are made by copying another. `kernels`
+    counts operators that compute, views aside. `shared` are the shapes of parameters with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
@@ -22,11 +22,6 @@ from pipecompile.errors import InputError
 from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serde import check_writable, encode, read, write
 from pipecompile.ir.size import parse_budget
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pipecompile.api.verify import Comparison
 
 __all__ = ["commands", "main"]
 
@@ -357,57 +352,11 @@ def verify(target: str, form: str, **options: Any) -> int:
     """
     from pipecompile.api.target import load_target
     from pipecompile.api.verify import verify as compare
+    from pipecompile.cli.verdict import figures, text
 
     made, comparisons = compare(load_target(target), **given_options(options))
-    passed = all(comparison.passed for comparison in comparisons)
     if form == "json":
-        say(encode({"passed": passed, "comparisons": list(map(_comparison, comparisons))}).decode().rstrip())
+        say(encode(figures(comparisons)).decode().rstrip())
     else:
-        lines = [
-            f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
-            f"{len(made.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in made.parameters)} tied over stages",
-            *(line for comparison in comparisons for line in _lines(comparison)),
-            _verdict(comparisons, passed),
-        ]
-        say(framed("\n".join(lines), form))
-    return FINE if passed else NO
-
-
-def _verdict(comparisons: Sequence[Comparison], passed: bool) -> str:
-    from pipecompile.api.verify import HALF_TOLERANCE
-
-    distances = [comparison.distance for comparison in comparisons if comparison.distance is not None]
-    if not distances:
-        return "equal" if passed else "DIFFERENT"
-    found = f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
-    return f"{'not exact' if passed else 'DIFFERENT'}, as saved in half precision: {found}"
-
-
-def _comparison(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "reference": comparison.reference,
-        "loss": comparison.losses[1],
-        "loss_unsplit": comparison.losses[0],
-        "tensors": len(comparison.differences),
-        "bit_equal": sum(difference.equal for difference in comparison.differences),
-        "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
-        "distance": comparison.distance,
-        "passed": comparison.passed,
-    }
-
-
-def _lines(comparison: Comparison) -> list[str]:
-    """The figures of one comparison, and each tensor that is not bit-equal."""
-    lines = [f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"]
-    for kind in ("gradient", "buffer"):
-        rows = [difference for difference in comparison.differences if difference.kind == kind]
-        equal = sum(difference.equal for difference in rows)
-        if rows:
-            lines.append(f"  {kind}s: {equal} of {len(rows)} equal bit for bit")
-    for difference in comparison.differences:
-        if not difference.equal:
-            cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
-            halved = comparison.distance is not None and difference.kind == "gradient"
-            cause = "saved in half precision" if halved else cause
-            lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
-    return lines
+        say(framed(text(target, made, comparisons), form))
+    return FINE if all(comparison.passed for comparison in comparisons) else NO

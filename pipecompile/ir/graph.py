@@ -23,15 +23,14 @@ class Node(Value, frozen=True, kw_only=True):
     """One operation for one microbatch; times in nanoseconds, sizes in bytes.
 
     `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses` what for, by saved
-    tensor, where that is known; `parameters` the canonical names that the node reads. The split of the backward is
-    None where it was not measured.
-    `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above what lived when it
-    began, `workspace_bytes` what scratch of its kernels takes above that; `input_bytes` is what it reads of the
-    minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or
-    never. Only a node that may run `again` is computed twice.
-    `written` are the sizes of the buffers of which a recompute needs copies, made before the forward, since nodes write
-    to them; those of a group are with one of its nodes.
-    `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
+    tensor, where that is known; `parameters` the canonical names that the node reads. The split of the backward is None
+    where it was not measured. `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs,
+    above what lived when it began, `workspace_bytes` the scratch of its kernels beside that, `forward_height_bytes` and
+    `backward_height_bytes` the most of both together, where that is known to be less; `input_bytes` is what it reads of
+    the minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or
+    never. Only a node that may run `again` is computed twice. `written` are the sizes of the buffers of which a
+    recompute needs copies, made before the forward, since nodes write to them; those of a group are with one of its
+    nodes. `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
 
     name: str
@@ -46,6 +45,8 @@ class Node(Value, frozen=True, kw_only=True):
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
+    forward_height_bytes: NonNegative | None = None
+    backward_height_bytes: NonNegative | None = None
     packs: Packs = "after"
     again: bool = True
     input_bytes: NonNegative = 0
@@ -84,8 +85,9 @@ class Gradient(Value, frozen=True, kw_only=True):
 
     `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
     they make gradients of parameters; a split backward holds it there until its second half. A captured one may live in
-    one node alone. Pairs of what is `given` by it are a node and a reader: the gradient that the reader's backward has
-    for the node lies in it.
+    one node alone. Where it is `joined`, gradients of several of the nodes that are read branch off instead: a split
+    backward holds it there if some of these lead to parameters alone. Pairs of what is `given` by it are a node and a
+    reader: the gradient that the reader's backward has for the node lies in it.
 
     A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
     gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
@@ -97,6 +99,7 @@ class Gradient(Value, frozen=True, kw_only=True):
     bytes: NonNegative
     readers: tuple[str, ...] = ()
     captured: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     sum: bool = False
     copy: bool = False
@@ -147,13 +150,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
         for index, gradient in enumerate(self.gradients):
-            for name in (
-                gradient.producer,
-                gradient.last,
-                *gradient.readers,
-                *gradient.captured,
-                *chain(*gradient.given),
-            ):
+            known_at = (*gradient.readers, *gradient.captured, *gradient.joined, *chain(*gradient.given))
+            for name in (gradient.producer, gradient.last, *known_at):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
             before = gradient.continues

@@ -33,6 +33,8 @@ from pipecompile.ir.saving import Policy
 
 __all__ = ["footprint_of"]
 
+AT_ONCE = frozenset({"torch.nn.LSTM"})
+"""Operators whose kernel makes all gradients in either half of a backward."""
 NO_SUMS: Mapping[int, int] = {}
 
 
@@ -239,7 +241,8 @@ class _Stage(Part):
             (made, any(copy.region == region for copy in made.copies)) for made in self.made if made.place in inside
         ]
         changes = [change for made, held in here for change in self._once_more(made, again, held=held)]
-        peak = self._highest(nodes, changes, [self.graph.nodes[place].forward_peak_bytes for place in nodes], level)
+        rises = [self.graph.nodes[place].forward_peak_bytes for place in nodes]
+        peak = self._highest(nodes, changes, rises, level, forward=True)
         return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
     def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
@@ -249,24 +252,29 @@ class _Stage(Part):
             yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
     def _released(self) -> Iterator[Change]:
-        """What the first half held for the second."""
+        """What the first half held for the second, and gradients that only the second needs."""
         for gradient, place in self.captured:
             yield Change(place, gradient.bytes, begins=False)
+        for gradient in filter(self.is_aside, self.own_gradients):
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            yield Change(gradient.last, gradient.bytes, begins=False)
 
     def _input_rises(self) -> Iterator[int]:
         """The first half of a backward makes no gradients of parameters."""
         for node in self.own:
             parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
-            yield max(0, node.backward_peak_bytes - sum(p.bytes for p in parameters if p.trainable))
+            made = 0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
+            yield max(0, node.backward_peak_bytes - made)
 
     def _weight_rises(self) -> Iterator[int]:
-        """The second half runs nodes with parameters alone, and makes no other gradients."""
+        """The second half runs nodes that lead to parameters, and makes no other gradients."""
         others: dict[int, int] = defaultdict(int)
         for gradient in self.own_gradients:
-            others[gradient.producer] += 0 if gradient.sum else gradient.bytes
-        read = {place for _, places in self.trained for place in places}
+            at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
+            made = at_once or self.is_aside(gradient)
+            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
         for place, node in zip(self.nodes, self.own, strict=True):
-            yield max(0, node.backward_peak_bytes - others[place]) if place in read else 0
+            yield max(0, node.backward_peak_bytes - others[place]) if place in self.run_twice else 0
 
     def _input_peak(self) -> Amount:
         return self._peak(self.flowing(hold=True), list(self._input_rises()), self.sums(hold=True))
@@ -291,7 +299,7 @@ class _Stage(Part):
             begun = self._packings(level) if forward else entries if again else NO_ENTRIES
             last = {place: level.size_of(size) for place, size in sums.items()}
             last |= self._settlings(level) if forward else {}
-            found.append(self._highest(nodes, changes, rises, level, last, begun))
+            found.append(self._highest(nodes, changes, rises, level, last, begun, forward=forward))
         return Amount(expected=found[0], bound=found[1])
 
     def _highest(
@@ -302,6 +310,8 @@ class _Stage(Part):
         level: Level,
         last: Mapping[int, int] = NO_SUMS,
         entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
+        *,
+        forward: bool,
     ) -> int:
         """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums come `last`."""
         after: dict[int, int] = defaultdict(int)
@@ -321,7 +331,9 @@ class _Stage(Part):
                 now += entry.left
             if rise or begun or place in padding:
                 beside = max((entry.beside for entry in begun), default=0) + padding.get(place, 0)
-                highest = max(highest, now + self.needed(self.graph.nodes[place], rise, level) + beside)
+                highest = max(
+                    highest, now + self.needed(self.graph.nodes[place], rise, level, forward=forward) + beside
+                )
             if place in after:
                 now += after[place]
             highest = max(highest, now + last.get(place, 0))

@@ -35,7 +35,8 @@ class GradientLife(NamedTuple):
     """A storage of the backward: made in that of `producer`, let go in that of `last`.
 
     A `sum` of others is new unless these were added in place to one that it `continues`. It is `captured` by the nodes
-    that make gradients of parameters of it. A `copy` brings another in order.
+    that make gradients of parameters of it, and `joined` where it may be, see the cost graph. A `copy` brings another
+    in order.
     """
 
     producer: int
@@ -43,6 +44,7 @@ class GradientLife(NamedTuple):
     bytes: int
     readers: tuple[int, ...]
     captured: tuple[int, ...]
+    joined: tuple[int, ...]
     sum: bool
     copy: bool
     continues: GradientLife | None
@@ -208,11 +210,13 @@ class Lives:
         for gradient in self.graph.gradients:
             before = None if gradient.continues is None else every[gradient.continues]
             producer, last = self.place[gradient.producer], self.place[gradient.last]
-            readers, captured = (
-                tuple(self.place[name] for name in names) for names in (gradient.readers, gradient.captured)
+            readers, captured, joined = (
+                tuple(self.place[name] for name in names)
+                for names in (gradient.readers, gradient.captured, gradient.joined)
             )
             kinds = gradient.sum, gradient.copy
-            every.append(GradientLife(producer, last, gradient.bytes, readers, captured, *kinds, before))
+            users = readers, captured, joined
+            every.append(GradientLife(producer, last, gradient.bytes, *users, *kinds, before))
         return every
 
     def _is_summand(self, gradient: Gradient) -> bool:

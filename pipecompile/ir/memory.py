@@ -143,7 +143,8 @@ def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Acti
         if action.kind in COMPUTE:
             again = (action.stage, action.microbatch) in recomputed
             held = {**held, action.stage: _after(held[action.stage], action.kind, again or not trains, again)}
-        if action.kind in BACKWARDS and action.stage + 1 in held:  # what a stage of its own rank gave it
+        # What a stage of its own rank gave it; between the halves of a backward it may be captured.
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.stage + 1 in held:
             given, passed = held[action.stage + 1], (action.stage + 1, action.microbatch) in halved
             held[action.stage + 1] = given._replace(
                 returned=given.returned - (not passed), passed=given.passed - passed

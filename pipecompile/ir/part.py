@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
@@ -189,14 +190,70 @@ class Part:
 
         Those that are returned lie in the message.
         """
-        returned = set(map(id, self._homes(hold=True)))
-        pairs = [(each, self.inside.intersection(each.captured)) for each in self.own_gradients]
-        return [(each, min(nodes)) for each, nodes in pairs if nodes and id(each) not in returned]
+        returned = set(map(id, self.homes(hold=True)))
+        pairs = [(each, self.captured_at(each)) for each in self.own_gradients]
+        found = [(each, places) for each, places in pairs if places and id(each) not in returned]
+        return [(each, min(map(self._end_of_second, places))) for each, places in found]
+
+    def _end_of_second(self, place: int) -> int:
+        """The last node that the second half runs of what it begins at `place`."""
+        found = waiting = {place}
+        while waiting:
+            sources = set(chain.from_iterable(self.lives.sources[each] for each in waiting))
+            waiting = (sources & self._aside) - found
+            found = found | waiting
+        return min(found)
+
+    def captured_at(self, gradient: GradientLife) -> set[int]:
+        """Where the second half begins with it."""
+        return (self._reading & self._on_the_way).intersection(gradient.captured) | self._joining.intersection(
+            gradient.joined
+        )
+
+    @cached_property
+    def _reading(self) -> set[int]:
+        """The nodes that read parameters which get a gradient."""
+        return {place for _, places in self.trained for place in places}
+
+    @cached_property
+    def _on_the_way(self) -> set[int]:
+        """The nodes whose gradients lead to inputs of the stage."""
+        found: set[int] = set()
+        for place in self.nodes:
+            if any(source in self.before or source in found for source in self.lives.sources[place]):
+                found.add(place)
+        return found
+
+    @cached_property
+    def _aside(self) -> set[int]:
+        """The nodes whose gradients lead to parameters alone."""
+        found: set[int] = set()
+        for place in self.nodes:
+            leads = place in self._reading or not found.isdisjoint(self.lives.sources[place])
+            if leads and place not in self._on_the_way:
+                found.add(place)
+        return found
+
+    def is_aside(self, gradient: GradientLife) -> bool:
+        """Whether it leads to parameters alone."""
+        return gradient.last in self._aside
+
+    @cached_property
+    def _joining(self) -> set[int]:
+        """Where those meet others."""
+        return {place for place in self._on_the_way if not self._aside.isdisjoint(self.lives.sources[place])}
+
+    @cached_property
+    def run_twice(self) -> set[int]:
+        """The nodes of which the second half of a backward runs something."""
+        return self._reading | self._joining | self._aside
 
     @cached_property
     def passed_twice(self) -> set[int]:
-        """The nodes with parameters, and all before them: the second half of a backward begins at the former."""
-        found = {place for _, places in self.trained for place in places}
+        """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
+        found = (self._reading & self._on_the_way) | self._joining
+        if any(tensor.gradient_bytes and self.lives.place[tensor.producer] in self._aside for tensor in self.leaving):
+            return self.inside
         waiting = list(found)
         while waiting:
             before = self.inside.intersection(self.lives.sources[waiting.pop()]) - found
@@ -204,26 +261,30 @@ class Part:
             waiting += before
         return found
 
-    def _homes(self, *, hold: bool) -> list[GradientLife | None]:
+    def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
         """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
 
         A whole backward copies what others have too, a first half (`hold`) does not.
         """
-        homes = [self._only_given(tensor, place) if hold else None for tensor, place in self.read]
+        return self._held_homes if hold else self._matched([None] * len(self.read))
+
+    @cached_property
+    def _held_homes(self) -> Sequence[GradientLife | None]:
+        return self._matched([self._only_given(tensor, place) for tensor, place in self.read])
+
+    def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
+        """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
         taken = set(map(id, homes))
         for gradient in self.own_gradients:
-            fits = (
-                index
-                for index, (tensor, place) in enumerate(self.read)
-                if homes[index] is None and (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
-            )
-            if (
-                gradient.last not in self.inside
-                and id(gradient) not in taken
-                and (index := next(fits, None)) is not None
-            ):
-                homes[index] = gradient
+            if gradient.last not in self.inside and id(gradient) not in taken:
+                index = next((i for i, home in enumerate(homes) if home is None and self._fits(gradient, i)), None)
+                if index is not None:
+                    homes[index] = gradient
         return homes
+
+    def _fits(self, gradient: GradientLife, index: int) -> bool:
+        tensor, place = self.read[index]
+        return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
 
     def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
         """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
@@ -233,17 +294,21 @@ class Part:
         return found if found and in_order and found.bytes == tensor.gradient_bytes else None
 
     def _is_turned(self, tensor: Tensor, place: int) -> bool:
-        """Whether the reader takes a view of another order, or a copy for want of one; then a copy is sent."""
+        """Whether the reader changes the order of elements: then a copy of the gradient is sent.
+
+        A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
+        it was given is not in order; so the gradient would not be.
+        """
         reader = self.graph.nodes[place]
         value = self.lives.values.get(reader.name)
         is_view = value is not None and value.storage == tensor.storage
-        return is_view != (reader.operator in ORDERLY)
+        return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
 
     @cached_property
     def passed(self) -> Collection[int]:
         """The sizes of what a first half returns: what lies in one gradient counts once, in what was received not."""
         once: dict[int, int] = {}
-        for index, ((tensor, _), home) in enumerate(zip(self.read, self._homes(hold=True), strict=True)):
+        for index, ((tensor, _), home) in enumerate(zip(self.read, self.homes(hold=True), strict=True)):
             if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
                 once[-index - 1 if home is None else id(home)] = tensor.gradient_bytes
         return once.values()
@@ -290,15 +355,19 @@ class Part:
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
 
     @staticmethod
-    def needed(node: Node, rise: int, level: Level) -> int:
+    def needed(node: Node, rise: int, level: Level, *, forward: bool) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
         if not rise:
             return 0
-        return rise - (-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
+        scratch = -(-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
+        height = node.forward_height_bytes if forward else node.backward_height_bytes
+        if height is None:
+            return rise + scratch
+        return max(rise, min(rise, height - node.workspace_bytes) + scratch)
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes = self._homes(hold=hold)
+        homes = self.homes(hold=hold)
         stay = {id(gradient) for gradient, _ in self.captured if hold}.union(map(id, homes))
         for gradient in self.own_gradients:
             yield Change(gradient.producer, gradient.bytes, begins=True)
@@ -310,7 +379,7 @@ class Part:
 
     def _last(self, gradient: GradientLife) -> int:
         """The node of the stage in whose backward it is let go."""
-        users = self.inside.intersection((*gradient.readers, *gradient.captured))
+        users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
         return gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
 
     def made_gradients(self) -> Iterator[Change]:
@@ -334,7 +403,7 @@ class Part:
         Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
         """
         sums: dict[int, int] = defaultdict(int)
-        held = {id(each) for each in self.own_gradients if hold and not self.inside.isdisjoint(each.captured)}
+        held = {id(each) for each in self.own_gradients if hold and self.captured_at(each)}
         for gradient in self.own_gradients:
             before = gradient.continues
             if gradient.sum and (before is None or self.is_later(before.producer) or id(before) in held):

@@ -44,7 +44,7 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         ns=tuple(node.forward_ns for node in part.own),
         packs=tuple(node.packs for node in part.own),
         forward=tuple(
-            part.needed(node, node.forward_peak_bytes, level) + sum(more)
+            part.needed(node, node.forward_peak_bytes, level, forward=True) + sum(more)
             for node, *more in zip(part.own, padding, forms.forward, strict=True)
         ),
         flowing=tuple(map(add, flowing, forms.flowing)),
@@ -104,7 +104,7 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
         here = by_place[place]
         padding = sum(counted - size for counted, size, begins in here if begins)
-        needed = part.needed(node, node.backward_peak_bytes, level) + padding
+        needed = part.needed(node, node.backward_peak_bytes, level, forward=False) + padding
         done = now + sum(counted if begins else -counted for counted, _, begins in here)
         found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
         now = done

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from pipecompile.cost_models.protocol import tensors
 from pipecompile.profiling.ledger import Ledger
@@ -20,16 +21,19 @@ Sources = Mapping[Node | None, Sequence[str]]
 
 
 class Destinations:
-    """By storage of a ledger: the nodes that it is `captured` at, and what is `given` by it.
+    """By storage of a ledger: the nodes that it is `captured` or `joined` at, and what is `given` by it.
 
     It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
-    what flows in. Given are pairs of a node and a reader: the gradient that the latter has for the former lies in it.
+    what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
+    gradient that the latter has for the former lies in it.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.captured: dict[int, list[str]] = defaultdict(list)
+        self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self._ledger = ledger
+        self._hooks: list[RemovableHandle] = []
         self._aliases: dict[Node | None, list[tuple[str, str]]] = defaultdict(list)
 
     def follow(self, name: str, outputs: Iterable[Node], made: Collection[Node], sources: Sources) -> None:
@@ -37,17 +41,25 @@ class Destinations:
         for output in set(outputs):
             # One that returns what it was given: who reads it has a gradient for both.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
-        for node in _branching(made, sources):
-            node.register_prehook(partial(self._capture, name))
+        capturing, joining = _branching(made, sources)
+        for kind, nodes in ((self.captured, capturing), (self.joined, joining)):
+            self._hooks += [node.register_prehook(partial(self._note, kind, name)) for node in nodes]
         for node in made:
             children = {place: child for place, (child, _) in enumerate(node.next_functions) if child in sources}
             pairs = {p: [*((s, name) for s in sources[c]), *self._aliases[c]] for p, c in children.items()}
             if pairs:
-                node.register_hook(partial(self._give, pairs))
+                self._hooks.append(node.register_hook(partial(self._give, pairs)))
 
-    def _capture(self, name: str, gradients: Sequence[Tensor | None]) -> None:
+    def leave(self) -> None:
+        """Takes all hooks away: what they refer to, which no collector finds, would live for ever."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._aliases.clear()
+
+    def _note(self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]) -> None:
         for index in self._ledger.known(tensors(gradients)):
-            self.captured[index].append(name)
+            kind[index].append(name)
 
     def _give(
         self, pairs: Mapping[int, Sequence[tuple[str, str]]], gradients: Sequence[Tensor | None], _: object
@@ -57,18 +69,22 @@ class Destinations:
                 self.given[index] += own
 
 
-def _branching(made: Iterable[Node], sources: Sources) -> Iterator[Node]:
-    """Of the autograd nodes that one call made, those that lead to what it was given and to parameters besides.
+def _branching(made: Iterable[Node], sources: Sources) -> tuple[list[Node], list[Node]]:
+    """Of the autograd nodes that one call made: where parameters branch off the way to what it was given, or others.
 
     None of custom Functions, which make all of their gradients at once (runtime/halves.py).
     """
-    on_the_way: set[Node | None] = set(sources)
+    reached: dict[Node | None, set[Node | None]] = {source: {source} for source in sources}
+    capturing, joining = [], []
     for node in sorted(made, key=_age):
         children = {child for child, _ in node.next_functions if child is not None}
-        if not on_the_way.isdisjoint(children):
-            on_the_way.add(node)
-            if not on_the_way.issuperset(children) and not isinstance(node, BackwardCFunction):
-                yield node
+        ways = [reached[child] for child in children if child in reached]
+        if ways:
+            reached[node] = set().union(*ways)
+            if not isinstance(node, BackwardCFunction):
+                capturing += [node] * (len(ways) < len(children))
+                joining += [node] * (len(ways) > 1 and len(reached[node]) > 1)
+    return capturing, joining
 
 
 def _age(node: Node) -> int:

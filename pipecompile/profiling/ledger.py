@@ -52,14 +52,16 @@ class Ledger(TorchDispatchMode):
 
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
-    which `tick_of` tells from its sequence number (None: as before). `heights` are the same with the scratch that
-    `scratch_of` says of each operator, of those that have any. `masks` are lives, as indices, whose elements are
-    zero or one constant: drawn as such, and at most scaled since; `copies` are made by copying another. `kernels`
-    counts operators that compute, views aside. `shared` are the shapes of parameters with several readers.
+    which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
+    says of an operator in it, and `heights` are rises with it, while such operators run. `masks` are lives, as indices,
+    whose elements are zero or one constant: drawn as such, and at most scaled since; `copies` are made by copying
+    another. `kernels` counts operators that compute, views aside. `shared` are the shapes of parameters with several
+    readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.scratch: dict[int, int] = {}
         self.heights: dict[int, int] = {}
         self.kernels = 0
         self.masks: set[int] = set()
@@ -124,6 +126,7 @@ class Ledger(TorchDispatchMode):
         self._note_mask(func, args, result)
         self.kernels += len(self.lives) > made or func._schema.is_mutable
         if scratch := self._scratch_of(func, args, result):
+            self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
             height = self._now - self._began + scratch
             self.heights[self.tick] = max(self.heights.get(self.tick, 0), height)
         return result

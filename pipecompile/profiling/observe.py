@@ -32,12 +32,12 @@ __all__ = ["Facts", "GradientLife", "Observation", "observe"]
 class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
-    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the
-    ones it lies in. `saved` is in order of first use, `uses` has what for, by saved tensor. Storages of
-    parameters and buffers appear nowhere.
-    `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what lived when it began;
-    `scratch` is what its kernels take above that. `packs` is as in the cost graph's `Node`.
-    `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
+    `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the ones
+    it lies in. `saved` is in order of first use, `uses` has what for, by saved tensor. Storages of parameters and
+    buffers appear nowhere. `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what
+    lived when it began; `scratch` is what its kernels take beside that, the heights the most that lives while they do,
+    with it. `packs` is as in the cost graph's `Node`. `parameters` are the canonical names of what it reads;
+    `differentiable` and `mutates` are as in `Call`.
     """
 
     operator: str
@@ -49,6 +49,8 @@ class Facts:
     forward_peak: int
     backward_peak: int
     scratch: int
+    forward_height: int
+    backward_height: int
     packs: Packs
     parameters: tuple[str, ...]
     differentiable: tuple[bool, ...]
@@ -70,6 +72,7 @@ class GradientLife:
     last: str
     readers: tuple[str, ...]
     captured: tuple[str, ...]
+    joined: tuple[str, ...]
     given: tuple[tuple[str, str], ...]
     sum: bool
     copy: bool
@@ -98,10 +101,13 @@ def observe(workload: Workload, scratch: Scratch) -> Observation:
     CaptureError if its backward cannot run on fake tensors.
     """
     observer = _Observer(workload, scratch)
-    with torch.enable_grad():
-        observer.interpret()
-        observer.differentiate()
-    return observer.observation()
+    try:
+        with torch.enable_grad():
+            observer.interpret()
+            observer.differentiate()
+        return observer.observation()
+    finally:
+        observer.destinations.leave()
 
 
 class _Packed:
@@ -145,6 +151,8 @@ class _Observer(Caller):
             forward_peak=0,
             backward_peak=0,
             scratch=0,
+            forward_height=0,
+            backward_height=0,
             packs=packs,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             differentiable=call.differentiable,
@@ -243,8 +251,7 @@ class _Observer(Caller):
         gradients = self._gradients()  # before those of parameters, which are not among them, are let go
         for value in self.state:
             value.grad = None
-        rises = self.ledger.rises
-        scratch = {tick: max(0, height - rises[tick]) for tick, height in self.ledger.heights.items()}
+        rises, scratch, heights = self.ledger.rises, self.ledger.scratch, self.ledger.heights
         nodes = {
             name: replace(
                 facts,
@@ -252,6 +259,8 @@ class _Observer(Caller):
                 forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),
                 scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
+                forward_height=heights.get(place, 0),
+                backward_height=heights.get(back, 0),
             )
             for place, (name, facts) in enumerate(self.facts)
             for back in [self._backward_tick(place)]
@@ -268,11 +277,12 @@ class _Observer(Caller):
         for index, life in enumerate(self.ledger.lives):
             before = places.get(life.continues)
             places[index] = before
-            captured, given = tuple(dict.fromkeys(where.captured[index])), tuple(dict.fromkeys(where.given[index]))
-            if life.born >= count and life.died is not None and (life.died > life.born or captured):
+            captured, joined = tuple(dict.fromkeys(where.captured[index])), tuple(dict.fromkeys(where.joined[index]))
+            given = tuple(dict.fromkeys(where.given[index]))
+            if life.born >= count and life.died is not None and (life.died > life.born or captured or joined):
                 producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died)
                 places[index] = len(found)
                 kinds = life.sum, index in self.ledger.copies
-                found.append(GradientLife(life.bytes, producer, end, readers, captured, given, *kinds, before))
+                found.append(GradientLife(life.bytes, producer, end, readers, captured, joined, given, *kinds, before))
         return tuple(found)

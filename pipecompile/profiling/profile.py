@@ -116,6 +116,7 @@ def _nodes(
         if node.op == "get_attr":
             continue
         facts, cost = observation.nodes[node.name], costs[node.name]
+        own_scratch = cost.workspace_bytes in (None, facts.scratch)
         first = [storage for storage in facts.saved if storage not in claimed]
         claimed.update(first)
         yield ir.Node(
@@ -133,6 +134,8 @@ def _nodes(
             backward_peak_bytes=facts.backward_peak,
             packs=facts.packs,
             workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
+            forward_height_bytes=facts.forward_height if own_scratch else None,
+            backward_height_bytes=facts.backward_height if own_scratch else None,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
             group=node.meta.get("group"),

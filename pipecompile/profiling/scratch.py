@@ -196,5 +196,5 @@ def scratch_on(memory: AllocatorName, instructions: Instructions) -> Scratch:
 
 
 def own_instructions() -> Instructions:
-    """Those of this CPU, as far as they matter; what has neither is taken to be as AVX2."""
-    return "avx512" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "avx2"
+    """Those of this CPU, as far as they matter: of what is not known to be AVX2 the larger scratch counts."""
+    return "avx2" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "avx512"

@@ -123,6 +123,49 @@ class Mean(nn.Module):
         return value.mean(1)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value)[0]  # type: ignore[no-any-return]
+
+
+class Gate(nn.Module):
+    """A parameter whose gradient branches off behind another node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(16, 24, 32))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.tanh() * self.gate.sigmoid()
+
+
+class Bias(nn.Module):
+    """What is looked up in a table, as relative positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(8, 32))
+        self.register_buffer("places", torch.arange(16 * 24).reshape(16, 24) % 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.table[self.places].tanh()
+
+
+class Turned(nn.Module):
+    """Gradients in another order, which a cut may bring in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.inner(value.transpose(1, 2)).transpose(1, 2)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
@@ -131,6 +174,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(inplace=True), nn.Linear(32, 8)),
     "views": lambda: nn.Sequential(nn.Linear(32, 32), Views(), nn.Tanh()),
     "function": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Doubled(), nn.Tanh()),
+    "gate": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), Gate(), nn.Linear(32, 8)),
+    "bias": lambda: nn.Sequential(nn.Linear(32, 32), Bias(), nn.Linear(32, 32), nn.Tanh()),
+    "turned": lambda: nn.Sequential(nn.Linear(32, 32), Turned(), nn.Tanh()),
+    "lstm": lambda: nn.Sequential(nn.Linear(32, 32), Recurrent(), nn.Linear(32, 8)),
     "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
 }
 
@@ -138,11 +185,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 # In a backward a view of what arrives counts as memory of its own, and so does the copy of a gradient that is not in
 # order, which messages are. A node at a stage's end that copies first what came in frees it, but not a message.
 # A gradient that is laid out otherwise than its tensor is kept as it is, beside autograd's copy.
-MORE = {"attention": 3 * VALUE, "views": 2 * VALUE}
-LESS = {"attention": 2 * VALUE}
+MORE = {"attention": 3 * VALUE, "views": 2 * VALUE, "turned": VALUE, "lstm": 1 << 12}
+LESS = {"attention": 2 * VALUE, "turned": VALUE, "lstm": 1 << 12}
 # A gradient that is not in order is there, for a moment, beside the copy that is sent of it. In second halves a node's
 # gradient that goes into a sum is taken to be made once more.
-UNORDERED = {"attention": 2 * VALUE, "views": VALUE, "join": 2 * VALUE}
+UNORDERED = {"attention": 2 * VALUE, "views": VALUE, "join": 2 * VALUE, "turned": VALUE, "lstm": 1 << 12}
+FORWARD_TOO = {"turned", "lstm"}  # a linear copies what is not in order; oneDNN's layouts of an LSTM are not all known
 NO_REGIONS: Regions = {}
 TRIALS = 2  # on a busy machine the profiler loses events
 
@@ -176,6 +224,7 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
     captured = capture(MODELS[name](), sample)
     graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
     cuts = list(cuts_of(graph))
+    cuts = cuts[:: 1 + len(cuts) // 60]
     predicted = {
         f"{number} {index} {what}": figures
         for number, cut in enumerate(cuts)
@@ -196,7 +245,8 @@ Figures = dict[str, tuple[int, int]]
 
 
 def is_near(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
-    less, more = (kind.get(name, SMALL) if "backward" in label else SMALL for kind in (LESS, MORE))
+    is_known = "backward" in label or name in FORWARD_TOO
+    less, more = (kind.get(name, SMALL) if is_known else SMALL for kind in (LESS, MORE))
     return all(-less <= own - other <= more for own, other in zip(predicted, measured, strict=True))
 
 
@@ -227,9 +277,10 @@ def assert_held(
 
 
 def cuts_of(graph: CostGraph) -> Iterator[tuple[list[str], ...]]:
-    """Into three stages; none begins with what works in place on another's output."""
+    """Into three stages; none begins with what works in place on another's output, or with one of an LSTM's."""
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
+    bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
     places = [place for place in range(2, len(names) - 1) if place not in bound]
     return ((names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2))
 

@@ -93,6 +93,8 @@ def _node(
         forward_peak_bytes=draw(SIZES),
         backward_peak_bytes=draw(SIZES),
         workspace_bytes=draw(SIZES),
+        forward_height_bytes=draw(st.none() | SIZES),
+        backward_height_bytes=draw(st.none() | SIZES),
         input_bytes=draw(SIZES) if placeholder else 0,
         packs=draw(st.sampled_from(packs)),
         saved=saved,
@@ -125,8 +127,8 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
             last = draw(st.integers(0, producer))
         is_sum = continues is not None or draw(st.booleans())
         places = names[producer], names[last]
-        between, captured = (
-            draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True)) for _ in range(2)
+        between, captured, joined = (
+            draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True)) for _ in range(3)
         )
         made.append(
             Gradient(
@@ -135,6 +137,7 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
                 bytes=draw(SIZES),
                 readers=tuple(between),
                 captured=tuple(captured),
+                joined=tuple(joined),
                 given=tuple(draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))),
                 sum=is_sum,
                 copy=draw(st.booleans()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipecompile.ir.graph import CostGraph, Gradient, Node, Tensor
@@ -270,7 +271,9 @@ class _Stage:
             if number in homes.values():
                 last = None
             elif self.of[gradient.last] != self.index:
-                last = next(iter(self.inside([*gradient.readers, *gradient.captured])), gradient.producer)
+                last = next(
+                    iter(self.inside([*gradient.readers, *gradient.captured, *gradient.joined])), gradient.producer
+                )
             yield ("complete" if last is None else "own", number), gradient.bytes, gradient.producer, last
         for tensor in self.read():
             if tensor.producer not in homes:
@@ -343,7 +346,7 @@ class _Stage:
 
         Those in place are so if the first part came from later, or if it is to be held.
         """
-        waiting = {number for number, gradient in self.gradients() if hold and self.inside(gradient.captured)}
+        waiting = {number for number, gradient in self.gradients() if hold and self.captors(gradient)}
         return sum(
             gradient.bytes
             for _, gradient in self.gradients()
@@ -363,18 +366,78 @@ class _Stage:
         """Whether there are gradients of inputs to compute."""
         return any(t.gradient_bytes and self.arrives(t.producer, t.consumers) for t in self.graph.tensors)
 
-    def leads_to_trained(self, name: str) -> bool:
-        """Whether a node has parameters, or one of the stage that depends on it."""
-        read = (t.consumers for t in self.graph.tensors if t.producer == name and t.gradient_bytes)
-        return any(name in nodes for nodes in self.trained().values()) or any(
-            self.leads_to_trained(reader) for readers in read for reader in self.inside(readers)
-        )
-
     def waits(self, key: Key) -> str | None:
         """The node up to which a gradient waits in the second half of a backward; what is returned lies elsewhere."""
         if not self.splits or key[0] != "own":
             return None
-        return next(iter(self.inside(self.graph.gradients[key[1]].captured)), None)
+        captors = self.captors(self.graph.gradients[key[1]])
+        return (
+            self.inside([*captors, *(name for captor in captors for name in self.behind(captor))])[0]
+            if captors
+            else None
+        )
+
+    def behind(self, name: str) -> list[str]:
+        """What runs in the second half because of a node: those that lead to parameters alone."""
+        aside = [source for source in self.read_by_node(name) if source in self.aside]
+        return [*aside, *(each for source in aside for each in self.behind(source))]
+
+    def captors(self, gradient: Gradient) -> list[str]:
+        """Where the second half begins with it."""
+        reading = [name for name in gradient.captured if self.reads_trained(name)]
+        return [name for name in self.inside([*reading, *gradient.joined]) if self.begins(name, name in reading)]
+
+    def begins(self, name: str, reading: bool) -> bool:
+        """Whether parameters branch off at a node on the way to inputs: its own, or those of what it reads."""
+        return (name in self.to_inputs) and (reading or any(reader in self.aside for reader in self.read_by_node(name)))
+
+    def reads_trained(self, name: str) -> bool:
+        return any(name in nodes for nodes in self.trained().values())
+
+    def read_by_node(self, name: str) -> list[str]:
+        """The stage's nodes that it has a gradient for."""
+        tensors = (t for t in self.graph.tensors if name in t.consumers and t.gradient_bytes)
+        return self.inside(tensor.producer for tensor in tensors)
+
+    @cached_property
+    def to_inputs(self) -> set[str]:
+        """The nodes whose gradients lead to inputs."""
+        found: set[str] = set()
+        for node in self.nodes:
+            sources = [t.producer for t in self.graph.tensors if node.name in t.consumers and t.gradient_bytes]
+            if any(self.of[source] < self.index or source in found for source in sources):
+                found.add(node.name)
+        return found
+
+    @cached_property
+    def aside(self) -> set[str]:
+        """The nodes whose gradients lead to parameters alone."""
+        found: set[str] = set()
+        for name in self.inside(node.name for node in self.nodes):
+            to_parameters = self.reads_trained(name) or not found.isdisjoint(self.read_by_node(name))
+            if to_parameters and name not in self.to_inputs:
+                found.add(name)
+        return found
+
+    @cached_property
+    def passed(self) -> set[str]:
+        """The nodes where the second half begins, and those that such depend on."""
+        found: set[str] = set()
+        for node in reversed(self.nodes):
+            readers = [
+                r for t in self.graph.tensors if t.producer == node.name and t.gradient_bytes for r in t.consumers
+            ]
+            if self.begins(node.name, self.reads_trained(node.name)) or not found.isdisjoint(readers):
+                found.add(node.name)
+        return found
+
+    @cached_property
+    def begun_at_outputs(self) -> bool:
+        return any(
+            t.producer in self.aside
+            for t in self.graph.tensors
+            if t.producer in self.inside([t.producer]) and self.later(t.consumers) and t.gradient_bytes
+        )
 
 
 @dataclass
@@ -397,7 +460,7 @@ class _Rank:
                 if not form.waits:
                     self.live.hold((stage.index, microbatch, "form", *key), form.size)
             beside = max((form.beside for _, form in made if not form.waits), default=0)
-            self._work(node, node.forward_peak_bytes, beside)
+            self._work(node, node.forward_peak_bytes, node.forward_height_bytes, beside)
             done.add(node.name)
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, run, storage), stage.graph.storages[storage])
@@ -432,9 +495,10 @@ class _Rank:
             if form.storage in gone and form.storage not in (*given, *waiting):
                 self.live.drop(stage.index, microbatch, kind, form.storage)
 
-    def _work(self, node: Node, rise: int, beside: int = 0) -> None:
+    def _work(self, node: Node, rise: int, height: int | None, beside: int = 0) -> None:
         """What begins to live in a node is part of its rise; one that takes nothing does not run."""
-        self.live.need(beside + (rise + node.workspace_bytes if rise else 0))
+        both = rise + node.workspace_bytes
+        self.live.need(beside + (max(rise, both if height is None else min(both, height)) if rise else 0))
 
     def forget(self, stage: _Stage, microbatch: int) -> None:
         """Keeps only the outputs of a forward."""
@@ -456,7 +520,7 @@ class _Rank:
                 if form.back == node.name:
                     self.live.hold((stage.index, microbatch, "copy", *key), stage.graph.storages[form.storage])
                     self.live.need(form.beside)
-            self._work(node, self._rise(stage, node, whole, kind))
+            self._work(node, self._rise(stage, node, whole, kind), node.backward_height_bytes)
             if first or (second and whole):
                 self._flow(stage, microbatch, node.name, hold=not whole)
             elif second:
@@ -478,7 +542,7 @@ class _Rank:
             self._return(stage, microbatch, hold=not whole)
         if kind is Kind.BACKWARD_INPUT and stage.splits:
             self._drop(stage, microbatch)
-        self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_WEIGHT)
+        self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_INPUT)
         if second:
             self._finish(stage, microbatch)
 
@@ -499,7 +563,7 @@ class _Rank:
             if not packs:
                 break
             node = stage.graph.by_name[name]
-            self._work(node, node.forward_peak_bytes)
+            self._work(node, node.forward_peak_bytes, node.forward_height_bytes)
             done.add(name)
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, "again", frame, storage), stage.graph.storages[storage])
@@ -547,10 +611,12 @@ class _Rank:
             return node.backward_peak_bytes
         if kind is Kind.BACKWARD_INPUT:
             return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in node.parameters))
-        fresh = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
+        own = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
+        fresh = (g for g in own if g.last not in stage.aside)
         made = sum(gradient.bytes for gradient in fresh)
-        trains = any(stage.graph.parameter_by_name[name].trainable for name in node.parameters)
-        return max(0, node.backward_peak_bytes - made) if trains else 0
+        name = node.name
+        runs = stage.reads_trained(name) or (name in stage.aside) or stage.begins(name, reading=False)
+        return max(0, node.backward_peak_bytes - made) if runs else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:
         flows = list(stage.flows(hold=hold))
@@ -565,6 +631,13 @@ class _Rank:
         for key, _, _, _ in stage.flows(hold=True):
             if stage.waits(key) == node:
                 self.live.drop(stage.index, microbatch, *key)
+        aside = [(number, g) for number, g in stage.gradients() if g.last in stage.aside]
+        for number, gradient in aside:
+            if gradient.producer == node:
+                self.live.sizes[stage.index, microbatch, "aside", number] = gradient.bytes
+        for number, gradient in aside:
+            if gradient.last == node:
+                self.live.drop(stage.index, microbatch, "aside", number)
 
     def _sum(self, stage: _Stage, node: Node) -> None:
         """Gradients of parameters: those of the first backward stay, others are made and added."""
@@ -584,7 +657,8 @@ class _Rank:
         for storage in stage.own():
             savers = stage.savers(storage)
             is_free = remade if stage.sent(storage) else bool(savers)
-            if is_free and not any(map(stage.leads_to_trained, savers)):
+            is_passed = stage.begun_at_outputs or any(saver in stage.passed for saver in savers)
+            if is_free and not (savers and is_passed):
                 self.live.drop(stage.index, microbatch, "kept", storage)
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
@@ -604,7 +678,7 @@ class _Rank:
         self.live.need(0)
 
     def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
-        """Its gradients are there, so those that a stage of its own rank gave it are let go."""
+        """Those that a stage of its own rank gave it are let go when the backward is done, also of parameters."""
         if given and stage.index + 1 in self.stages:
             self.live.drop(stage.index + 1, microbatch, "returned")
 

@@ -1,0 +1,67 @@
+"""What `verify` found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipecompile.api.verify import HALF_TOLERANCE, Comparison
+from pipecompile.ir.plan import Plan
+
+__all__ = ["figures", "text"]
+
+
+def figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """By comparison the losses, and how near all tensors are."""
+    passed = all(comparison.passed for comparison in comparisons)
+    return {"passed": passed, "comparisons": list(map(_comparison, comparisons))}
+
+
+def text(target: str, made: Plan, comparisons: Sequence[Comparison]) -> str:
+    """What was run, each comparison, and the verdict."""
+    lines = [
+        f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
+        f"{len(made.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in made.parameters)} tied over stages",
+        *(line for comparison in comparisons for line in _lines(comparison)),
+        _verdict(comparisons),
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(comparisons: Sequence[Comparison]) -> str:
+    passed = all(comparison.passed for comparison in comparisons)
+    distances = [comparison.distance for comparison in comparisons if comparison.distance is not None]
+    if not distances:
+        return "equal" if passed else "DIFFERENT"
+    found = f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
+    return f"{'not exact' if passed else 'DIFFERENT'}, as saved in half precision: {found}"
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "reference": comparison.reference,
+        "loss": comparison.losses[1],
+        "loss_unsplit": comparison.losses[0],
+        "tensors": len(comparison.differences),
+        "bit_equal": sum(difference.equal for difference in comparison.differences),
+        "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
+        "distance": comparison.distance,
+        "passed": comparison.passed,
+    }
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    """The figures of one comparison, and each tensor that is not bit-equal."""
+    lines = [f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"]
+    for kind in ("gradient", "buffer"):
+        rows = [difference for difference in comparison.differences if difference.kind == kind]
+        equal = sum(difference.equal for difference in rows)
+        if rows:
+            lines.append(f"  {kind}s: {equal} of {len(rows)} equal bit for bit")
+    for difference in comparison.differences:
+        if not difference.equal:
+            cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
+            halved = comparison.distance is not None and difference.kind == "gradient"
+            cause = "saved in half precision" if halved else cause
+            lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
+    return lines

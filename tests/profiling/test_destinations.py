@@ -1,0 +1,59 @@
+"""What is noted of gradients while a graph is profiled."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.cost_models.flops import Flops
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.graph import CostGraph
+from pipecompile.profiling.profile import profile
+
+
+class Gated(nn.Module):
+    """A parameter behind another node, one of a node's own, and a layer that returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.same, self.gate = nn.Linear(8, 8), nn.Dropout(0.0), nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.same(self.inner(value.tanh())) * self.gate.sigmoid() + value
+
+
+def graph_of(model: nn.Module, loss: Any = None) -> CostGraph:
+    sample = Arguments((torch.randn(4, 8, requires_grad=False),), {})
+    captured = capture(nn.Sequential(nn.Linear(8, 8), model), sample)
+    return profile(captured.instantiate(sample), sample.args, Flops(), loss=loss)
+
+
+def test_gradients_are_captured_where_parameters_branch_off() -> None:
+    graph = graph_of(Gated(), lambda outputs, targets: outputs[0].square().mean())
+    at = {name for gradient in graph.gradients for name in gradient.captured}
+    joined = {name for gradient in graph.gradients for name in gradient.joined}
+    assert at == {"_1_inner"}  # the first layer leads to parameters alone
+    assert "mul" in joined
+
+
+def test_the_gradient_of_what_a_layer_returns_as_it_was_given_is_that_of_both() -> None:
+    pairs = [set(gradient.given) for gradient in graph_of(Gated()).gradients]
+    assert any({("_1_inner", "_1_same"), ("_1_same", "mul")} <= given for given in pairs)
+
+
+def test_nothing_outlives_a_profile() -> None:
+    """Nor what its loss refers to, which may be the model."""
+
+    def loss(outputs: Any, targets: Any) -> Tensor:
+        return outputs[0].sum()  # type: ignore[no-any-return]
+
+    kept = weakref.ref(loss)
+    graph_of(Gated(), loss)
+    del loss
+    gc.collect()
+    assert kept() is None

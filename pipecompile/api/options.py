@@ -92,7 +92,7 @@ def options_for(
     _check_kinds(k=k, microbatches=microbatches, stages_per_rank=stages_per_rank)
     if k < 1:
         raise InputError(f"k={k}, but a pipeline has at least one stage")
-    cost_model(costs, target.costs)
+    model = cost_model(costs, target.costs)
     _one_of("recompute", recompute, RECOMPUTES)
     _one_of("granularity", granularity, GRANULARITIES)
     if stages_per_rank is not None and stages_per_rank < 1:
@@ -123,7 +123,7 @@ def options_for(
         leaf=_names("leaf", leaf),
         stages_per_rank=stages_per_rank,
         placement=cast(Literal["linear", "loop", "v"] | None, placement),
-        instructions=own_instructions(),
+        instructions=own_instructions() if model.memory == "cpu" else None,
     )
     _check_together(options, placements(options)[0])
     return options

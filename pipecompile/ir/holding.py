@@ -181,8 +181,9 @@ class _Stage(Part):
 
     def _is_dropped(self, made: Made) -> bool:
         """Whether no second half comes by where it is saved."""
-        passes = not self.passed_twice.isdisjoint(made.holders)
-        return self.splits and bool(made.holders) and not passes and not self.is_sent(made.storage)
+        if not self.splits or not made.holders or self.is_sent(made.storage):
+            return False
+        return self.passed_twice.isdisjoint(made.holders)
 
     def _is_remade(self, made: Made) -> bool:
         """Whether it is an output that no second half comes by."""

@@ -224,7 +224,7 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
     captured = capture(MODELS[name](), sample)
     graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
     cuts = list(cuts_of(graph))
-    cuts = cuts[:: 1 + len(cuts) // 60]
+    cuts = cuts[:: 1 + len(cuts) // 40]
     predicted = {
         f"{number} {index} {what}": figures
         for number, cut in enumerate(cuts)

@@ -50,7 +50,7 @@ def _held(schedule: Schedule, rank: int, footprints: Sequence[Footprint]) -> dic
     return {index: f for index, f in enumerate(footprints) if schedule.placement[index] == rank}
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs(), st.data())
 def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph))
@@ -95,7 +95,7 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(graph: Cos
             assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cost_graphs(most=9), st.data())
 def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
     """Of one stage, without forwards and gradients that would hide most of it."""

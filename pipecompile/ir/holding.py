@@ -183,11 +183,11 @@ class _Stage(Part):
         """Whether no second half comes by where it is saved."""
         if not self.splits or not made.holders or self.is_sent(made.storage):
             return False
-        return self.passed_twice.isdisjoint(made.holders)
+        return self.halves.passed_twice.isdisjoint(made.holders)
 
     def _is_remade(self, made: Made) -> bool:
         """Whether it is an output that no second half comes by."""
-        return self.splits and self.is_sent(made.storage) and self.passed_twice.isdisjoint(made.holders)
+        return self.splits and self.is_sent(made.storage) and self.halves.passed_twice.isdisjoint(made.holders)
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -256,7 +256,7 @@ class _Stage(Part):
         """What the first half held for the second, and gradients that only the second needs."""
         for gradient, place in self.captured:
             yield Change(place, gradient.bytes, begins=False)
-        for gradient in filter(self.is_aside, self.own_gradients):
+        for gradient in filter(self.halves.is_aside, self.own_gradients):
             yield Change(gradient.producer, gradient.bytes, begins=True)
             yield Change(gradient.last, gradient.bytes, begins=False)
 
@@ -272,10 +272,10 @@ class _Stage(Part):
         others: dict[int, int] = defaultdict(int)
         for gradient in self.own_gradients:
             at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
-            made = at_once or self.is_aside(gradient)
+            made = at_once or self.halves.is_aside(gradient)
             others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
         for place, node in zip(self.nodes, self.own, strict=True):
-            yield max(0, node.backward_peak_bytes - others[place]) if place in self.run_twice else 0
+            yield max(0, node.backward_peak_bytes - others[place]) if place in self.halves.run_twice else 0
 
     def _input_peak(self) -> Amount:
         return self._peak(self.flowing(hold=True), list(self._input_rises()), self.sums(hold=True))

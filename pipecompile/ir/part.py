@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.forms import Form, Run, forms_of
 from pipecompile.ir.graph import Node, Parameter, Tensor
+from pipecompile.ir.halves import Halves
 from pipecompile.ir.lives import ORDERLY, GradientLife, Lives, Storage
 
 __all__ = ["BOUND_SCRATCH", "Change", "Level", "Made", "Part"]
@@ -191,75 +191,16 @@ class Part:
         Those that are returned lie in the message.
         """
         returned = set(map(id, self.homes(hold=True)))
-        pairs = [(each, self.captured_at(each)) for each in self.own_gradients]
+        pairs = [(each, self.halves.captured_at(each)) for each in self.own_gradients]
         found = [(each, places) for each, places in pairs if places and id(each) not in returned]
-        return [(each, min(map(self._end_of_second, places))) for each, places in found]
-
-    def _end_of_second(self, place: int) -> int:
-        """The last node that the second half runs of what it begins at `place`."""
-        found = waiting = {place}
-        while waiting:
-            sources = set(chain.from_iterable(self.lives.sources[each] for each in waiting))
-            waiting = (sources & self._aside) - found
-            found = found | waiting
-        return min(found)
-
-    def captured_at(self, gradient: GradientLife) -> set[int]:
-        """Where the second half begins with it."""
-        return (self._reading & self._on_the_way).intersection(gradient.captured) | self._joining.intersection(
-            gradient.joined
-        )
+        return [(each, min(map(self.halves.end_of_second, places))) for each, places in found]
 
     @cached_property
-    def _reading(self) -> set[int]:
-        """The nodes that read parameters which get a gradient."""
-        return {place for _, places in self.trained for place in places}
-
-    @cached_property
-    def _on_the_way(self) -> set[int]:
-        """The nodes whose gradients lead to inputs of the stage."""
-        found: set[int] = set()
-        for place in self.nodes:
-            if any(source in self.before or source in found for source in self.lives.sources[place]):
-                found.add(place)
-        return found
-
-    @cached_property
-    def _aside(self) -> set[int]:
-        """The nodes whose gradients lead to parameters alone."""
-        found: set[int] = set()
-        for place in self.nodes:
-            leads = place in self._reading or not found.isdisjoint(self.lives.sources[place])
-            if leads and place not in self._on_the_way:
-                found.add(place)
-        return found
-
-    def is_aside(self, gradient: GradientLife) -> bool:
-        """Whether it leads to parameters alone."""
-        return gradient.last in self._aside
-
-    @cached_property
-    def _joining(self) -> set[int]:
-        """Where those meet others."""
-        return {place for place in self._on_the_way if not self._aside.isdisjoint(self.lives.sources[place])}
-
-    @cached_property
-    def run_twice(self) -> set[int]:
-        """The nodes of which the second half of a backward runs something."""
-        return self._reading | self._joining | self._aside
-
-    @cached_property
-    def passed_twice(self) -> set[int]:
-        """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
-        found = (self._reading & self._on_the_way) | self._joining
-        if any(tensor.gradient_bytes and self.lives.place[tensor.producer] in self._aside for tensor in self.leaving):
-            return self.inside
-        waiting = list(found)
-        while waiting:
-            before = self.inside.intersection(self.lives.sources[waiting.pop()]) - found
-            found |= before
-            waiting += before
-        return found
+    def halves(self) -> Halves:
+        """Where the halves of a split backward run."""
+        reading = frozenset(place for _, places in self.trained for place in places)
+        sent = frozenset(self.lives.place[tensor.producer] for tensor in self.leaving if tensor.gradient_bytes)
+        return Halves(self.lives, frozenset(self.before), tuple(self.nodes), reading, sent)
 
     def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
         """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
@@ -403,7 +344,7 @@ class Part:
         Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
         """
         sums: dict[int, int] = defaultdict(int)
-        held = {id(each) for each in self.own_gradients if hold and self.captured_at(each)}
+        held = {id(each) for each in self.own_gradients if hold and self.halves.captured_at(each)}
         for gradient in self.own_gradients:
             before = gradient.continues
             if gradient.sum and (before is None or self.is_later(before.producer) or id(before) in held):

@@ -199,49 +199,49 @@ def loss_of(outputs: Sequence[Tensor], targets: Any) -> Tensor:
     return outputs[0].square().mean()
 
 
+Cut = Sequence[Sequence[str]]
+Figures = dict[str, tuple[int, int]]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
     """Two microbatches through three stages, cut anywhere; the first backward makes the parameters' gradients."""
-    torch.manual_seed(0)
-    sample = Arguments((torch.randn(16, 24, 32),), {})
-    captured = capture(MODELS[name](), sample)
-    graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+    sample, captured, graph = profiled(name)
     cuts = list(cuts_of(graph))
-    predicted = {
-        f"{number} {index} {what}": figures
-        for number, cut in enumerate(cuts)
-        for index, nodes in enumerate(cut)
-        for what, figures in expected(footprint_of(Lives(graph), chain(*cut[:index]), nodes)).items()
-    }
+    predicted = predictions(graph, cuts, expected)
     assert_held(name, cuts, predicted, lambda number, cut: run(captured, sample, cut, label=str(number)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(name: str) -> None:
-    """As above. What it is given lies in order, as messages do."""
-    torch.manual_seed(0)
-    sample = Arguments((torch.randn(16, 24, 32),), {})
-    captured = capture(MODELS[name](), sample)
-    graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+    """As above, of 40 cuts. What it is given lies in order, as messages do."""
+    sample, captured, graph = profiled(name)
     cuts = list(cuts_of(graph))
     cuts = cuts[:: 1 + len(cuts) // 40]
-    predicted = {
-        f"{number} {index} {what}": figures
-        for number, cut in enumerate(cuts)
-        for index, nodes in enumerate(cut)
-        for what, figures in in_halves(footprint_of(Lives(graph), chain(*cut[:index]), nodes)).items()
-    }
     assert_held(
         name,
         cuts,
-        predicted,
+        predictions(graph, cuts, in_halves),
         lambda number, cut: run_in_halves(captured, sample, cut, label=str(number)),
         is_near_halved,
     )
 
 
-Cut = Sequence[Sequence[str]]
-Figures = dict[str, tuple[int, int]]
+def profiled(name: str) -> tuple[Arguments, Capture, CostGraph]:
+    torch.manual_seed(0)
+    sample = Arguments((torch.randn(16, 24, 32),), {})
+    captured = capture(MODELS[name](), sample)
+    return sample, captured, profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+
+
+def predictions(graph: CostGraph, cuts: Sequence[Cut], figures: Callable[[Footprint], Figures]) -> Figures:
+    """By cut, stage and action."""
+    return {
+        f"{number} {index} {what}": found
+        for number, cut in enumerate(cuts)
+        for index, nodes in enumerate(cut)
+        for what, found in figures(footprint_of(Lives(graph), chain(*cut[:index]), nodes)).items()
+    }
 
 
 def is_near(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:

@@ -48,14 +48,14 @@ class Halves:
     @cached_property
     def run_twice(self) -> set[int]:
         """The nodes of which the second half runs something."""
-        return self.reading | self._joining | self._aside
+        return {*self.reading, *self._joining, *self._aside}
 
     @cached_property
     def passed_twice(self) -> set[int]:
         """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
         if not self._aside.isdisjoint(self.sent):
             return set(self.nodes)
-        found = (self.reading & self._on_the_way) | self._joining
+        found = {*(self.reading & self._on_the_way), *self._joining}
         waiting = list(found)
         while waiting:
             before = self._inside.intersection(self.lives.sources[waiting.pop()]) - found

@@ -36,9 +36,9 @@ def profile(
 
     `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
     node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss.
-    `instructions` are those of the CPU that the model would run on, if it would. Sizes
-    come from one run on fake tensors, so only a cost model that wants real tensors computes anything. The model, its
-    inputs and the random generators are left as they were.
+    `instructions` are those of the CPU that the model would run on, if it would. Sizes come from one run on fake
+    tensors, so only a cost model that wants real tensors computes anything. The model, its inputs and the random
+    generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _untouched(graph_module), _training_attention():

@@ -29,6 +29,7 @@ from benchmarks.models import CONVOLUTIONAL, MODELS
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
+from pipecompile.schedule.named import MAY_SPLIT
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "memory_prediction.json"
@@ -44,6 +45,21 @@ class Setting(NamedTuple):
     optimizer: str
     recompute: str = "none"
     memory: int | None = None  # bytes of each rank
+    half_way: bool = False  # a budget half way between what whole stages computed again need and what none does
+    stages_per_rank: int = 1
+    saving: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many run it."""
+        return self.k // self.stages_per_rank
+
+    @property
+    def label(self) -> str:
+        """What it is called in the table."""
+        words = [self.schedule, f"k={self.k}", f"m={self.microbatches}", self.optimizer]
+        words += ["recompute", self.recompute] if self.recompute != "none" else []
+        return " ".join([*words, *self.saving])
 
 
 SETTINGS = (
@@ -59,7 +75,19 @@ SETTINGS = (
     Setting("1f1b", 4, 8, "adam", "block"),
     Setting("gpipe", 2, 8, "sgd", "sqrt"),
     Setting("1f1b", 4, 4, "momentum", "sqrt"),
+    Setting("1f1b", 4, 8, "adamw", "auto", half_way=True),
+    Setting("gpipe", 2, 4, "sgd", "auto", half_way=True, saving=("mask", "relu", "pool")),
+    Setting("interleaved-1f1b", 8, 8, "adamw", stages_per_rank=2),
+    Setting("looped-bfs", 4, 4, "sgd", "stage", stages_per_rank=2),
     Setting("zb-h1", 4, 8, "adamw"),
+    Setting("zb-h1", 2, 4, "sgd", "stage"),
+    Setting("zb-h2", 2, 4, "momentum"),
+    Setting("zb-v", 8, 8, "adamw", stages_per_rank=2),
+    Setting("zb-v", 4, 4, "sgd", "stage", stages_per_rank=2),
+    Setting("v-half", 4, 4, "adam", stages_per_rank=2),
+    Setting("v-min", 4, 4, "sgd", stages_per_rank=2),
+    Setting("dualpipe-v", 4, 4, "momentum", stages_per_rank=2),
+    Setting("search", 2, 4, "sgd"),
 )
 
 
@@ -82,23 +110,40 @@ def measured_rank(name: str, setting: Setting) -> tuple[int, int, int]:
 
 def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
     """The same of a model at hand."""
-    pipeline = pipecompile(
+    memory = _half_way(target, setting) if setting.half_way else setting.memory
+    pipeline = _compiled(target, setting, memory)
+    if setting.recompute in ("block", "sqrt"):
+        assert pipeline.plan.regions, "nothing is computed again"
+    rank = torch.distributed.get_rank()
+    total = pipeline.plan.prediction.memory[rank].total
+    return total.expected, total.bound, resident(pipeline, target, rank) + _highest(pipeline, target, setting)
+
+
+def _half_way(target: Target, setting: Setting) -> int:
+    """A budget between what whole stages computed again need and what none does."""
+    needed = 0
+    for policy in ("none", "stage"):
+        plan = _compiled(target, setting._replace(recompute=policy, saving=()), None).plan
+        needed += max(rank.total.bound for rank in plan.prediction.memory)
+    return needed // 2
+
+
+def _compiled(target: Target, setting: Setting, memory: int | None) -> Pipeline:
+    return pipecompile(
         target.model,
         target.call,
         k=setting.k,
         microbatches=setting.microbatches,
         schedule=setting.schedule,
+        stages_per_rank=setting.stages_per_rank,
         recompute=setting.recompute,
-        memory=setting.memory,
+        saving=setting.saving,
+        memory=memory,
         optimizer=setting.optimizer,
         costs="flops",
         loss_fn=target.loss_fn,
         sample_target=target.targets,
     )
-    assert bool(pipeline.plan.regions) == (setting.recompute in ("block", "sqrt", "auto")), "nothing is computed again"
-    rank = torch.distributed.get_rank()
-    memory = pipeline.plan.prediction.memory[rank].total
-    return memory.expected, memory.bound, resident(pipeline, target, rank) + _highest(pipeline, target, setting)
 
 
 def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
@@ -148,15 +193,15 @@ def main() -> None:
     for kind, names in (("transformers and MLPs", MODELS.keys() - set(CONVOLUTIONAL)), ("convnets", CONVOLUTIONAL)):
         for beyond in (False, True):
             chosen = [row for row in rows if row["model"] in names and _is_beyond(row) == beyond]
-            _say_worst(kind + ", recompute and zero bubble" * beyond, chosen)
+            _say_worst(kind + ", recompute and split backwards" * beyond, chosen)
     if not sys.argv[1:]:
         RESULT.write_text(json.dumps({"torch": torch.__version__, "device": "cpu", "rows": rows}, indent=1) + "\n")
 
 
 def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
     header = ("model", "plan", "rank", "expected", "measured", "error", "bound", "above")
-    print("{:9} {:40} {:>4} {:>11} {:>11} {:>7} {:>11} {:>6}".format(*header))
-    workers = Workers(max(setting.k for setting in SETTINGS))
+    print("{:9} {:50} {:>4} {:>11} {:>11} {:>7} {:>11} {:>6}".format(*header))
+    workers = Workers(max(setting.ranks for setting in SETTINGS))
     try:
         with tempfile.TemporaryDirectory() as folder:
             for name in names:
@@ -167,23 +212,22 @@ def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _measured(workers: Workers, name: str, setting: Setting, folder: str) -> Iterator[dict[str, Any]]:
-    label = f"{setting.schedule} k={setting.k} m={setting.microbatches} {setting.optimizer}"
-    label += f" recompute {setting.recompute}" * (setting.recompute != "none")
-    for rank, row in enumerate(workers.run(setting.k, measured_rank, name, setting, folder=folder)):
+    plan = setting.label
+    for rank, row in enumerate(workers.run(setting.ranks, measured_rank, name, setting, folder=folder)):
         expected, bound, measured = row
         error, above = expected / measured - 1, bound / measured - 1
         print(
-            f"{name:9} {label:40} {rank:4} {expected:11,} {measured:11,} {error:+7.2%} {bound:11,} {above:+6.1%}",
+            f"{name:9} {plan:50} {rank:4} {expected:11,} {measured:11,} {error:+7.2%} {bound:11,} {above:+6.1%}",
             flush=True,
         )
         yield {
-            "model": name, "plan": label, "rank": rank, "expected": expected, "measured": measured, "bound": bound,
+            "model": name, "plan": plan, "rank": rank, "expected": expected, "measured": measured, "bound": bound,
         }  # fmt: skip
 
 
 def _is_beyond(row: dict[str, Any]) -> bool:
     """Whether its plan recomputes or splits backwards: what these hold is known less exactly."""
-    return "recompute" in row["plan"] or "zb-h1" in row["plan"]
+    return "recompute" in row["plan"] or row["plan"].split()[0] in MAY_SPLIT
 
 
 def _say_worst(kind: str, rows: list[dict[str, Any]]) -> None:

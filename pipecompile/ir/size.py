@@ -29,7 +29,9 @@ def parse_bytes(size: int | str) -> int:
 def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ...]:
     """One size for every rank, or a list with one for each, which text has with commas between: 16GiB,24GiB."""
     if isinstance(memory, str) and "," in memory:
-        memory = memory.split(",")
+        given, memory = memory, memory.split(",")
+        if not all(part.strip() for part in memory):
+            raise InputError(f"{given!r} lacks a size beside a comma; write one for each rank, as 16GiB,24GiB")
     if isinstance(memory, str) or not isinstance(memory, Sequence):
         return parse_bytes(memory)
     return tuple(map(parse_bytes, memory))

@@ -81,6 +81,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, [\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
+    "memory beside a comma": (InputError, 2, ["--memory", "1MB,"], {"memory": "1MB,"}, r"'1MB,' lacks a size beside"),
     "memory of other ranks": (
         InputError,
         2,

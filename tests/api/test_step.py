@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import EXAMPLES, example, first, same
+from zoo import example, first, same
 
 from pipecompile import InputError, Pipeline, StalePlanError, pipecompile
 from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for, verify
 from pipecompile.ir.serde import encode, write
+from tests.sweeps import sweep
 
 
 def compiled(target: Target, **options: Any) -> Pipeline:
@@ -24,8 +25,15 @@ def compiled(target: Target, **options: Any) -> Pipeline:
     return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **options)
 
 
-@pytest.mark.parametrize(("k", "schedule"), [(2, "1f1b"), (4, "gpipe")])  # tests/distributed has the other pairs
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "k", "schedule"),  # tests/distributed has the other pairs
+    [
+        *((name, 4, "gpipe") for name in ("gpt2", "bert", "llama", "unet", "sequential")),
+        *((name, 2, "1f1b") for name in ("t5", "resnet50")),
+        *(sweep(name, 2, "1f1b") for name in ("gpt2", "bert", "llama", "unet", "sequential")),
+        *(sweep(name, 4, "gpipe") for name in ("t5", "resnet50")),
+    ],
+)
 def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> None:
     options = {"k": k, "microbatches": 4, "schedule": schedule, "costs": "flops"}
     plan, comparisons = verify(example(name), self_check=False, **options)  # this is a check itself
@@ -37,8 +45,17 @@ def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> N
         assert len(comparison.differences) >= len(list(example(name).model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["unet", "sequential"])
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "stage"), ("1f1b", "stage"), ("gpipe", "except-last")])
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute"),
+    [
+        ("sequential", "gpipe", "stage"),
+        ("sequential", "1f1b", "stage"),
+        ("unet", "gpipe", "except-last"),
+        sweep("unet", "gpipe", "stage"),
+        sweep("unet", "1f1b", "stage"),
+        sweep("sequential", "gpipe", "except-last"),
+    ],
+)
 def test_a_step_with_recompute_equals_the_unsplit_models(name: str, schedule: str, recompute: str) -> None:
     _, comparisons = verify(example(name), k=3, microbatches=4, schedule=schedule, recompute=recompute, costs="flops")
     assert all(d.equal for comparison in comparisons for d in comparison.differences)
@@ -56,7 +73,7 @@ def batches(target: Target, count: int) -> list[tuple[Any, Any]]:
     return picked
 
 
-@pytest.mark.parametrize("name", ["sequential", "gpt2"])
+@pytest.mark.parametrize("name", [sweep("sequential"), "gpt2"])
 def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> None:
     target = example(name)
     pipeline = compiled(target, k=3)
@@ -121,7 +138,7 @@ def test_a_failing_step_leaves_the_gradients_and_does_not_count() -> None:
     assert pipeline.steps == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "unet", "sequential"])
+@pytest.mark.parametrize("name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "sequential"))])
 def test_evaluation_is_the_models_in_eval_mode(name: str) -> None:
     target = example(name)
     pipeline = compiled(target, k=3)
@@ -152,7 +169,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert same(*losses)
 
 
-@pytest.mark.parametrize("name", ["sequential", "unet", "gpt2"])
+@pytest.mark.parametrize("name", ["sequential", "unet", sweep("gpt2")])
 def test_train_and_eval_switch_a_step(name: str) -> None:
     """Each step is that of a pipeline that was compiled in the mode the model is in."""
     switched, trained, fixed = example(name), example(name), example(name)
@@ -273,7 +290,7 @@ def test_what_a_plan_predicts_is_simulated() -> None:
     assert len(pipeline.stages) == 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
+@pytest.mark.parametrize("name", [sweep("gpt2"), "unet"])
 def test_measured_costs_serve_a_plan(name: str) -> None:
     target = example(name)
     pipeline = pipecompile(

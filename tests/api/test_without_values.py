@@ -23,6 +23,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.serde import encode
 from pipecompile.passes.propagate import without_values
 from pipecompile.report.text import summary
+from tests.sweeps import sweep
 
 
 def target(name: str) -> Target:
@@ -53,7 +54,9 @@ def faked(given: Target) -> Target:
     return replace(given, model=model)
 
 
-@pytest.mark.parametrize(("name", "inputs"), [("llama", False), ("gpt2", True), ("resnet50", True), ("unet", True)])
+@pytest.mark.parametrize(
+    ("name", "inputs"), [("llama", False), ("gpt2", True), sweep("resnet50", True), ("unet", True)]
+)
 def test_costs_are_those_of_the_model_in_memory(name: str, inputs: bool) -> None:
     given = target(name)
     expected, _ = profiled(given, costs="flops", microbatches=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 from typing import Any
 
@@ -207,17 +207,16 @@ Figures = dict[str, tuple[int, int]]
 def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
     """Two microbatches through three stages, cut anywhere; the first backward makes the parameters' gradients."""
     sample, captured, graph = profiled(name)
-    cuts = list(cuts_of(graph))
+    cuts = cuts_of(graph)
     predicted = predictions(graph, cuts, expected)
     assert_held(name, cuts, predicted, lambda number, cut: run(captured, sample, cut, label=str(number)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(name: str) -> None:
-    """As above, of 40 cuts. What it is given lies in order, as messages do."""
+    """What it is given lies in order, as messages do."""
     sample, captured, graph = profiled(name)
-    cuts = list(cuts_of(graph))
-    cuts = cuts[:: 1 + len(cuts) // 40]
+    cuts = cuts_of(graph)
     assert_held(
         name,
         cuts,
@@ -276,13 +275,14 @@ def assert_held(
     assert not wrong, [(label, cuts[int(label.split()[0])], predicted[label], measured[label]) for label in wrong[:3]]
 
 
-def cuts_of(graph: CostGraph) -> Iterator[tuple[list[str], ...]]:
-    """Into three stages; none begins with what works in place on another's output, or with one of an LSTM's."""
+def cuts_of(graph: CostGraph) -> list[tuple[list[str], ...]]:
+    """Up to 40 into three stages; none begins with what works in place on another's output, or is an LSTM's."""
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
     bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
     places = [place for place in range(2, len(names) - 1) if place not in bound]
-    return ((names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2))
+    cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2)]
+    return cuts[:: 1 + len(cuts) // 40]
 
 
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:

@@ -16,8 +16,7 @@ from pipecompile.ir.serde import encode, write
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
 from tests.orders import BACKWARDS, Order
-
-MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50")
+from tests.sweeps import one_in, sweep
 
 EFFECTS = ("data_branch", "dispatch_moe", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
 
@@ -37,8 +36,15 @@ def workers() -> Iterator[Workers]:
     group.close()
 
 
-@pytest.mark.parametrize(("k", "schedule"), [(2, "gpipe"), (4, "1f1b")])  # tests/api/test_step.py has the other pairs
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "k", "schedule"),  # tests/api/test_step.py has the other pairs
+    [
+        *((name, 4, "1f1b") for name in ("sequential", "unet", "gpt2")),
+        *((name, 2, "gpipe") for name in ("bert", "t5", "llama", "resnet50")),
+        *(sweep(name, 2, "gpipe") for name in ("sequential", "unet", "gpt2")),
+        *(sweep(name, 4, "1f1b") for name in ("bert", "t5", "llama", "resnet50")),
+    ],
+)
 def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str, k: int, schedule: str) -> None:
     verdicts = workers.run(k, jobs.verify_model, name, {"k": k, "schedule": schedule}, folder=str(tmp_path))
     for verdict in verdicts:
@@ -64,8 +70,13 @@ def assert_planned(
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
-@pytest.mark.parametrize(("ranks", "recompute"), [(2, "except-last"), (4, "none")])
-@pytest.mark.parametrize(("schedule", "each"), PLANNED)
+@pytest.mark.parametrize(
+    ("schedule", "each", "ranks", "recompute"),
+    [
+        *one_in(2, ((*planned, 2, "except-last") for planned in PLANNED)),
+        *one_in(2, ((*planned, 4, "none") for planned in PLANNED[-1:] + PLANNED[:-1])),
+    ],
+)
 def test_every_planned_schedule_is_the_unsplit_step(
     workers: Workers, tmp_path: Path, schedule: str, each: int, ranks: int, recompute: str
 ) -> None:
@@ -74,7 +85,7 @@ def test_every_planned_schedule_is_the_unsplit_step(
     assert_planned(workers, tmp_path, "sequential", schedule, ranks, each, recompute)
 
 
-@pytest.mark.parametrize(("schedule", "each"), [("search", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "each"), [sweep("search", 1), ("zb-v", 2)])
 def test_ties_and_dropout_under_planned_schedules(workers: Workers, tmp_path: Path, schedule: str, each: int) -> None:
     assert_planned(workers, tmp_path, "gpt2", schedule, 4, each)
 
@@ -96,7 +107,11 @@ MIXTURE = (Order("late", 4), Order("behind", 2, 2, "loop", recompute=True), Orde
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [*((name, order) for name in ("gpt2", "unet") for order in MIXTURE), ("t5", MIXTURE[0]), ("resnet50", MIXTURE[1])],
+    [
+        *one_in(3, ((name, order) for name in ("gpt2", "unet") for order in (MIXTURE[2], *MIXTURE[:2]))),
+        ("t5", MIXTURE[0]),
+        ("resnet50", MIXTURE[1]),
+    ],
     ids=str,
 )
 def test_ties_skips_and_buffers_under_split_backwards(
@@ -119,8 +134,8 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers,
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
-        ("unet", "gpipe", "stage"),
-        ("gpt2", "1f1b", "stage"),
+        sweep("unet", "gpipe", "stage"),
+        sweep("gpt2", "1f1b", "stage"),
         ("unet", "1f1b", "except-last"),
         ("unet", "1f1b", "block"),
         ("gpt2", "gpipe", "sqrt"),
@@ -132,7 +147,7 @@ def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedul
     assert all(verdict.passed for verdict in verdicts), verdicts[0]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", sweep("looped-bfs")])
 def test_regions_on_ranks_of_several_stages(workers: Workers, tmp_path: Path, schedule: str) -> None:
     assert_planned(workers, tmp_path, "unet", schedule, 2, 2, "block")
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.memory_prediction import Setting, measured_rank
 from tests.distributed.jobs import measured_transformer
 from tests.distributed.workers import Workers
+from tests.sweeps import sweep
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +23,14 @@ def workers() -> Iterator[Workers]:
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting("gpipe", 2, 2, "rmsprop"),
+        sweep(Setting("gpipe", 2, 2, "rmsprop")),
         Setting("1f1b", 2, 4, "adamw"),
         Setting("1f1b", 2, 4, "sgd", "stage"),
-        Setting("gpipe", 2, 4, "sgd", "except-last"),
+        sweep(Setting("gpipe", 2, 4, "sgd", "except-last")),
         Setting("gpipe", 2, 4, "sgd", "block"),
         Setting("1f1b", 2, 4, "adamw", "sqrt"),
         Setting("1f1b", 2, 4, "sgd", "auto", 28_000_000),  # without regions 38,858,752
-        Setting("gpipe", 2, 8, "adamw", "auto", 46_000_000),  # without regions 65,556,902
+        sweep(Setting("gpipe", 2, 8, "adamw", "auto", 46_000_000)),  # without regions 65,556,902
     ],
 )
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(

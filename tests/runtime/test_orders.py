@@ -12,6 +12,7 @@ from pipecompile import InputError
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.verify import reference_for
 from pipecompile.frontend.signature import Arguments
+from tests.sweeps import sweep
 
 NAMED = (
     Order("gpipe", 4, recompute=True),
@@ -46,8 +47,19 @@ def test_every_order_trains_the_unsplit_model(order: Order) -> None:
     assert_equal(order, "sequential")
 
 
-@pytest.mark.parametrize("order", [Order("late", 4), Order("behind", 2, 2, "v", recompute=True)], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "resnet50", "unet"])
+LATE, BEHIND = Order("late", 4), Order("behind", 2, 2, "v", recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        *((name, LATE) for name in ("t5", "bert", "unet")),
+        *((name, BEHIND) for name in ("gpt2", "llama", "resnet50")),
+        *(sweep(name, BEHIND) for name in ("t5", "bert", "unet")),
+        *(sweep(name, LATE) for name in ("gpt2", "llama", "resnet50")),
+    ],
+    ids=str,
+)
 def test_split_backwards_train_every_model(name: str, order: Order) -> None:
     """With ties (gpt2, bert, t5), biases that many layers share (t5), buffers and random numbers."""
     assert_equal(order, name)

@@ -1,0 +1,22 @@
+"""Cases for `make bench`: of many that are alike `make test` runs some, a sweep the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+__all__ = ["one_in", "sweep"]
+
+
+def sweep(*values: Any) -> ParameterSet:
+    """A case that only `pytest -m sweep` runs."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+def one_in(period: int, cases: Iterable[Any]) -> list[Any]:
+    """Each `period`-th of these cases as it is, the others for the sweep; a case is a value or a tuple of them."""
+    many = [case if type(case) is tuple else (case,) for case in cases]
+    return [pytest.param(*case) if index % period == 0 else sweep(*case) for index, case in enumerate(many)]

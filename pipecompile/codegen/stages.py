@@ -15,6 +15,7 @@ from pipecompile.passes.ambient import EnterRegions, observed
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
 from pipecompile.passes.group import storage_key
+from pipecompile.passes.layout import dense_order
 from pipecompile.passes.place import Place
 from pipecompile.passes.relay import Relay, origin_of
 from pipecompile.passes.seed import Seed
@@ -41,7 +42,7 @@ class Edge:
     def of(node: fx.Node) -> Edge:
         """How the value of `node` travels."""
         value: Tensor = node.meta["val"]
-        order = _dense_order(value)
+        order = dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
         return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order, _gaps(value, order))
 
@@ -190,13 +191,6 @@ def _gaps(value: Tensor, order: tuple[int, ...]) -> tuple[int, ...] | None:
     if expanded or value.permute(order).is_contiguous():
         return None
     return tuple(map(int, value.stride()))
-
-
-def _dense_order(value: Tensor) -> tuple[int, ...]:
-    """The order of dimensions in which `value` is contiguous; its own order if there is none (it has gaps)."""
-    own = tuple(range(value.dim()))
-    order = tuple(sorted(own, key=lambda dimension: -value.stride()[dimension]))
-    return order if value.permute(order).is_contiguous() and not value.is_contiguous() else own
 
 
 def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -71,13 +71,17 @@ class Content(Value, frozen=True, kw_only=True):
 
 
 class Tensor(Value, frozen=True, kw_only=True):
-    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes."""
+    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes.
+
+    One that is `permuted` lies in another order of dimensions: it travels in that, and is then seen through a view.
+    """
 
     producer: str
     consumers: tuple[str, ...]
     bytes: NonNegative
     gradient_bytes: NonNegative
     storage: NonNegative | None = None
+    permuted: bool = False
 
 
 class Gradient(Value, frozen=True, kw_only=True):
@@ -87,7 +91,8 @@ class Gradient(Value, frozen=True, kw_only=True):
     they make gradients of parameters; a split backward holds it there until its second half. A captured one may live in
     one node alone. Where it is `joined`, gradients of several of the nodes that are read branch off instead: a split
     backward holds it there if some of these lead to parameters alone. Pairs of what is `given` by it are a node and a
-    reader: the gradient that the reader's backward has for the node lies in it.
+    reader: the gradient that the reader's backward has for the node lies in it, in those that are `turned` with other
+    strides than the node's value.
 
     A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
     gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
@@ -101,6 +106,7 @@ class Gradient(Value, frozen=True, kw_only=True):
     captured: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
+    turned: tuple[tuple[str, str], ...] = ()
     sum: bool = False
     copy: bool = False
     continues: NonNegative | None = None

@@ -90,6 +90,7 @@ class _Stage(Part):
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
         rises = list(self._weight_rises()) if self.splits else whole
         sums = self.sums()
+        returned = self.returned(hold=False)
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -106,9 +107,9 @@ class _Stage(Part):
                 ]
             ),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
-            returned=amount(tensor.gradient_bytes for tensor in self.returned),
-            passed=amount(self.passed),
-            relayed=amount(t.gradient_bytes for t, _ in self.arriving if t not in self.returned),
+            returned=amount(tensor.gradient_bytes for tensor in returned),
+            passed=amount(tensor.gradient_bytes for tensor in self.returned(hold=True)),
+            relayed=amount(tensor.gradient_bytes for tensor, _ in self.arriving if tensor not in returned),
             dropped=amount(made.storage.bytes for made in self.made if self._is_dropped(made)),
             remade=amount(made.storage.bytes for made in self.made if self._is_remade(made)),
             between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,

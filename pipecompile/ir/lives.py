@@ -205,6 +205,12 @@ class Lives:
         return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
 
     @cached_property
+    def turned(self) -> frozenset[tuple[int, int]]:
+        """The pairs of a node and a reader whose gradient lies otherwise than the node's value."""
+        pairs = (pair for gradient in self.graph.gradients for pair in gradient.turned)
+        return frozenset((self.place[name], self.place[reader]) for name, reader in pairs)
+
+    @cached_property
     def _every_gradient(self) -> list[GradientLife]:
         every: list[GradientLife] = []
         for gradient in self.graph.gradients:

@@ -6,7 +6,7 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -205,13 +205,25 @@ class Part:
     def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
         """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
 
-        A whole backward copies what others have too, a first half (`hold`) does not.
+        A whole backward copies what others have too, except what it made itself and has through a view; a first half
+        (`hold`) does not.
         """
-        return self._held_homes if hold else self._matched([None] * len(self.read))
+        return self._held_homes if hold else self._taken_homes
 
     @cached_property
     def _held_homes(self) -> Sequence[GradientLife | None]:
-        return self._matched([self._only_given(tensor, place) for tensor, place in self.read])
+        return self._matched(list(self._given_homes))
+
+    @cached_property
+    def _taken_homes(self) -> Sequence[GradientLife | None]:
+        views = self.lives.viewed
+        seen = [tensor.permuted or self.lives.place[tensor.producer] in views for tensor, _ in self.read]
+        pairs = zip(seen, self._given_homes, strict=True)
+        return self._matched([home if is_seen and id(home) in self._own else None for is_seen, home in pairs])
+
+    @cached_property
+    def _given_homes(self) -> Sequence[GradientLife | None]:
+        return [self._only_given(tensor, place) for tensor, place in self.read]
 
     def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
         """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
@@ -231,11 +243,14 @@ class Part:
         """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
         readers = {self.lives.place[name] for name in tensor.consumers} - self.before
         found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
-        in_order = found is not None and (id(found) in self._own or not self._is_turned(tensor, place))
-        return found if found and in_order and found.bytes == tensor.gradient_bytes else None
+        if found is None or found.bytes != tensor.gradient_bytes:
+            return None
+        is_own = id(found) in self._own
+        pair = (self.lives.place[tensor.producer], place)
+        return None if (pair in self.lives.turned if is_own else self._turns(tensor, place)) else found
 
-    def _is_turned(self, tensor: Tensor, place: int) -> bool:
-        """Whether the reader changes the order of elements: then a copy of the gradient is sent.
+    def _turns(self, tensor: Tensor, place: int) -> bool:
+        """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
 
         A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
         it was given is not in order; so the gradient would not be.
@@ -245,14 +260,17 @@ class Part:
         is_view = value is not None and value.storage == tensor.storage
         return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
 
-    @cached_property
-    def passed(self) -> Collection[int]:
-        """The sizes of what a first half returns: what lies in one gradient counts once, in what was received not."""
-        once: dict[int, int] = {}
-        for index, ((tensor, _), home) in enumerate(zip(self.read, self.homes(hold=True), strict=True)):
+    def returned(self, *, hold: bool) -> list[Tensor]:
+        """The inputs whose gradients take memory as they are returned, by a whole backward or a first half (`hold`).
+
+        What lies in one gradient counts once, what lies in a message not, as that does which a later stage alone reads,
+        through a view.
+        """
+        once: dict[int, Tensor] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.read, self.homes(hold=hold), strict=True)):
             if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
-                once[-index - 1 if home is None else id(home)] = tensor.gradient_bytes
-        return once.values()
+                once[-index - 1 if home is None else id(home)] = tensor
+        return list(once.values())
 
     @cached_property
     def own_gradients(self) -> list[GradientLife]:
@@ -279,11 +297,6 @@ class Part:
         """What arrives and is read here, with the place where its gradient is complete."""
         places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
-
-    @cached_property
-    def returned(self) -> list[Tensor]:
-        """What arrives and is read here, but for what a later stage alone reads, through a view."""
-        return [tensor for tensor, _ in self.read if not self._is_handed_on(tensor)]
 
     def _is_handed_on(self, tensor: Tensor) -> bool:
         view = self.lives.seen_through.get(tensor.producer)

@@ -18,27 +18,33 @@ __all__ = ["Destinations"]
 
 Sources = Mapping[Node | None, Sequence[str]]
 """What a call is given: the names of nodes by the autograd node behind their values."""
+Strides = tuple[tuple[int, int], ...]
 
 
 class Destinations:
-    """By storage of a ledger: the nodes that it is `captured` or `joined` at, and what is `given` by it.
+    """By storage of a ledger: the nodes that it is `captured` or `joined` at, what is `given` by it, and `turned`.
 
     It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
     what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
-    gradient that the latter has for the former lies in it.
+    gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
+    value, the pair is turned.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.captured: dict[int, list[str]] = defaultdict(list)
         self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self._ledger = ledger
+        self._strides: dict[str, Strides] = {}
         self._hooks: list[RemovableHandle] = []
         self._aliases: dict[Node | None, list[tuple[str, str]]] = defaultdict(list)
 
-    def follow(self, name: str, outputs: Iterable[Node], made: Collection[Node], sources: Sources) -> None:
-        """Will note what the backward of node `name` does, which made these autograd nodes."""
-        for output in set(outputs):
+    def follow(self, name: str, values: Sequence[Tensor], made: Collection[Node], sources: Sources) -> None:
+        """Will note what the backward of node `name` does, which gave these values and made these autograd nodes."""
+        if len(values) == 1:
+            self._strides[name] = _strides(values[0])
+        for output in {value.grad_fn for value in values if value.grad_fn is not None}:
             # One that returns what it was given: who reads it has a gradient for both.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
         capturing, joining = _branching(made, sources)
@@ -65,8 +71,16 @@ class Destinations:
         self, pairs: Mapping[int, Sequence[tuple[str, str]]], gradients: Sequence[Tensor | None], _: object
     ) -> None:
         for place, own in pairs.items():
-            for index in self._ledger.known(tensors(gradients[place])):
+            gradient = gradients[place]
+            for index in self._ledger.known(tensors(gradient)):
+                assert gradient is not None
                 self.given[index] += own
+                self.turned[index] += [pair for pair in own if self._strides.get(pair[0]) != _strides(gradient)]
+
+
+def _strides(value: Tensor) -> Strides:
+    """Of the dimensions along which there is more than one element."""
+    return tuple((size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
 
 
 def _branching(made: Iterable[Node], sources: Sources) -> tuple[list[Node], list[Node]]:

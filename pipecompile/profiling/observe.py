@@ -17,6 +17,7 @@ from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
 from pipecompile.ir.graph import Content, Packs
 from pipecompile.ir.saving import ELEMENT_BYTES, Use
+from pipecompile.passes.layout import dense_order
 from pipecompile.passes.propagate import named_state
 from pipecompile.passes.saving import known_uses, made_since
 from pipecompile.profiling.caller import Caller
@@ -33,17 +34,18 @@ class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the ones
-    it lies in. `saved` is in order of first use, `uses` has what for, by saved tensor. Storages of parameters and
-    buffers appear nowhere. `forward_peak` and `backward_peak` are the most bytes that live while it runs, above what
-    lived when it began; `scratch` is what its kernels take beside that, the heights the most that lives while they do,
-    with it. `packs` is as in the cost graph's `Node`. `parameters` are the canonical names of what it reads;
-    `differentiable` and `mutates` are as in `Call`.
+    it lies in, `permuted` is as in the cost graph's `Tensor`. `saved` is in order of first use, `uses` has what for, by
+    saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and `backward_peak` are the most
+    bytes that live while it runs, above what lived when it began; `scratch` is what its kernels take beside that, the
+    heights the most that lives while they do, with it. `packs` is as in the cost graph's `Node`. `parameters` are the
+    canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
     """
 
     operator: str
     bytes: int
     gradient_bytes: int
     storages: tuple[int, ...]
+    permuted: bool
     saved: tuple[int, ...]
     uses: tuple[tuple[Use, ...], ...]
     forward_peak: int
@@ -62,7 +64,8 @@ class GradientLife:
     """A storage of the backward: made in that of node `producer`, freed in that of `last`.
 
     `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
-    it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it. A `sum`
+    it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
+    other strides than the value if it is `turned`. A `sum`
     is one of gradients of several readers;
     `continues` is the index of the one to which others were added in place to make it.
     """
@@ -74,6 +77,7 @@ class GradientLife:
     captured: tuple[str, ...]
     joined: tuple[str, ...]
     given: tuple[tuple[str, str], ...]
+    turned: tuple[tuple[str, str], ...]
     sum: bool
     copy: bool
     continues: int | None
@@ -139,13 +143,14 @@ class _Observer(Caller):
         value, uses, packs = self._kept(call)
         outputs = tensors(value)
         behind = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        self.destinations.follow(call.node.name, behind, list(made_since(self.numbers[-1], behind)), sources)
+        self.destinations.follow(call.node.name, outputs, list(made_since(self.numbers[-1], behind)), sources)
         differentiable = tuple(output for output in outputs if output.requires_grad)
         facts = Facts(
             operator=call.operator,
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
             storages=self.ledger.indices(outputs),
+            permuted=len(outputs) == 1 and dense_order(outputs[0]) != tuple(range(outputs[0].dim())),
             saved=tuple(uses),
             uses=tuple(uses.values()),
             forward_peak=0,
@@ -278,11 +283,12 @@ class _Observer(Caller):
             before = places.get(life.continues)
             places[index] = before
             captured, joined = tuple(dict.fromkeys(where.captured[index])), tuple(dict.fromkeys(where.joined[index]))
-            given = tuple(dict.fromkeys(where.given[index]))
+            given, turned = tuple(dict.fromkeys(where.given[index])), tuple(dict.fromkeys(where.turned[index]))
             if life.born >= count and life.died is not None and (life.died > life.born or captured or joined):
                 producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died)
                 places[index] = len(found)
                 kinds = life.sum, index in self.ledger.copies
-                found.append(GradientLife(life.bytes, producer, end, readers, captured, joined, given, *kinds, before))
+                users = readers, captured, joined, given, turned
+                found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
         return tuple(found)

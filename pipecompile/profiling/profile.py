@@ -162,6 +162,7 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 bytes=facts.bytes,
                 gradient_bytes=facts.gradient_bytes,
                 storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
+                permuted=facts.permuted,
             )
 
 

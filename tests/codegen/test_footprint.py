@@ -166,6 +166,19 @@ class Turned(nn.Module):
         return self.inner(value.transpose(1, 2)).transpose(1, 2)
 
 
+class Permuted(nn.Module):
+    """A residual of values that lie in another order: the gradients of both are views of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        before = value.tanh().transpose(1, 2)
+        after = self.inner(before.transpose(1, 2)).transpose(1, 2)
+        return (before + after).transpose(1, 2)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
@@ -206,7 +219,7 @@ Figures = dict[str, tuple[int, int]]
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
     """Two microbatches through three stages, cut anywhere; the first backward makes the parameters' gradients."""
-    sample, captured, graph = profiled(name)
+    sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph)
     predicted = predictions(graph, cuts, expected)
     assert_held(name, cuts, predicted, lambda number, cut: run(captured, sample, cut, label=str(number)))
@@ -215,7 +228,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(name: str) -> None:
     """What it is given lies in order, as messages do."""
-    sample, captured, graph = profiled(name)
+    sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph)
     assert_held(
         name,
@@ -226,10 +239,19 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
     )
 
 
-def profiled(name: str) -> tuple[Arguments, Capture, CostGraph]:
-    torch.manual_seed(0)
+def test_gradients_of_inputs_that_are_views_of_one_take_its_memory_alone() -> None:
+    """Of the last stage, which begins with the sum of values that lie in another order."""
+    sample, captured, graph = profiled(nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8)))
+    cuts = [cut for cut in cuts_of(graph) if cut[2][0] == "transpose_2"]
+    predicted = predictions(graph, cuts, expected)
+    last = {label: figures for label, figures in predicted.items() if label.split()[1] == "2"}
+    assert len(last) == 4 * len(cuts) > 0
+    assert_held("", cuts, last, lambda number, cut: run(captured, sample, cut, label=str(number)))
+
+
+def profiled(model: nn.Module) -> tuple[Arguments, Capture, CostGraph]:
     sample = Arguments((torch.randn(16, 24, 32),), {})
-    captured = capture(MODELS[name](), sample)
+    captured = capture(model, sample)
     return sample, captured, profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
 
 

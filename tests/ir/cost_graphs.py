@@ -113,6 +113,7 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         bytes=draw(SIZES),
         gradient_bytes=draw(SIZES),
         storage=storage,
+        permuted=draw(st.booleans()),
     )
 
 
@@ -130,6 +131,7 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
         between, captured, joined = (
             draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True)) for _ in range(3)
         )
+        given = draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))
         made.append(
             Gradient(
                 producer=places[0],
@@ -138,7 +140,8 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
                 readers=tuple(between),
                 captured=tuple(captured),
                 joined=tuple(joined),
-                given=tuple(draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))),
+                given=tuple(given),
+                turned=tuple(pair for pair in given if draw(st.booleans())),
                 sum=is_sum,
                 copy=draw(st.booleans()),
                 continues=continues,

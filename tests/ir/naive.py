@@ -300,11 +300,16 @@ class _Stage:
         """By input that is read the gradient of this stage in which its own lies; others are copies."""
         found: dict[str, int] = {}
         own = self.gradients()
-        for tensor in self.read() if hold else ():
+        for tensor in self.read():
+            if not (hold or tensor.permuted or self.is_seen(tensor)):
+                continue
             pair = (tensor.producer, self.inside(tensor.consumers)[0])
             in_whole = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
             fits = [n for n in in_whole if self.graph.gradients[n].bytes == tensor.gradient_bytes]
-            turned = fits not in [[n] for n, _ in own] and self.is_turned(tensor, pair[1])
+            is_own = fits in [[n] for n, _ in own]
+            if not (hold or is_own):
+                continue
+            turned = pair in self.graph.gradients[fits[0]].turned if is_own else self.is_turned(tensor, pair[1])
             if (
                 fits == in_whole
                 and len(fits) == 1
@@ -320,6 +325,11 @@ class _Stage:
                 if is_open and (self.inside(tensor.consumers)[0], tensor.gradient_bytes) == wanted:
                     found[tensor.producer] = number
         return found
+
+    def is_seen(self, tensor: Tensor) -> bool:
+        """Whether its one reader is a view of all of it."""
+        views = [t for t in self.graph.tensors if [t.producer] == list(tensor.consumers) and t.storage is not None]
+        return [(t.storage, t.gradient_bytes) for t in views] == [(tensor.storage, tensor.gradient_bytes)]
 
     def read(self) -> list[Tensor]:
         """What arrives and is read."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 from pipecompile.ir.allocator import ZERO, Amount
 from pipecompile.ir.serde import Value
 
-__all__ = ["NOTHING", "Footprint"]
+__all__ = ["AMOUNTS", "NOTHING", "Footprint", "Shared"]
+
+
+class Shared(Value, frozen=True, kw_only=True):
+    """What a stage counts of a parameter that nodes outside of it read too: on one rank there is one for all stages."""
+
+    name: str
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
 
 
 class Footprint(Value, frozen=True, kw_only=True):
@@ -17,7 +26,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     two halves, `dropped` is what the first lets go of what was kept, `remade` besides of outputs that were computed
     again, since others were sent, and `between` what it leaves to the second. `inputs`, `received` and
     `received_gradients` are buffers of one microbatch. `written` are copies of buffers that its nodes write to: a
-    microbatch of which the whole stage is computed again keeps them.
+    microbatch of which the whole stage is computed again keeps them. What is `shared` is part of `parameters`,
+    `gradients` and `optimizer`.
     The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
     backward of a step makes the gradients of parameters, later ones add to them.
     """
@@ -44,6 +54,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     first_weight_peak: Amount
     weight_peak: Amount
     written: Amount = ZERO
+    shared: tuple[Shared, ...] = ()
 
 
-NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))
+AMOUNTS: tuple[str, ...] = tuple(name for name in Footprint.__struct_fields__ if name != "shared")
+NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))

@@ -24,8 +24,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
-from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.footprint import Footprint, Shared
 from pipecompile.ir.forms import Form, Run
+from pipecompile.ir.graph import Parameter
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.optimizer import optimizer_bytes
 from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
@@ -78,12 +79,7 @@ class _Stage(Part):
         amount = self.allocator.amount
         anonymous = [node.parameter_bytes for node in self.own if not node.parameters and node.parameter_bytes]
         trained = [parameter for parameter, _ in self.trained]
-        state, scratch = optimizer_bytes(
-            trained,
-            self.lives.optimizer,
-            master_weights=self.lives.master_weights,
-            lists=self.allocator.steps_over_lists,
-        )
+        state, scratch = self._optimizer(trained)
         making, adding = list(self.made_gradients()), list(self.added_gradients())
         backward = [*self._freed(), *self.flowing(), *self._copies()]
         whole = [node.backward_peak_bytes for node in self.own]
@@ -120,7 +116,27 @@ class _Stage(Part):
             first_weight_peak=self._peak([*second, *making], rises, NO_SUMS if self.splits else sums),
             weight_peak=self._peak([*second, *adding], rises, NO_SUMS if self.splits else sums),
             written=amount(self.written(self.nodes)),
+            shared=tuple(self._shared()),
         )
+
+    def _optimizer(self, trained: Sequence[Parameter]) -> tuple[Sequence[int], int]:
+        """Of these parameters the storages of state, and the scratch of a step."""
+        lives, lists = self.lives, self.allocator.steps_over_lists
+        return optimizer_bytes(trained, lives.optimizer, master_weights=lives.master_weights, lists=lists)
+
+    def _shared(self) -> Iterator[Shared]:
+        """Parameters that nodes of other stages read too."""
+        amount = self.allocator.amount
+        for name in self.readers:
+            if not self.lives.reading[name] <= self.inside:
+                parameter = self.graph.parameter_by_name[name]
+                trained = [parameter] if parameter.trainable else []
+                yield Shared(
+                    name=name,
+                    parameters=amount([parameter.bytes]),
+                    gradients=amount(each.bytes for each in trained),
+                    optimizer=amount(self._optimizer(trained)[0]),
+                )
 
     def _forward(self) -> Iterator[Change]:
         for made in self.made:

@@ -105,6 +105,15 @@ class Lives:
         return {tensor.producer: tensor for tensor in self.graph.tensors}
 
     @cached_property
+    def reading(self) -> Mapping[str, frozenset[int]]:
+        """By parameter the nodes that read it."""
+        found = defaultdict[str, set[int]](set)
+        for place, node in enumerate(self.graph.nodes):
+            for name in node.parameters:
+                found[name].add(place)
+        return {name: frozenset(places) for name, places in found.items()}
+
+    @cached_property
     def viewed(self) -> dict[int, int]:
         """By place what has one reader, a view of all its elements: where that is."""
         pairs = [(t, self.values.get(t.consumers[0])) for t in self.graph.tensors if len(t.consumers) == 1]

@@ -198,9 +198,9 @@ def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int, al
     """By kind what is held at a moment, with the most that lives in its action."""
     pairs = [(stage, moment.held[index]) for index, stage in sorted(stages.items())]
     return RankMemory(
-        parameters=_sum(stage.parameters for stage, _ in pairs),
-        gradients=_sum(stage.gradients * held.summed for stage, held in pairs),
-        optimizer=_sum(stage.optimizer for stage, _ in pairs),
+        parameters=_once(stages.values(), "parameters"),
+        gradients=_once([stage for stage, held in pairs if held.summed], "gradients"),
+        optimizer=_once(stages.values(), "optimizer"),
         activations=_sum(_activations(stage, held) for stage, held in pairs),
         buffers=_buffers(stages) * microbatches
         + _sum(_waiting(stages, index, held) for index, held in moment.held.items()),
@@ -210,6 +210,18 @@ def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int, al
 
 def _sum(amounts: Iterable[Amount]) -> Amount:
     return sum(amounts, ZERO)
+
+
+def _once(stages: Collection[Footprint], kind: str) -> Amount:
+    """Of all these stages of a rank: what several read is there once."""
+    shared = {share.name: getattr(share, kind) for stage in stages for share in stage.shared}
+    counted = _sum(getattr(share, kind) for stage in stages for share in stage.shared)
+    return _sum(getattr(stage, kind) for stage in stages) - counted + _sum(shared.values())
+
+
+def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
+    """What a rank holds all the time, of these kinds, with its buffers."""
+    return _sum(_once(stages.values(), kind) for kind in kinds) + _buffers(stages) * microbatches
 
 
 def _activations(stage: Footprint, held: Held) -> Amount:
@@ -287,8 +299,7 @@ def room(
 
     `recomputed` stages keep only outputs of a forward, and copies that are there before. Negative if no order fits.
     """
-    held = [stage for _, stage in sorted(stages.items())]
-    always = _sum(s.parameters + s.gradients + s.optimizer for s in held) + _buffers(stages) * microbatches
+    always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + _scratch(stages, allocator)
     done = Held(sent=microbatches, returned=microbatches)
     always += _sum(_waiting(stages, index, done) for index in stages)
@@ -299,7 +310,7 @@ def room(
 
 def ceiling(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator) -> int:
     """What kept activations can take at the most in any order that fits `memory_bytes`; at least 0."""
-    always = _sum(stage.parameters + stage.optimizer for stage in stages.values()) + _buffers(stages) * microbatches
+    always = _always(stages, microbatches, "parameters", "optimizer")
     return max(0, allocator.unpadded(memory_bytes, _peers(stages)) - always.bound)
 
 

@@ -698,6 +698,9 @@ class _Rank:
             if not node.parameters:
                 self.live.hold((stage.index, "gradient", node.name), node.parameter_bytes)
         assert not any(self.frames.pop(key) for key in list(self.frames) if key[:2] == (stage.index, microbatch))
+        for name in stage.trained():
+            if any(name in self.stages[other].trained() for other in self.summed - {stage.index}):
+                self.live.drop(stage.index, "gradient", name)  # it was added to what others of the rank have
         self.summed.add(stage.index)
         self.live.drop(stage.index, microbatch, "kept")
         self.live.drop(stage.index, microbatch, "bare")
@@ -748,10 +751,13 @@ def highest(
 
 
 def _settle(live: _Live, stage: _Stage, rank: set[int], microbatches: int) -> None:
-    """What is there all the time: parameters, the minibatch, and buffers for what comes from other ranks."""
+    """What is there all the time: parameters, the minibatch, and buffers for what comes from other ranks.
+
+    A parameter is one for all stages of the rank that read it.
+    """
     graph, index = stage.graph, stage.index
     for name in {name for node in stage.nodes for name in node.parameters}:
-        live.hold(("parameter", index, name), stage.size(name))
+        live.sizes["parameter", name] = stage.size(name)
     for node in stage.nodes:
         if not node.parameters:
             live.hold(("anonymous", index, node.name), node.parameter_bytes)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
 from pipecompile.ir.floors import floors
-from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
@@ -234,7 +234,7 @@ def _amount(size: int) -> Amount:
     return Amount(expected=size, bound=size)
 
 
-NOTHING = Footprint(**dict.fromkeys(Footprint.__struct_fields__, ZERO))
+NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))
 FOOTPRINT = msgspec.structs.replace(
     NOTHING,
     parameters=_amount(100),

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
+from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.links import FREE, Link
-from pipecompile.ir.memory import Amount, Footprint, RankMemory
+from pipecompile.ir.memory import Amount, RankMemory
 from pipecompile.ir.plan import Boundary, Fingerprint, Options, Plan, Prediction, Provenance, Search, Stage
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import decode, encode
@@ -32,7 +33,7 @@ def _stage(node: str, inputs: tuple[Boundary, ...], outputs: tuple[Boundary, ...
         inputs=inputs,
         outputs=outputs,
         recompute="none",
-        footprint=Footprint(**dict.fromkeys(Footprint.__struct_fields__, NOTHING)),
+        footprint=Footprint(**dict.fromkeys(AMOUNTS, NOTHING)),
     )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.allocator import ALLOCATORS, Amount
-from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Boundary, Stage
@@ -20,7 +20,7 @@ LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 
 def _footprint(kept: int, outputs: int) -> Footprint:
-    sizes = dict.fromkeys(Footprint.__struct_fields__, 100) | {"kept": kept, "outputs": outputs}
+    sizes = dict.fromkeys(AMOUNTS, 100) | {"kept": kept, "outputs": outputs}
     sizes |= {"between": 7, "dropped": 5, "remade": 2, "optimizer_scratch": 0, "written": 3}
     return Footprint(**{name: Amount(expected=size, bound=size) for name, size in sizes.items()})
 

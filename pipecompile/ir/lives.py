@@ -214,6 +214,16 @@ class Lives:
         return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
 
     @cached_property
+    def summed(self) -> Mapping[int, Sequence[GradientLife]]:
+        """By reader what others gave before for a node that it reads, and what ends when its own is added to that."""
+        found = defaultdict[int, list[GradientLife]](list)
+        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
+            pairs = ((self.place[name], self.place[reader]) for name, reader in gradient.given)
+            if any(name in self.sources.get(life.last, ()) and reader != life.last for name, reader in pairs):
+                found[life.last].append(life)
+        return found
+
+    @cached_property
     def turned(self) -> frozenset[tuple[int, int]]:
         """The pairs of a node and a reader whose gradient lies otherwise than the node's value."""
         pairs = (pair for gradient in self.graph.gradients for pair in gradient.turned)

@@ -245,9 +245,8 @@ class Part:
         found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
         if found is None or found.bytes != tensor.gradient_bytes:
             return None
-        is_own = id(found) in self._own
-        pair = (self.lives.place[tensor.producer], place)
-        return None if (pair in self.lives.turned if is_own else self._turns(tensor, place)) else found
+        pair, is_received = (self.lives.place[tensor.producer], place), id(found) not in self._own
+        return None if pair in self.lives.turned or (is_received and self._turns(tensor, place)) else found
 
     def _turns(self, tensor: Tensor, place: int) -> bool:
         """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
@@ -352,16 +351,21 @@ class Part:
                 yield Change(places[0], parameter.bytes, begins=False)
 
     def sums(self, *, hold: bool = False) -> dict[int, int]:
-        """By node what lives beside the new sums that are made when its backward is done: the last summand.
+        """By node what lives beside the new sums that are made when its backward is done: the summands.
 
         Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
         """
         sums: dict[int, int] = defaultdict(int)
         held = {id(each) for each in self.own_gradients if hold and self.halves.captured_at(each)}
+        stay = held.union(map(id, self.homes(hold=hold)))
         for gradient in self.own_gradients:
             before = gradient.continues
             if gradient.sum and (before is None or self.is_later(before.producer) or id(before) in held):
                 sums[gradient.producer] += gradient.bytes
+        apart = {(each.producer, each.bytes) for each in self.own_gradients if each.sum and each.continues is None}
+        for place, size in apart:
+            others = (each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay)
+            sums[place] += sum(each.bytes for each in others if each.bytes == size)
         return sums
 
 

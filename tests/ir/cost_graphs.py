@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+import msgspec
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Node, Parameter, Tensor
@@ -26,7 +27,8 @@ CONTENTS = st.none() | st.builds(
 def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGraph:
     """Up to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
 
-    Nodes save what they read, what they make, and storages of their own; they write to buffers. In a `wild` graph any
+    Nodes save what they read, what they make (which is part of their peak), and storages of their own; they write to
+    buffers. In a `wild` graph any
     value may lie in any storage, any node may save it, and nodes may have parameters without names.
     """
     names = [f"n{index}" for index in range(draw(st.integers(1, most)))]
@@ -45,7 +47,9 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGr
             known.add(_new(draw, storages))
         own = draw(SIZES) if wild else 0
         saveable = range(len(storages)) if wild else sorted(known)
-        nodes.append(_node(draw, name, index, parameters, saveable, known - before, own))
+        node = _node(draw, name, index, parameters, saveable, known - before, own)
+        made = 0 if wild else sum(storages[storage] for storage in known - before)
+        nodes.append(msgspec.structs.replace(node, forward_peak_bytes=max(made, node.forward_peak_bytes)))
     return CostGraph(
         memory=draw(st.sampled_from(["cpu", "cuda"])),
         nodes=tuple(nodes),

@@ -309,7 +309,9 @@ class _Stage:
             is_own = fits in [[n] for n, _ in own]
             if not (hold or is_own):
                 continue
-            turned = pair in self.graph.gradients[fits[0]].turned if is_own else self.is_turned(tensor, pair[1])
+            turned = any(pair in g.turned for g in self.graph.gradients) or (
+                not is_own and self.is_turned(tensor, pair[1])
+            )
             if (
                 fits == in_whole
                 and len(fits) == 1
@@ -352,12 +354,21 @@ class _Stage:
         return False
 
     def met(self, node: str, *, hold: bool) -> int:
-        """What was added last to the sums that are new.
+        """What was added to the sums that are new.
 
         Those in place are so if the first part came from later, or if it is to be held.
         """
         waiting = {number for number, gradient in self.gradients() if hold and self.captors(gradient)}
-        return sum(
+        sizes = {g.bytes for _, g in self.gradients() if g.producer == node and g.sum and g.continues is None}
+        staying = waiting.union(self.homes(hold=hold).values())
+        read = {t.producer for t in self.graph.tensors if t.gradient_bytes and node in t.consumers}
+        first = sum(
+            gradient.bytes
+            for number, gradient in self.gradients()
+            if gradient.last == node and gradient.bytes in sizes and number not in staying
+            if any(name in read and reader != node for name, reader in gradient.given)
+        )
+        return first + sum(
             gradient.bytes
             for _, gradient in self.gradients()
             if gradient.producer == node and gradient.sum

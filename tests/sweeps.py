@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 __all__ = ["one_in", "sweep"]
 
 
-def sweep(*values: Any) -> ParameterSet:
+def sweep(*values: Any) -> Any:
     """A case that only `pytest -m sweep` runs."""
     return pytest.param(*values, marks=pytest.mark.sweep)
 

@@ -160,6 +160,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             for name in (gradient.producer, gradient.last, *known_at):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
+            if not set(gradient.turned) <= set(gradient.given):
+                raise ValueError(f"gradient {index} is turned for pairs that it is not given for")
             before = gradient.continues
             if before is not None and (before >= index or self.gradients[before].last != gradient.producer):
                 raise ValueError(f"gradient {index} continues {before}, which does not end where it begins")

@@ -28,8 +28,8 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGr
     """Up to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
 
     Nodes save what they read, what they make (which is part of their peak), and storages of their own; they write to
-    buffers. In a `wild` graph any
-    value may lie in any storage, any node may save it, and nodes may have parameters without names.
+    buffers. In a `wild` graph any value may lie in any storage, any node may save it, and nodes may have parameters
+    without names.
     """
     names = [f"n{index}" for index in range(draw(st.integers(1, most)))]
     parameters = [

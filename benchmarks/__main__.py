@@ -1,4 +1,4 @@
-"""`make bench` runs every benchmark, each in a process of its own."""
+"""`make bench` runs the benchmarks, each in a process of its own, after the sweeps of the tests."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ NAMES = (
     "memory_prediction",
     "profile_large",
     "recompute",
+    "recompute_speed",
     "recompute_gpt2",
     "joint",
     "partition",

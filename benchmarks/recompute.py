@@ -92,6 +92,16 @@ class Stage:
         }
         return {name: priced(self.tape, regions) for name, regions in chosen.items()}
 
+    def without_budget(self, in_flight: int) -> dict[str, tuple[int, int]]:
+        """What these policies hold at their peak, and the ns more that a microbatch takes.
+
+        And so for whole stages in all microbatches but the last of a step, which has as many as are in flight (GPipe).
+        """
+        none, again = self.policies["none"], self.policies["whole stage"]
+        others = (in_flight - 2) * again.kept + none.kept + again.peak if in_flight > 1 else 0
+        found = {name: (held(choice, in_flight), choice.ns) for name, choice in self.policies.items()}
+        return {**found, "except last": (max(none.peak, others), again.ns * (in_flight - 1) // in_flight)}
+
     def ours(self, in_flight: int, available: int) -> tuple[Choice | None, int | None]:
         """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit)."""
         known = cheapest(self.tape, self.blocks, in_flight, available)
@@ -174,24 +184,23 @@ def main() -> None:
 
 
 def _sweep(name: str, stage: Stage, in_flight: int) -> Iterator[dict[str, Any]]:
-    everything = held(stage.policies["none"], in_flight)
+    policies = stage.without_budget(in_flight)
+    everything, _ = policies["none"]
     print(
         f"\n{name}, {len(stage.nodes)} nodes, {in_flight} in flight: saving everything holds {everything / 2**20:,.0f} "
         f"MiB; extra compute in % of a forward ({stage.forward_ns / 1e6:.2f} ms)"
     )
     print(
-        f"{'budget':>7} {'MiB':>8}"
-        + "".join(f"{policy:>13}" for policy in (*stage.policies, "ours", "bound"))
-        + "  regions"
+        f"{'budget':>7} {'MiB':>8}" + "".join(f"{policy:>13}" for policy in (*policies, "ours", "bound")) + "  regions"
     )
     for budget in BUDGETS:
         available = everything * budget // 100
         began = time.perf_counter()
         own, bound = stage.ours(in_flight, available)
         seconds = time.perf_counter() - began
-        fitting = {n: choice if held(choice, in_flight) <= available else None for n, choice in stage.policies.items()}
-        spent = {policy: choice and choice.ns for policy, choice in {**fitting, "ours": own}.items()}
-        extra = {policy: _percent_of_forward(stage, ns) for policy, ns in {**spent, "bound": bound}.items()}
+        spent = {policy: ns if bytes_ <= available else None for policy, (bytes_, ns) in policies.items()}
+        spent |= {"ours": own and own.ns, "bound": bound}
+        extra = {policy: _percent_of_forward(stage, ns) for policy, ns in spent.items()}
         regions = "" if own is None else len(own.regions)
         print(
             f"{budget:6} % {available / 2**20:8,.0f}" + "".join(map(_percent, extra.values())) + f"  {regions}",

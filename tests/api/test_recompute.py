@@ -44,7 +44,7 @@ def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None
     assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
 
 
-@pytest.mark.parametrize(("name", "share", "others"), [("gpt2", 0.8, None), ("unet", 0.95, "1GiB")])
+@pytest.mark.parametrize(("name", "share", "others"), [sweep("gpt2", 0.8, None), ("unet", 0.95, "1GiB")])
 def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
     """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
     fitting = planned(name)

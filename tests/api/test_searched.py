@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from examples import models
 from pipecompile.api.capturing import capture_target
 from pipecompile.api.checking import violations
@@ -17,6 +19,7 @@ def planned(target: Target, schedule: str, memory: int | None = None) -> Plan:
     return make_plan(target, options, capture_target(target, options, verify=False))
 
 
+@pytest.mark.sweep
 def test_a_searched_step_is_never_longer_than_1f1b_in_the_same_memory() -> None:
     target = Target.of(models.gpt2(), "gpt2")
     named = planned(target, "1f1b")

@@ -18,7 +18,7 @@ from tests.distributed.workers import Workers
 from tests.orders import BACKWARDS, Order
 from tests.sweeps import one_in, sweep
 
-EFFECTS = ("data_branch", "dispatch_moe", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
+EFFECTS = ("data_branch", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
 
 PLACES = ((2, 1, "linear"), (4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"), (2, 3, "v"))
 HAND_MADE = tuple(
@@ -40,8 +40,8 @@ def workers() -> Iterator[Workers]:
     ("name", "k", "schedule"),  # tests/api/test_step.py has the other pairs
     [
         *((name, 4, "1f1b") for name in ("sequential", "unet", "gpt2")),
-        *((name, 2, "gpipe") for name in ("bert", "t5", "llama", "resnet50")),
-        *(sweep(name, 2, "gpipe") for name in ("sequential", "unet", "gpt2")),
+        *((name, 2, "gpipe") for name in ("t5", "llama", "resnet50")),
+        *(sweep(name, 2, "gpipe") for name in ("sequential", "unet", "gpt2", "bert")),
         *(sweep(name, 4, "1f1b") for name in ("bert", "t5", "llama", "resnet50")),
     ],
 )
@@ -85,7 +85,8 @@ def test_every_planned_schedule_is_the_unsplit_step(
     assert_planned(workers, tmp_path, "sequential", schedule, ranks, each, recompute)
 
 
-@pytest.mark.parametrize(("schedule", "each"), [sweep("search", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "each"), [("search", 1), ("zb-v", 2)])
+@pytest.mark.sweep
 def test_ties_and_dropout_under_planned_schedules(workers: Workers, tmp_path: Path, schedule: str, each: int) -> None:
     assert_planned(workers, tmp_path, "gpt2", schedule, 4, each)
 
@@ -138,7 +139,7 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers,
         sweep("gpt2", "1f1b", "stage"),
         ("unet", "1f1b", "except-last"),
         ("unet", "1f1b", "block"),
-        ("gpt2", "gpipe", "sqrt"),
+        sweep("gpt2", "gpipe", "sqrt"),
     ],
 )
 def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedule: str, recompute: str) -> None:
@@ -163,7 +164,7 @@ def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> 
         assert verdict.passed and not verdict.unequal, verdict
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("sequential", 0.0), ("gpt2", 1e-6)])
+@pytest.mark.parametrize(("name", "tolerance"), [("sequential", 0.0), sweep("gpt2", 1e-6)])
 def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, name: str, tolerance: float) -> None:
     found = workers.run(4, jobs.losses, name, 4, 5, folder=str(tmp_path))
     own, unsplit = found[-1]
@@ -171,7 +172,7 @@ def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, na
     assert len(set(own)) == 5  # it trains
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("name", [*EFFECTS, sweep("dispatch_moe")])
 def test_models_that_do_more_than_compute_step_as_unsplit(workers: Workers, tmp_path: Path, name: str) -> None:
     for verdict in workers.run(2, jobs.verify_model, name, {"k": 2}, folder=str(tmp_path)):
         assert verdict.passed, verdict

@@ -10,6 +10,7 @@ import pytest
 
 from pipecompile.api.target import Target
 from pipecompile.errors import CaptureError
+from tests.sweeps import sweep
 from zoo.judge import BATCHES, MODES, by_pipecompile, verdict
 from zoo.language import LANGUAGE
 from zoo.models import MODELS
@@ -29,7 +30,15 @@ def _differences(name: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+ALIKE = {
+    *("transformer", "segformer", "denoiser", "deit", "regnet", "siamese", "shared"),
+    *("mistral", "qwen2", "phi", "gemma", "falcon", "bloom", "gpt_neox", "opt", "llama_gqa"),
+    *("bert", "roberta", "distilbert", "albert", "electra"),
+}
+"""Built of what others have too."""
+
+
+@pytest.mark.parametrize("name", [sweep(name) if name in ALIKE else name for name in MODELS])
 def test_the_capture_is_the_model(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(CaptureError, match=REFUSED[name]):

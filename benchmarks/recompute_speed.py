@@ -1,0 +1,94 @@
+"""How long does it take to choose what is computed again? Menus of blocks, budgets after them, a GPT of 96 layers.
+
+For the stages of benchmarks.recompute: the time of the first budget, in which the menu of each unique block is made,
+and of others after it. Then the plan of a GPT-2 of 96 layers of width 2048 in eight stages under a budget that nothing
+but recompute in every stage fits, cut and regions together. Prints a table with what is asked of each figure, writes
+benchmarks/results/recompute_speed.json.
+
+    python -m benchmarks.recompute_speed
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.recompute import STAGES, Stage, held
+from pipecompile.api.capturing import capture_target
+from pipecompile.api.costing import cost_graph
+from pipecompile.api.options import options_for
+from pipecompile.api.planning import draft
+from pipecompile.api.target import Target
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.memory.choose import cheapest
+
+RESULT = Path(__file__).parent / "results" / "recompute_speed.json"
+BUDGETS = range(95, 25, -5)  # in % of what saving everything takes
+LAYERS, RANKS, MICROBATCHES, MEMORY, COSTS = 96, 8, 16, "8GiB", "roofline:h100"
+MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = 2.0, 0.02, 60.0
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    rows = [row for name, make in STAGES.items() for row in _queries(name, make())]
+    rows.append(_planned())
+    RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+
+
+def _queries(name: str, stage: Stage) -> Iterator[dict[str, Any]]:
+    """Of the DP over menus, at four in flight; CP-SAT, which refines a settled cut, has a limit of its own."""
+    blocks = len(set(stage.blocks))
+    everything = held(stage.policies["none"], 4)
+    seconds = []
+    for budget in BUDGETS:
+        began = time.perf_counter()
+        cheapest(stage.tape, stage.blocks, 4, everything * budget // 100)
+        seconds.append(time.perf_counter() - began)
+    first, *others = seconds
+    yield _verdict(f"{name}, {blocks} blocks: the first budget, with all menus", first, MENU_SECONDS * blocks)
+    yield _verdict(f"{name}: a budget after that, median of {len(others)}", statistics.median(others), QUERY_SECONDS)
+    yield _verdict(f"{name}: a budget after that, longest", max(others), QUERY_SECONDS)
+
+
+def _loss(output: Any, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(output["logits"].flatten(0, 1), tokens.flatten())
+
+
+def _planned() -> dict[str, Any]:
+    """From the costs to the plan, as `pipecompile plan` does."""
+    config = transformers.GPT2Config(n_positions=1024, n_embd=2048, n_layer=LAYERS, n_head=16, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+        tokens = torch.empty(MICROBATCHES, 1024, dtype=torch.int64)
+    target = Target(model, arguments_of(model, {"input_ids": tokens}), _loss, tokens)
+    options = options_for(
+        target, k=RANKS, microbatches=MICROBATCHES, costs=COSTS, schedule="1f1b", recompute="auto", memory=MEMORY
+    )
+    captured = capture_target(target, options, verify=False)
+    graph = cost_graph(target, COSTS, MICROBATCHES, captured)
+    shapes = [tuple(value.shape) for value in captured.capture.inputs.flatten(captured.sample)]
+    began = time.perf_counter()
+    plan = draft(graph, options, graph_digest=captured.digest, capture=captured.provenance, microbatch_shapes=shapes)
+    seconds = time.perf_counter() - began
+    recomputing = sum(bool(stage.regions) for stage in plan.stages)
+    text = f"GPT-2 of {LAYERS} layers, {len(graph.nodes)} nodes, k={RANKS}, {MEMORY}, regions in {recomputing} stages"
+    return _verdict(text, seconds, PLAN_SECONDS)
+
+
+def _verdict(text: str, seconds: float, most: float) -> dict[str, Any]:
+    print(f"{text}: {seconds:.3f} s, at most {most}: {'holds' if seconds <= most else 'DOES NOT HOLD'}", flush=True)
+    return {"what": text, "seconds": round(seconds, 4), "at_most": most}
+
+
+if __name__ == "__main__":
+    main()

@@ -65,9 +65,8 @@ class GradientLife:
 
     `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
     it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
-    other strides than the value if it is `turned`. A `sum`
-    is one of gradients of several readers;
-    `continues` is the index of the one to which others were added in place to make it.
+    other strides than the value if it is `turned`. A `sum` is one of gradients of several readers; `continues` is the
+    index of the one to which others were added in place to make it.
     """
 
     bytes: int

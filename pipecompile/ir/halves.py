@@ -53,7 +53,7 @@ class Halves:
     @cached_property
     def passed_twice(self) -> set[int]:
         """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
-        if not self._aside.isdisjoint(self.sent):
+        if self.begins_at_outputs:
             return set(self.nodes)
         found = {*(self.reading & self._on_the_way), *self._joining}
         waiting = list(found)
@@ -62,6 +62,11 @@ class Halves:
             found |= before
             waiting += before
         return found
+
+    @property
+    def begins_at_outputs(self) -> bool:
+        """Whether any of these leads to parameters alone."""
+        return not self._aside.isdisjoint(self.sent)
 
     @cached_property
     def _inside(self) -> frozenset[int]:

@@ -86,7 +86,6 @@ class _Stage(Part):
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
         rises = list(self._weight_rises()) if self.splits else whole
         sums = self.sums()
-        returned = self.returned(hold=False)
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -103,12 +102,15 @@ class _Stage(Part):
                 ]
             ),
             outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
-            returned=amount(tensor.gradient_bytes for tensor in returned),
+            returned=amount(tensor.gradient_bytes for tensor in self.returned(hold=False)),
             passed=amount(tensor.gradient_bytes for tensor in self.returned(hold=True)),
-            relayed=amount(tensor.gradient_bytes for tensor, _ in self.arriving if tensor not in returned),
+            relayed=amount(tensor.gradient_bytes for tensor in self.relayed(hold=False)),
+            forwarded=amount(tensor.gradient_bytes for tensor in self.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in self.made if self._is_dropped(made)),
             remade=amount(made.storage.bytes for made in self.made if self._is_remade(made)),
             between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,
+            lent=amount(gradient.bytes for gradient in self.lent) if self.splits else ZERO,
+            retained=amount(self.retained),
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
             backward_peak=self._peak([*backward, *adding], whole, sums, again=True),

@@ -224,6 +224,15 @@ class Lives:
         return found
 
     @cached_property
+    def capturing(self) -> Mapping[int, Sequence[GradientLife]]:
+        """By node what is captured there, or joined."""
+        found = defaultdict[int, list[GradientLife]](list)
+        for life in self._every_gradient:
+            for place in {*life.captured, *life.joined}:
+                found[place].append(life)
+        return found
+
+    @cached_property
     def turned(self) -> frozenset[tuple[int, int]]:
         """The pairs of a node and a reader whose gradient lies otherwise than the node's value."""
         pairs = (pair for gradient in self.graph.gradients for pair in gradient.turned)

@@ -28,17 +28,16 @@ import msgspec
 
 from pipecompile.ir.allocator import ZERO, Allocator, Amount
 from pipecompile.ir.footprint import Footprint
-from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
+from pipecompile.ir.moments import Held, Moment, states
+from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import Value
 
 __all__ = [
-    "Moment",
     "RankMemory",
     "Spare",
     "activation_curve",
     "ceiling",
     "changes",
-    "moments",
     "rank_memory",
     "room",
     "spare",
@@ -65,35 +64,6 @@ class RankMemory(Value, frozen=True, kw_only=True):
         return sum(kinds, ZERO)
 
 
-class Held(NamedTuple):
-    """How many microbatches of one stage are in which state.
-
-    `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `copied`:
-    buffers for its recompute. `halved`: between the halves of a backward; `again`: so, after a recompute. `sent`,
-    `returned`, `passed`: outputs, and gradients of inputs by a whole backward or a first half, that wait for the step's
-    end. `summed`: whether the gradients of
-    parameters are there.
-    """
-
-    kept: int = 0
-    bare: int = 0
-    copied: int = 0
-    halved: int = 0
-    again: int = 0
-    sent: int = 0
-    returned: int = 0
-    passed: int = 0
-    summed: int = 0
-
-
-class Moment(NamedTuple):
-    """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages."""
-
-    kind: Kind
-    stage: int
-    held: Mapping[int, Held]
-
-
 class Spare(NamedTuple):
     """What microbatches of a stage may take when a backward of it begins with so many `in_flight`, itself included.
 
@@ -103,79 +73,6 @@ class Spare(NamedTuple):
     in_flight: int
     bytes: int
     summed: int
-
-
-def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
-    """The moments of a rank's row at which it may hold most: of two alike, the one that holds no more is left out."""
-    stages = sorted({action.stage for action in row})
-    found: dict[tuple[Kind, int, int], list[Moment]] = {}
-    for moment in _all_moments(row, stages):
-        rivals = found.setdefault((moment.kind, moment.stage, moment.held[moment.stage].summed), [])
-        if not any(_covers(other, moment) for other in rivals):
-            rivals[:] = [other for other in rivals if not _covers(moment, other)] + [moment]
-    return tuple(moment for rivals in found.values() for moment in rivals)
-
-
-def _covers(left: Moment, right: Moment) -> bool:
-    pairs = zip(left.held.values(), right.held.values(), strict=True)
-    return all(a >= b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
-
-
-def _all_moments(row: Sequence[Action], stages: Sequence[int]) -> Iterator[Moment]:
-    before = {stage: Held() for stage in stages}
-    for action, held in _states(row, stages):
-        if action.kind in COMPUTE:
-            own = before[action.stage]
-            copied = max(own.copied, held[action.stage].copied)  # a forward begins with its copies
-            yield Moment(action.kind, action.stage, {**before, action.stage: own._replace(copied=copied)})
-        before = held
-    if any(action.kind in BACKWARDS for action in row):
-        yield Moment(Kind.STEP, stages[0], {stage: Held(summed=1) for stage in stages})
-
-
-def _states(row: Sequence[Action], stages: Sequence[int]) -> Iterator[tuple[Action, dict[int, Held]]]:
-    """Each action with what is held after it."""
-    recomputed = {(action.stage, action.microbatch) for action in row if action.kind is Kind.RECOMPUTE}
-    halved = {(action.stage, action.microbatch) for action in row if action.kind is Kind.BACKWARD_INPUT}
-    trains = any(action.kind in BACKWARDS for action in row)
-    held = {stage: Held() for stage in stages}
-    for action in row:
-        if action.kind in COMPUTE:
-            again = (action.stage, action.microbatch) in recomputed
-            held = {**held, action.stage: _after(held[action.stage], action.kind, again or not trains, again)}
-        # What a stage of its own rank gave it; between the halves of a backward it may be captured.
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.stage + 1 in held:
-            given, passed = held[action.stage + 1], (action.stage + 1, action.microbatch) in halved
-            held[action.stage + 1] = given._replace(
-                returned=given.returned - (not passed), passed=given.passed - passed
-            )
-        yield action, held
-
-
-def _after(held: Held, kind: Kind, bare: bool, again: bool) -> Held:
-    """With an action done; `bare` microbatches keep only their outputs, and copies if they are computed `again`."""
-    match kind:
-        case Kind.FORWARD if bare:
-            return held._replace(bare=held.bare + 1, copied=held.copied + again)
-        case Kind.FORWARD:
-            return held._replace(kept=held.kept + 1)
-        case Kind.RECOMPUTE:
-            return held._replace(kept=held.kept + 1)
-        case Kind.BACKWARD_INPUT:
-            half = {"again": held.again + 1} if again else {"halved": held.halved + 1}
-            return held._replace(kept=held.kept - 1, passed=held.passed + 1, **half)
-    is_half = kind is Kind.BACKWARD_WEIGHT
-    return Held(
-        kept=held.kept - (not is_half),
-        bare=held.bare - bare,
-        copied=held.copied - again,
-        halved=held.halved - (is_half and not again),
-        again=held.again - (is_half and again),
-        sent=held.sent + 1,
-        returned=held.returned + (not is_half),
-        passed=held.passed,
-        summed=1,
-    )
 
 
 def rank_memory(
@@ -226,7 +123,7 @@ def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> 
 
 def _activations(stage: Footprint, held: Held) -> Amount:
     half = stage.kept + stage.between - stage.dropped
-    halved = half * held.halved + (half - stage.remade) * held.again
+    halved = half * held.halved + (half - stage.remade) * held.stripped
     return stage.kept * held.kept + stage.outputs * held.bare + stage.written * held.copied + halved
 
 
@@ -242,8 +139,11 @@ def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
     """What was sent; between stages of one rank it is handed over, and lives no longer than what it is part of."""
     stage = stages[index]
     if index + 1 in stages:
-        return (stage.returned + stage.relayed) * (held.returned + held.passed)
-    return stage.outputs * held.sent + stage.returned * held.returned + stage.passed * held.passed
+        whole, half = stage.returned + stage.relayed, stage.passed + stage.forwarded
+        between = stage.retained * (held.halved + held.stripped)
+        return whole * held.returned + half * held.passed + stage.lent * held.lent + between
+    returned = stage.returned * held.returned + stage.passed * held.passed + stage.lent * held.lent
+    return stage.outputs * held.sent + returned
 
 
 def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
@@ -343,5 +243,5 @@ def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
 
 def activation_curve(stages: Mapping[int, Footprint], row: Sequence[Action]) -> Iterator[tuple[Action, Amount]]:
     """After each action of `row`, the activations that the rank holds; those that are sent count until the backward."""
-    for action, held in _states(row, sorted(stages)):
+    for action, held in states(row):
         yield action, _sum(_activations(stages[index], counts) for index, counts in held.items())

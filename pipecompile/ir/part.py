@@ -191,9 +191,28 @@ class Part:
         Those that are returned lie in the message.
         """
         returned = set(map(id, self.homes(hold=True)))
-        pairs = [(each, self.halves.captured_at(each)) for each in self.own_gradients]
-        found = [(each, places) for each, places in pairs if places and id(each) not in returned]
+        found = [(each, places) for each, places in self._captured if id(each) not in returned]
         return [(each, min(map(self.halves.end_of_second, places))) for each, places in found]
+
+    @property
+    def lent(self) -> list[GradientLife]:
+        """What the first half holds and returns."""
+        returned = set(map(id, self.homes(hold=True)))
+        return [each for each, _ in self._captured if id(each) in returned]
+
+    @cached_property
+    def _captured(self) -> list[tuple[GradientLife, set[int]]]:
+        pairs = ((each, self.halves.captured_at(each)) for each in self.own_gradients)
+        return [(each, places) for each, places in pairs if places]
+
+    @cached_property
+    def retained(self) -> list[int]:
+        """The sizes of what the first half holds of what was received: all if the second begins with that."""
+        if not self.splits or self.halves.begins_at_outputs:
+            return [tensor.gradient_bytes for tensor in self.leaving]
+        elsewhere = self._own.union(map(id, self.homes(hold=True)))
+        found = {id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())}
+        return [each.bytes for key, each in found.items() if key not in elsewhere and self.halves.captured_at(each)]
 
     @cached_property
     def halves(self) -> Halves:
@@ -270,6 +289,17 @@ class Part:
             if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
                 once[-index - 1 if home is None else id(home)] = tensor
         return list(once.values())
+
+    def relayed(self, *, hold: bool) -> list[Tensor]:
+        """The inputs whose gradients lie in what was received; what lies in one of these counts once."""
+        passing = [tensor for tensor, readers in self.arriving if self.inside.isdisjoint(readers)]
+        once: dict[int, Tensor] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.read, self.homes(hold=hold), strict=True)):
+            if self._is_handed_on(tensor):
+                once[-index - 1] = tensor
+            elif home is not None and id(home) not in self._own:
+                once[id(home)] = tensor
+        return [*passing, *once.values()]
 
     @cached_property
     def own_gradients(self) -> list[GradientLife]:
@@ -356,7 +386,7 @@ class Part:
         Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
         """
         sums: dict[int, int] = defaultdict(int)
-        held = {id(each) for each in self.own_gradients if hold and self.halves.captured_at(each)}
+        held = {id(each) for each, _ in self._captured if hold}
         stay = held.union(map(id, self.homes(hold=hold)))
         for gradient in self.own_gradients:
             before = gradient.continues

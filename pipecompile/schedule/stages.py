@@ -8,7 +8,8 @@ from itertools import pairwise
 from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import RankMemory, ceiling, moments, rank_memory, room
+from pipecompile.ir.memory import RankMemory, ceiling, rank_memory, room
+from pipecompile.ir.moments import moments
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.problem import Problem, Work

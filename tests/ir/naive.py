@@ -398,6 +398,20 @@ class _Stage:
             else None
         )
 
+    def retained(self) -> dict[Any, int]:
+        """What the first half holds of what it received; all of that if the second begins with it."""
+        if not self.splits or self.begun_at_outputs:
+            leaving = (t for t in self.graph.tensors if self.leaves(t.producer, t.consumers))
+            return {tensor.producer: tensor.gradient_bytes for tensor in leaving}
+        elsewhere = {number for number, _ in self.gradients()}.union(self.homes(hold=True).values())
+        others = [pair for pair in enumerate(self.graph.gradients) if pair[0] not in elsewhere]
+        return {number: gradient.bytes for number, gradient in others if self.captors(gradient)}
+
+    def lent(self) -> dict[int, int]:
+        """What the first half holds of what it made and returns."""
+        returned = self.homes(hold=True).values() if self.splits else ()
+        return {n: gradient.bytes for n, gradient in self.gradients() if n in returned and self.captors(gradient)}
+
     def behind(self, name: str) -> list[str]:
         """What runs in the second half because of a node: those that lead to parameters alone."""
         aside = [source for source in self.read_by_node(name) if source in self.aside]
@@ -469,6 +483,8 @@ class _Rank:
     recomputed: set[tuple[int, int]]
     live: _Live = field(default_factory=_Live)
     summed: set[int] = field(default_factory=set)
+    halved: set[tuple[int, int]] = field(default_factory=set)
+    done: set[tuple[int, int]] = field(default_factory=set)
     frames: dict[Key, set[tuple[Key, int]]] = field(default_factory=dict)
 
     def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
@@ -563,7 +579,17 @@ class _Rank:
             self._return(stage, microbatch, hold=not whole)
         if kind is Kind.BACKWARD_INPUT and stage.splits:
             self._drop(stage, microbatch)
-        self._pass_back(stage, microbatch, given=kind is not Kind.BACKWARD_INPUT)
+        if second:
+            self.done.add((stage.index, microbatch))
+            before = self.stages.get(stage.index - 1)
+            if before is not None and before.splits and (before.index, microbatch) in self.halved:
+                self._drop(before, microbatch)
+        if kind is Kind.BACKWARD_WEIGHT:
+            self.halved.discard((stage.index, microbatch))
+            self.live.drop(stage.index, microbatch, "retained")
+            self.live.drop(stage.index, microbatch, "lent")
+        else:
+            self._pass_back(stage, microbatch, kind)
         if second:
             self._finish(stage, microbatch)
 
@@ -672,9 +698,10 @@ class _Rank:
     def _drop(self, stage: _Stage, microbatch: int) -> None:
         """No second half comes by but at nodes with parameters and those before: what only others saved is let go.
 
-        So are outputs that were computed again: what was sent are those of the first forward.
+        So are outputs that were computed again, as what was sent are those of the first forward, and those that the next
+        stage, on the same rank, no longer needs.
         """
-        remade = (stage.index, microbatch) in self.recomputed
+        remade = (stage.index, microbatch) in self.recomputed or (stage.index + 1, microbatch) in self.done
         for storage in stage.own():
             savers = stage.savers(storage)
             is_free = remade if stage.sent(storage) else bool(savers)
@@ -687,21 +714,28 @@ class _Rank:
         self.live.drop(stage.index, microbatch, "complete")
         homes = stage.homes(hold=hold)
         received = set(homes.values()) - {number for number, _ in stage.gradients()}
+        is_local = stage.index + 1 in self.stages  # which is about to let go of what it gave
         for tensor in stage.graph.tensors:
-            is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
-            is_new = is_read or stage.index + 1 in self.stages  # which is about to let it go
-            if is_new and stage.arrives(tensor.producer, tensor.consumers):
-                home = (
-                    tensor.producer if stage.index + 1 in self.stages else homes.get(tensor.producer, tensor.producer)
-                )
-                if home not in received:
+            if stage.arrives(tensor.producer, tensor.consumers):
+                is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
+                home = homes.get(tensor.producer, tensor.producer) if is_read else tensor.producer
+                if is_local or (is_read and home not in received):
                     self.live.sizes[stage.index, microbatch, "returned", home] = tensor.gradient_bytes
         self.live.need(0)
 
-    def _pass_back(self, stage: _Stage, microbatch: int, *, given: bool) -> None:
-        """Those that a stage of its own rank gave it are let go when the backward is done, also of parameters."""
-        if given and stage.index + 1 in self.stages:
-            self.live.drop(stage.index + 1, microbatch, "returned")
+    def _pass_back(self, stage: _Stage, microbatch: int, kind: Kind) -> None:
+        """Those that a stage of its own rank gave it are let go, but for what a second half still needs."""
+        if kind is Kind.BACKWARD_INPUT:
+            self.halved.add((stage.index, microbatch))
+        if stage.index + 1 not in self.stages:
+            return
+        self.live.drop(stage.index + 1, microbatch, "returned")
+        if (stage.index + 1, microbatch) in self.halved:
+            for number, size in self.stages[stage.index + 1].lent().items():
+                self.live.hold((stage.index + 1, microbatch, "lent", number), size)
+        if kind is Kind.BACKWARD_INPUT:
+            for number, size in stage.retained().items():
+                self.live.hold((stage.index, microbatch, "retained", number), size)
 
     def _finish(self, stage: _Stage, microbatch: int) -> None:
         """The microbatch is done: only what went to another rank stays until the step ends."""

@@ -19,7 +19,8 @@ from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import activation_curve, moments, rank_memory, room
+from pipecompile.ir.memory import activation_curve, rank_memory, room
+from pipecompile.ir.moments import _all_moments, moments
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
 from pipecompile.schedule.placement import place
@@ -124,7 +125,7 @@ def test_moments_that_are_left_out_hold_no_more(graph: CostGraph, name: str, dat
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, "adamw")
     for rank, row in enumerate(schedule.rows):
-        every = list(model._all_moments(row, sorted({action.stage for action in row})))
+        every = list(_all_moments(row))
         totals = [
             rank_memory(
                 _held(schedule, rank, footprints), at, microbatches=schedule.microbatches, allocator=ALLOCATORS[name]
@@ -248,6 +249,9 @@ FOOTPRINT = msgspec.structs.replace(
     returned=_amount(2),
     passed=_amount(1),
     relayed=_amount(0),
+    forwarded=_amount(0),
+    lent=_amount(0),
+    retained=_amount(0),
     between=_amount(1),
     forward_peak=_amount(11),
     first_backward_peak=_amount(97),

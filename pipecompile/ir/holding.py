@@ -289,7 +289,7 @@ class _Stage(Part):
     def _weight_rises(self) -> Iterator[int]:
         """The second half runs nodes that lead to parameters, and makes no other gradients."""
         others: dict[int, int] = defaultdict(int)
-        for gradient in self.own_gradients:
+        for gradient in self.uncut_gradients:
             at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
             made = at_once or self.halves.is_aside(gradient)
             others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes

@@ -213,6 +213,18 @@ class Lives:
                 found[self.place[name], self.place[reader]].append(life)
         return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
 
+    def reached(self, gradient: GradientLife, start: int) -> dict[int, int]:
+        """The nodes before that of place `start` whose gradients lie in this one, each with the last reader that gives it."""
+        found: dict[int, int] = {}
+        waiting = [start]
+        while waiting:
+            reader = waiting.pop()
+            for place in self.sources.get(reader, ()):
+                if self.given.get((place, reader)) is gradient:
+                    waiting += [] if place in found else [place]
+                    found[place] = max(reader, found.get(place, reader))
+        return found
+
     @cached_property
     def summed(self) -> Mapping[int, Sequence[GradientLife]]:
         """By reader what others gave before for a node that it reads, and what ends when its own is added to that."""

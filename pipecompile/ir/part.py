@@ -19,6 +19,8 @@ from pipecompile.ir.lives import ORDERLY, GradientLife, Lives, Storage
 
 __all__ = ["BOUND_SCRATCH", "Change", "Level", "Made", "Part"]
 
+FLATTENING = frozenset({"torch.nn.Linear", "torch.nn.functional.linear"})
+"""Operators whose backward takes the leading dimensions of a gradient as one, by a copy where it is not in order."""
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
 
@@ -212,7 +214,12 @@ class Part:
             return [tensor.gradient_bytes for tensor in self.leaving]
         elsewhere = self._own.union(map(id, self.homes(hold=True)))
         found = {id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())}
-        return [each.bytes for key, each in found.items() if key not in elsewhere and self.halves.captured_at(each)]
+        copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
+        return [
+            each.bytes
+            for key, each in found.items()
+            if key not in elsewhere and any((key, place) not in copied for place in self.halves.captured_at(each))
+        ]
 
     @cached_property
     def halves(self) -> Halves:
@@ -265,7 +272,13 @@ class Part:
         if found is None or found.bytes != tensor.gradient_bytes:
             return None
         pair, is_received = (self.lives.place[tensor.producer], place), id(found) not in self._own
-        return None if pair in self.lives.turned or (is_received and self._turns(tensor, place)) else found
+        is_turned = pair in self.lives.turned or (is_received and self._turns(tensor, place))
+        return None if is_turned or self._arrives_anew(pair[0], found) else found
+
+    def _arrives_anew(self, place: int, found: GradientLife) -> bool:
+        """Whether a gradient comes to a node of an earlier stage in another order, because of a cut behind."""
+        senders = [sender for gradient, sender in self._laid_out_anew if gradient is found]
+        return any(place in self.lives.reached(found, s) and not self._is_one_storage(place, s) for s in senders)
 
     def _turns(self, tensor: Tensor, place: int) -> bool:
         """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
@@ -303,9 +316,42 @@ class Part:
 
     @cached_property
     def own_gradients(self) -> list[GradientLife]:
-        """Those that are made here; what comes from later stages is in order, and needs no copy."""
+        """Those that are made here, with copies that only a cut brings about."""
+        return [*self.uncut_gradients, *(copy for _, copy in self._brought_in_order)]
+
+    @cached_property
+    def uncut_gradients(self) -> list[GradientLife]:
+        """Those that the whole model has too; what comes from later stages is in order, and needs no copy."""
         made = (gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ()))
         return [gradient for gradient in made if not (gradient.copy and gradient.producer in self._sent_as_is)]
+
+    @cached_property
+    def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
+        """What the cut laid out anew, each with its copy for a node that flattens what it is given."""
+        found = []
+        for gradient, sender in self._laid_out_anew:
+            for place, reader in self.lives.reached(gradient, sender).items():
+                flattens = self.graph.nodes[place].operator in FLATTENING
+                if place in self.inside and flattens and not self._is_one_storage(place, sender):
+                    users = (), (place,), ()
+                    copy = GradientLife(reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None)
+                    found.append((gradient, copy))
+        return found
+
+    @cached_property
+    def _laid_out_anew(self) -> list[tuple[GradientLife, int]]:
+        """Gradients of what is sent that the whole model has in another order than messages, and who sends that."""
+        found = []
+        for tensor in self.leaving:
+            pairs = [(self.lives.place[tensor.producer], self.lives.place[name]) for name in tensor.consumers]
+            gradient = self.lives.given.get(pairs[0]) if len(pairs) == 1 else None
+            if gradient is not None and pairs[0] in self.lives.turned and self.is_later(pairs[0][1]):
+                found.append((gradient, pairs[0][0]))
+        return found
+
+    def _is_one_storage(self, one: int, other: int) -> bool:
+        first, second = (self.lives.values.get(self.graph.nodes[place].name) for place in (one, other))
+        return first is not None and second is not None and first.storage == second.storage
 
     @cached_property
     def _own(self) -> set[int]:

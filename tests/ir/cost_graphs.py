@@ -105,7 +105,7 @@ def _node(
         uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
         written=tuple(draw(st.lists(SIZES, max_size=2))),
         parameters=tuple(sorted(read)),
-        operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view"])),
+        operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
     )
 
 

@@ -283,7 +283,47 @@ class _Stage:
     def gradients(self) -> list[tuple[int, Gradient]]:
         """What is made here: copies are not, of what comes in order from a later stage."""
         own = [(n, g) for n, g in enumerate(self.graph.gradients) if self.of[g.producer] == self.index]
-        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))]
+        copies = [copy for _, copy in self.brought_in_order]
+        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))] + list(
+            enumerate(copies, len(self.graph.gradients))
+        )
+
+    @cached_property
+    def brought_in_order(self) -> list[tuple[int, Gradient]]:
+        """Copies for linears of what the cut lays out anew, each with the number of what it is a copy of."""
+        found = []
+        for number, tensor in self.anew:
+            for name, reader in self.ways(number, tensor.producer).items():
+                (own,) = [t for t in self.graph.tensors if t.producer == name]
+                is_linear = self.graph.by_name[name].operator == "torch.nn.Linear" and self.of[name] == self.index
+                if is_linear and (own.storage != tensor.storage):
+                    size = self.graph.gradients[number].bytes
+                    copy = Gradient(producer=reader, last=name, bytes=size, captured=(name,), copy=True)
+                    found.append((number, copy))
+        return found
+
+    @cached_property
+    def anew(self) -> list[tuple[int, Tensor]]:
+        """Sent tensors with one reader whose gradient the whole model has in another order, with the number of that."""
+        found = []
+        for tensor in self.graph.tensors:
+            pair = (tensor.producer, *tensor.consumers)
+            lying = [number for number, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
+            is_turned = any(pair in gradient.turned for gradient in self.graph.gradients)
+            if self.leaves(tensor.producer, tensor.consumers) and len(lying) == 1 and is_turned:
+                found.append((lying[0], tensor))
+        return found
+
+    def ways(self, number: int, name: str) -> dict[str, str]:
+        """Whose gradients lie in the same storage as that of a node, up from it, with the last reader that they have."""
+        found: dict[str, str] = {}
+        for tensor in self.graph.tensors:
+            pair = (tensor.producer, name)
+            lying = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
+            if name in tensor.consumers and tensor.gradient_bytes and lying == [number]:
+                for source, reader in [(tensor.producer, name), *self.ways(number, tensor.producer).items()]:
+                    found[source] = max(found.get(source, reader), reader, key=self.order.index)
+        return found
 
     def from_later(self, name: str) -> bool:
         """Whether all of a node's gradient comes from later stages, through views at the most."""
@@ -312,6 +352,10 @@ class _Stage:
             turned = any(pair in g.turned for g in self.graph.gradients) or (
                 not is_own and self.is_turned(tensor, pair[1])
             )
+            turned = turned or any(
+                [number] == fits and tensor.producer in self.ways(number, sent.producer) and sent.storage != tensor.storage
+                for number, sent in self.anew
+            )
             if (
                 fits == in_whole
                 and len(fits) == 1
@@ -321,7 +365,7 @@ class _Stage:
                 found[tensor.producer] = fits[0]
         free = [n for n, gradient in own if n not in found.values() and self.of[gradient.last] != self.index]
         for number in free:
-            wanted = self.graph.gradients[number].producer, self.graph.gradients[number].bytes
+            wanted = dict(own)[number].producer, dict(own)[number].bytes
             for tensor in self.read():
                 is_open = tensor.producer not in found and number not in found.values()
                 if is_open and (self.inside(tensor.consumers)[0], tensor.gradient_bytes) == wanted:
@@ -391,7 +435,7 @@ class _Stage:
         """The node up to which a gradient waits in the second half of a backward; what is returned lies elsewhere."""
         if not self.splits or key[0] != "own":
             return None
-        captors = self.captors(self.graph.gradients[key[1]])
+        captors = self.captors(dict(self.gradients())[key[1]])
         return (
             self.inside([*captors, *(name for captor in captors for name in self.behind(captor))])[0]
             if captors
@@ -405,7 +449,8 @@ class _Stage:
             return {tensor.producer: tensor.gradient_bytes for tensor in leaving}
         elsewhere = {number for number, _ in self.gradients()}.union(self.homes(hold=True).values())
         others = [pair for pair in enumerate(self.graph.gradients) if pair[0] not in elsewhere]
-        return {number: gradient.bytes for number, gradient in others if self.captors(gradient)}
+        copied = {(number, copy.last) for number, copy in self.brought_in_order}
+        return {n: g.bytes for n, g in others if any((n, name) not in copied for name in self.captors(g))}
 
     def lent(self) -> dict[int, int]:
         """What the first half holds of what it made and returns."""

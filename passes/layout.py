@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["dense_order"]
+__all__ = ["dense_order", "gaps", "is_dense"]
 
 
 def dense_order(value: Tensor) -> tuple[int, ...]:
@@ -12,3 +12,14 @@ def dense_order(value: Tensor) -> tuple[int, ...]:
     own = tuple(range(value.dim()))
     order = tuple(sorted(own, key=lambda dimension: -value.stride()[dimension]))
     return order if value.permute(order).is_contiguous() and not value.is_contiguous() else own
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether `value` is contiguous in some order of its dimensions."""
+    return value.permute(dense_order(value)).is_contiguous()
+
+
+def gaps(value: Tensor) -> tuple[int, ...] | None:
+    """The strides of a view with holes; None for a dense one, and for an expanded one, whose elements coincide."""
+    is_expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return None if is_expanded or is_dense(value) else tuple(map(int, value.stride()))

@@ -15,9 +15,9 @@ from pipecompile.passes.ambient import EnterRegions, observed
 from pipecompile.passes.asked import Held
 from pipecompile.passes.contract import apply, stage_of
 from pipecompile.passes.group import storage_key
-from pipecompile.passes.layout import dense_order
+from pipecompile.passes.layout import dense_order, gaps, is_dense
 from pipecompile.passes.place import Place
-from pipecompile.passes.relay import Relay, origin_of
+from pipecompile.passes.relay import Relay, origin_of, relay
 from pipecompile.passes.seed import Seed
 
 __all__ = ["Edge", "StageModule", "emit"]
@@ -44,7 +44,7 @@ class Edge:
         value: Tensor = node.meta["val"]
         order = dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
-        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order, _gaps(value, order))
+        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order, gaps(value))
 
     @property
     def permuted(self) -> bool:
@@ -146,6 +146,8 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
 def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
     edge = Edge.of(node)
     value.meta.update(_plain(node))
+    if all(map(_relays, readers)):
+        return value  # sent on as it is
     if edge.gradient and any((reader.meta["ambient"] or observed()).casts for reader in readers):
         # Autocast casts a leaf once for all readers, and sums their gradients as cast; this is none in the whole model.
         value = graph.call_method("view_as", (value, value))
@@ -161,14 +163,20 @@ def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[f
 
 
 def _send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+    if _relays(node) and value.args[0].op == "placeholder":
+        return value  # it is as it came
     edge = Edge.of(node)
     if edge.permuted:
         value = graph.call_method("permute", (value, edge.order))
         value.meta.update(_plain(node))
-    if not node.meta["val"].permute(edge.order).is_contiguous():
+    if not is_dense(node.meta["val"]):
         value = graph.call_method("contiguous", (value,))
         value.meta.update(_plain(node))
     return value
+
+
+def _relays(node: fx.Node) -> bool:
+    return node.target is relay
 
 
 def _finish(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
@@ -183,14 +191,6 @@ def _plain(node: fx.Node) -> dict[str, object]:
 def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of `tensor` with these strides."""
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _gaps(value: Tensor, order: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of a view with holes; None for a dense one, and for an expanded one, whose elements coincide."""
-    expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    if expanded or value.permute(order).is_contiguous():
-        return None
-    return tuple(map(int, value.stride()))
 
 
 def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[str, ...]:

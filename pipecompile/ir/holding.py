@@ -96,18 +96,19 @@ class _Stage(Part):
             received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
             kept=amount(
                 [
-                    *(made.storage.bytes for made in self.made if self.is_kept(made)),
+                    *(made.storage.bytes for made in (*self.made, *self.spread) if self.is_kept(made)),
+                    *(tensor.bytes for tensor in self.copied),
                     *map(self._kept, self._forms),
                     *(size for _, size in self._copied_by_regions(again=True)),
                 ]
             ),
-            outputs=amount(made.storage.bytes for made in self.made if self.is_sent(made.storage)),
+            outputs=amount([*self._sent, *(tensor.bytes for tensor in self.copied)]),
             returned=amount(tensor.gradient_bytes for tensor in self.returned(hold=False)),
             passed=amount(tensor.gradient_bytes for tensor in self.returned(hold=True)),
             relayed=amount(tensor.gradient_bytes for tensor in self.relayed(hold=False)),
             forwarded=amount(tensor.gradient_bytes for tensor in self.relayed(hold=True)),
-            dropped=amount(made.storage.bytes for made in self.made if self._is_dropped(made)),
-            remade=amount(made.storage.bytes for made in self.made if self._is_remade(made)),
+            dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
+            remade=amount(self._remade) if self.splits else ZERO,
             between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,
             lent=amount(gradient.bytes for gradient in self.lent) if self.splits else ZERO,
             retained=amount(self.retained),
@@ -141,10 +142,12 @@ class _Stage(Part):
                 )
 
     def _forward(self) -> Iterator[Change]:
-        for made in self.made:
+        for made in (*self.made, *self.spread):
             yield Change(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
                 yield Change(made.last, made.storage.bytes, begins=False)
+        for tensor in self.copied:
+            yield Change(self.nodes[-1], tensor.bytes, begins=True)
         for form in self._forms:
             if form.waits:
                 yield Change(form.made, self._kept(form), begins=True)
@@ -167,6 +170,8 @@ class _Stage(Part):
     def _packings(self, level: Level) -> dict[int, list[_Entry]]:
         """By node the forms that are made as it saves, with what that takes beside, and what regions copy before it."""
         found: dict[int, list[_Entry]] = defaultdict(list)
+        for made in self.spread:
+            found[self.nodes[0]].append(_Entry(level.size_of(made.storage.bytes), level.size_of(made.storage.bytes)))
         for region in self.regions:
             copies = sum(map(level.size_of, self.written(region)))
             found[region[0]].append(_Entry(copies, copies))
@@ -177,8 +182,15 @@ class _Stage(Part):
         return found
 
     def _settlings(self, level: Level) -> dict[int, int]:
-        """By the last node of a run the most that lives while its forms are made, above what lives then."""
-        return {run.places[-1]: self._settling(run, level) for run in set(self.run.values()) if run.settles}
+        """By the last node of a run the most that lives while its forms are made, above what lives then.
+
+        By the last of all what copies are sent of, which goes then.
+        """
+        found = {run.places[-1]: self._settling(run, level) for run in set(self.run.values()) if run.settles}
+        ending = (made for made in (*self.made, *self.spread) if not self.is_kept(made))
+        copied = [made for made in ending if any(map(self.is_later, made.storage.readers))]
+        sizes = sum(level.size_of(made.storage.bytes) for made in copied)
+        return found | {self.nodes[-1]: found.get(self.nodes[-1], 0) + sizes}
 
     def _settling(self, run: Run, level: Level) -> int:
         """One form after the other: a storage goes with its last, unless the run was given it."""
@@ -204,13 +216,21 @@ class _Stage(Part):
             return False
         return self.halves.passed_twice.isdisjoint(made.holders)
 
-    def _is_remade(self, made: Made) -> bool:
-        """Whether it is an output that no second half comes by."""
-        return self.splits and self.is_sent(made.storage) and self.halves.passed_twice.isdisjoint(made.holders)
+    @property
+    def _sent(self) -> Iterator[int]:
+        return (made.storage.bytes for made in self.made if self.is_sent(made.storage))
+
+    @property
+    def _remade(self) -> Iterator[int]:
+        """The outputs that no second half comes by."""
+        yield from (tensor.bytes for tensor in self.copied)
+        for made in self.made:
+            if self.is_sent(made.storage) and self.halves.passed_twice.isdisjoint(made.holders):
+                yield made.storage.bytes
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
-        for made in self.made:
+        for made in (*self.made, *self.spread):
             if made.holders and not self.is_sent(made.storage) and not (half and self._is_dropped(made)):
                 yield Change(made.holders[0], made.storage.bytes, begins=False)
         for form in self._forms:

@@ -21,6 +21,7 @@ __all__ = ["ORDERLY", "GradientLife", "Lives", "Storage"]
 class Storage:
     """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward.
 
+    `takers` are those readers to whom a message of it itself would come, not a copy of a view.
     `content` says what it holds and `uses`, by saver, what each saved tensor in it is for, where that is known.
     """
 
@@ -29,6 +30,7 @@ class Storage:
     savers: tuple[int, ...]
     content: Content | None = None
     uses: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
+    takers: tuple[int, ...] = ()
 
 
 class GradientLife(NamedTuple):
@@ -78,13 +80,15 @@ class Lives:
     def storages(self) -> dict[int, tuple[Storage, ...]]:
         """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
         roots: dict[int, int] = {}
-        readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        readers, savers, takers = (defaultdict[int, set[int]](set) for _ in range(3))
         uses = defaultdict[int, dict[int, tuple[Use, ...]]](dict)
         for tensor in self.graph.tensors:
             if tensor.storage is not None:
                 producer = self.place[tensor.producer]
                 roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
-                readers[tensor.storage].update(self.place[name] for name in tensor.consumers)
+                places = set(map(self.place.__getitem__, tensor.consumers))
+                readers[tensor.storage] |= places
+                takers[tensor.storage] |= places if tensor.dense else set()
         for index, node in enumerate(self.graph.nodes):
             for storage in node.saved:
                 roots.setdefault(storage, index)
@@ -94,9 +98,10 @@ class Lives:
         made = defaultdict[int, list[Storage]](list)
         for storage, root in roots.items():
             if self.graph.nodes[root].operator != "placeholder":
-                read, saved = (tuple(sorted(found[storage])) for found in (readers, savers))
+                read, saved, taken = (tuple(sorted(found[storage])) for found in (readers, savers, takers))
                 content = self.graph.contents[storage] if self.graph.contents else None
-                made[root].append(Storage(self.graph.storages[storage], read, saved, content, uses[storage]))
+                size, used = self.graph.storages[storage], uses[storage]
+                made[root].append(Storage(size, read, saved, content, used, taken))
         return {root: tuple(storages) for root, storages in made.items()}
 
     @cached_property

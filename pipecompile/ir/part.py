@@ -98,21 +98,48 @@ class Part:
         return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
 
     def is_sent(self, storage: Storage) -> bool:
-        """Whether a later stage reads it."""
-        return any(map(self.is_later, storage.readers))
+        """Whether a message to a later stage is it itself."""
+        return any(map(self.is_later, storage.takers))
 
     def _made(self, place: int, storage: Storage) -> Made:
         """Where a storage that is made at `place` is needed again."""
-        savers, home = [saver for saver in storage.savers if saver in self.inside], self.around[place][:1]
+        savers, home = [saver for saver in storage.savers if saver in self.inside], self.around.get(place, ())[:1]
         users = {self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)} - {*home}
         forms, plain = forms_of(storage, [s for s in savers if not self.around[s]], self.run, self.graph.memory)
         holders = [*plain, *(self.regions[index][0] for index in users if self.called(index) is not None)]
         last = max(self.last_read(place, storage), *(form.made for form in forms if form.waits), place)
+        last = min(last, self.nodes[-1])  # later stages are sent copies
         return Made(place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)), forms, last)
+
+    @cached_property
+    def spread(self) -> list[Made]:
+        """What arrives dense and is brought into its layout again, with gaps, before the first node."""
+        return [self._made(-1, self._spread(tensor)) for tensor, _ in self.read if tensor.spread_bytes]
+
+    def _spread(self, tensor: Tensor) -> Storage:
+        """Its copy, for those that read it or a view that this stage takes of it."""
+        readers = set(map(self.lives.place.__getitem__, tensor.consumers))
+        for place in self.nodes:
+            view = self.lives.values.get(self.graph.nodes[place].name) if place in readers else None
+            if view is not None and view.storage == tensor.storage is not None:
+                readers |= set(map(self.lives.place.__getitem__, view.consumers))
+        savers = (place for place in readers & self.inside if tensor.storage in self.graph.nodes[place].saved)
+        return Storage(tensor.spread_bytes, tuple(sorted(readers)), tuple(sorted(savers)))
+
+    @cached_property
+    def copied(self) -> list[Tensor]:
+        """What is sent as a copy."""
+        read = {tensor.producer for tensor, _ in self.read}
+        return [
+            tensor
+            for tensor in self.leaving
+            if (not tensor.dense and self.lives.place[tensor.producer] in self.inside)
+            or (tensor.spread_bytes and tensor.producer in read)
+        ]
 
     def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:
         """What each region around `place` holds of the storage: for its own nodes, and for regions within it."""
-        home = self.around[place]
+        home = self.around.get(place, ())
         users = {user for user in (*storage.readers, *storage.savers) if user in self.inside} if home else set()
         for depth in range(1, len(home) + 1):
             beside = [u for u in users if self._meet(home, self.around[u]) == depth]
@@ -127,7 +154,7 @@ class Part:
 
         A region, and a run of nodes that save by policies, has what it is given until it ends.
         """
-        home = self.around[place]
+        home = self.around.get(place, ())
         paths = [self.around.get(reader, ()) for reader in storage.readers]
         inner = [region for path in paths for region in path[self._meet(home, path) :]]
         runs = [self.run[reader] for reader in storage.readers if reader in self.run]

@@ -17,7 +17,7 @@ from pipecompile.cost_models.protocol import Call, size_bytes, tensors
 from pipecompile.errors import CaptureError
 from pipecompile.ir.graph import Content, Packs
 from pipecompile.ir.saving import ELEMENT_BYTES, Use
-from pipecompile.passes.layout import dense_order
+from pipecompile.passes.layout import dense_order, gaps, is_dense
 from pipecompile.passes.propagate import named_state
 from pipecompile.passes.saving import known_uses, made_since
 from pipecompile.profiling.caller import Caller
@@ -34,7 +34,7 @@ class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the ones
-    it lies in, `permuted` is as in the cost graph's `Tensor`. `saved` is in order of first use, `uses` has what for, by
+    it lies in, `permuted`, `dense` and `spread_bytes` are as in the cost graph's `Tensor`. `saved` is in order of first use, `uses` has what for, by
     saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and `backward_peak` are the most
     bytes that live while it runs, above what lived when it began; `scratch` is what its kernels take beside that, the
     heights the most that lives while they do, with it. `packs` is as in the cost graph's `Node`. `parameters` are the
@@ -46,6 +46,8 @@ class Facts:
     gradient_bytes: int
     storages: tuple[int, ...]
     permuted: bool
+    dense: bool
+    spread_bytes: int
     saved: tuple[int, ...]
     uses: tuple[tuple[Use, ...], ...]
     forward_peak: int
@@ -150,6 +152,8 @@ class _Observer(Caller):
             gradient_bytes=size_bytes(differentiable),
             storages=self.ledger.indices(outputs),
             permuted=len(outputs) == 1 and dense_order(outputs[0]) != tuple(range(outputs[0].dim())),
+            dense=len(outputs) != 1 or is_dense(outputs[0]),
+            spread_bytes=_spread_bytes(outputs[0]) if len(outputs) == 1 else 0,
             saved=tuple(uses),
             uses=tuple(uses.values()),
             forward_peak=0,
@@ -291,3 +295,12 @@ class _Observer(Caller):
                 users = readers, captured, joined, given, turned
                 found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
         return tuple(found)
+
+
+def _spread_bytes(value: Tensor) -> int:
+    """What a copy with the gaps of `value` takes; nothing if it has none."""
+    strides = gaps(value)
+    if strides is None or not value.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
+    return (last + 1) * value.element_size()

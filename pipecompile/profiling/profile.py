@@ -163,6 +163,8 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 gradient_bytes=facts.gradient_bytes,
                 storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
                 permuted=facts.permuted,
+                dense=facts.dense,
+                spread_bytes=facts.spread_bytes,
             )
 
 

@@ -193,6 +193,19 @@ class Mixed(nn.Module):
         return (self.a(value).transpose(1, 2) + other).transpose(1, 2).tanh()
 
 
+class Parts(nn.Module):
+    """Views with gaps: parts of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        query, key, given = self.wide(value).chunk(3, -1)
+        scores = (query @ key.transpose(1, 2)).softmax(-1)
+        return self.out(scores @ given) + query
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
@@ -206,6 +219,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "turned": lambda: nn.Sequential(nn.Linear(32, 32), Turned(), nn.Tanh()),
     "permuted": lambda: nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8)),
     "mixed": lambda: nn.Sequential(nn.Linear(32, 32), Mixed(), nn.Linear(32, 8)),
+    "parts": lambda: nn.Sequential(nn.Linear(32, 32), Parts(), nn.Linear(32, 8)),
     "lstm": lambda: nn.Sequential(nn.Linear(32, 32), Recurrent(), nn.Linear(32, 8)),
     "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
 }
@@ -220,6 +234,7 @@ MORE = {
     "mixed": 2 * VALUE,
     "views": 2 * VALUE,
     "turned": VALUE,
+    "parts": VALUE,
     "lstm": 1 << 12,
 }
 LESS = {"attention": 2 * VALUE, "mixed": VALUE, "turned": VALUE, "lstm": 1 << 12}
@@ -231,6 +246,8 @@ UNORDERED = {
     "views": VALUE,
     "join": 2 * VALUE,
     "turned": VALUE,
+    "mixed": VALUE + (1 << 13),
+    "parts": VALUE,
     "lstm": 1 << 12,
 }
 FORWARD_TOO = {"turned", "lstm"}  # a linear copies what is not in order; oneDNN's layouts of an LSTM are not all known
@@ -258,7 +275,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(name: str, most: int) -> None:
     """What it is given lies in order, as messages do."""
     sample, captured, graph = profiled(MODELS[name]())
@@ -273,7 +290,7 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
 
 
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixed", "in place")])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_rank_at_the_turn_of_a_v_holds_what_is_expected(name: str, most: int) -> None:
     """The last two of three stages, which hand each other what they make."""
     sample, captured, graph = profiled(MODELS[name]())
@@ -358,7 +375,9 @@ def is_near_halved(name: str, label: str, predicted: tuple[int, int], measured: 
     """What is left is never more than predicted, and exact where all is in order."""
     peak, left = (own - other for own, other in zip(predicted, measured, strict=True))
     unordered = UNORDERED.get(name, 0)
-    return -SMALL <= left <= unordered + SMALL and -unordered - SMALL <= peak <= max(unordered, VALUE) + SMALL
+    # What a first half leaves too much by the prediction, the second lets go of.
+    less = unordered if "weight" in label else 0
+    return -less - SMALL <= left <= unordered + SMALL and -unordered - SMALL <= peak <= max(unordered, VALUE) + SMALL
 
 
 def is_near_turning(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
@@ -387,10 +406,11 @@ def assert_held(
 
 
 def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
-    """Up to so many into three stages; none begins with what works in place on another's output, or is an LSTM's."""
+    """Up to so many into three stages; none begins with what works in place on another's output, or is one of several."""
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
     bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
+    bound |= {names.index(node.name) for node in graph.nodes if node.operator == "operator.getitem"}
     places = [place for place in range(2, len(names) - 1) if place not in bound]
     cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2)]
     return [cuts[index * len(cuts) // most] for index in range(most)] if most < len(cuts) else cuts

@@ -19,8 +19,8 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.memory import rank_memory, spare
-from pipecompile.ir.moments import Moment, moments
 from pipecompile.ir.modules import block_of
+from pipecompile.ir.moments import Moment, moments
 from pipecompile.ir.plan import Options, Saving
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.tape import Tape

@@ -163,7 +163,7 @@ def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[f
 
 
 def _send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
-    if _relays(node) and value.args[0].op == "placeholder":
+    if _relays(node) and value.all_input_nodes[0].op == "placeholder":
         return value  # it is as it came
     edge = Edge.of(node)
     if edge.permuted:

@@ -20,15 +20,16 @@ class Shared(Value, frozen=True, kw_only=True):
 class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
-    `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they
-    are sent, as are the gradients of the inputs (`returned` by a whole backward, `passed` on by a first half); others
-    of them lie in what was received (`relayed` by a whole backward, `forwarded` by a first half). Of a backward in two
+    `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they are
+    sent, as are the gradients of the inputs (`returned` by a whole backward, `passed` on by a first half); others of
+    them lie in what was received (`relayed` by a whole backward, `forwarded` by a first half). Of a backward in two
     halves, `dropped` is what the first lets go of what was kept, `remade` besides of outputs that were computed again,
     since others were sent, `between` what it leaves to the second, `lent` what it leaves of what it passes on, and
-    `retained` of what was received. `inputs`, `received` and `received_gradients` are buffers of one microbatch. `written` are copies of buffers that its nodes write to: a microbatch of which the
-    whole stage is computed again keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`.
-    The peaks are the most that lives in a forward, a backward and its halves, above what was held before: the first
-    backward of a step makes the gradients of parameters, later ones add to them.
+    `retained` of what was received. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
+    keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
+    in a forward, a backward and its halves, above what was held before: the first backward of a step makes the
+    gradients of parameters, later ones add to them.
     """
 
     parameters: Amount

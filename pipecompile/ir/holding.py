@@ -182,15 +182,19 @@ class _Stage(Part):
         return found
 
     def _settlings(self, level: Level) -> dict[int, int]:
-        """By the last node of a run the most that lives while its forms are made, above what lives then.
+        """By the last node of a run the most that lives while its forms are made, above what lives when all is done.
 
-        By the last of all what copies are sent of, which goes then.
+        By the last of all also what copies are sent of, which goes then.
         """
         found = {run.places[-1]: self._settling(run, level) for run in set(self.run.values()) if run.settles}
-        ending = (made for made in (*self.made, *self.spread) if not self.is_kept(made))
-        copied = [made for made in ending if any(map(self.is_later, made.storage.readers))]
-        sizes = sum(level.size_of(made.storage.bytes) for made in copied)
-        return found | {self.nodes[-1]: found.get(self.nodes[-1], 0) + sizes}
+        last = self.nodes[-1]
+        going = sum(level.size_of(made.storage.bytes) for made in (*self.made, *self.spread) if self._is_copied(made))
+        copies = sum(level.size_of(tensor.bytes) for tensor in self.copied)
+        return found | {last: going + max(0, found.get(last, 0) - copies)}
+
+    def _is_copied(self, made: Made) -> bool:
+        """Whether it goes when copies of its views were made for later stages."""
+        return not self.is_kept(made) and any(map(self.is_later, made.storage.readers))
 
     def _settling(self, run: Run, level: Level) -> int:
         """One form after the other: a storage goes with its last, unless the run was given it."""
@@ -198,7 +202,7 @@ class _Stage(Part):
         waiting = [(made, f) for made in self.made for f in made.forms if f.waits and f.made == end]
         waiting.sort(key=lambda pair: min(place for place in pair[1].savers if place in run.places))
         left = Counter(id(made) for made, _ in waiting)
-        ending = [made for made in self.made if made.last == end and not self.is_kept(made)]
+        ending = [made for made in self.made if made.last == end and not (self.is_kept(made) or self._is_copied(made))]
         given = {id(made) for made in ending if self.run.get(made.place) is not run}
         own = {id(made) for made in ending if id(made) in left} - given
         now = highest = sum(level.size_of(made.storage.bytes) for made in ending if id(made) in own | given)

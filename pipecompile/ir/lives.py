@@ -219,7 +219,7 @@ class Lives:
         return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
 
     def reached(self, gradient: GradientLife, start: int) -> dict[int, int]:
-        """The nodes before that of place `start` whose gradients lie in this one, each with the last reader that gives it."""
+        """The nodes before the one at `start` whose gradients lie in this, each with the last reader that gives it."""
         found: dict[int, int] = {}
         waiting = [start]
         while waiting:

@@ -93,7 +93,7 @@ def _covers(left: Moment, right: Moment) -> bool:
 
 
 def _all_moments(row: Sequence[Action]) -> Iterator[Moment]:
-    before = {stage: Held() for stage in _stages(row)}
+    before: Mapping[int, Held] = {stage: Held() for stage in _stages(row)}
     for action, held in states(row):
         if action.kind in COMPUTE:
             own = before[action.stage]

@@ -34,11 +34,11 @@ class Facts:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the ones
-    it lies in, `permuted`, `dense` and `spread_bytes` are as in the cost graph's `Tensor`. `saved` is in order of first use, `uses` has what for, by
-    saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and `backward_peak` are the most
-    bytes that live while it runs, above what lived when it began; `scratch` is what its kernels take beside that, the
-    heights the most that lives while they do, with it. `packs` is as in the cost graph's `Node`. `parameters` are the
-    canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
+    it lies in, `permuted`, `dense` and `spread_bytes` are as in the cost graph's `Tensor`. `saved` is in order of first
+    use, `uses` has what for, by saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and
+    `backward_peak` are the most bytes that live while it runs, above what lived when it began; `scratch` is what its
+    kernels take beside that, the heights the most that lives while they do, with it. `packs` is as in the cost graph's
+    `Node`. `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
     """
 
     operator: str

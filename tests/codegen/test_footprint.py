@@ -297,7 +297,9 @@ def test_a_rank_at_the_turn_of_a_v_holds_what_is_expected(name: str, most: int) 
     cuts = cuts_of(graph, most)
     predicted = {str(number): (turning(graph, cut), 0) for number, cut in enumerate(cuts)}
 
-    assert_held(name, cuts, predicted, lambda number, cut: turn(captured, sample, cut, label=str(number)), is_near_turning)
+    assert_held(
+        name, cuts, predicted, lambda number, cut: turn(captured, sample, cut, label=str(number)), is_near_turning
+    )
 
 
 TURNING = [
@@ -406,7 +408,7 @@ def assert_held(
 
 
 def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
-    """Up to so many into three stages; none begins with what works in place on another's output, or is one of several."""
+    """Up to so many, into three stages; none begins with what works in place on others, or is one of several."""
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
     bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
@@ -546,9 +548,7 @@ def layer_of(module: str) -> int:
     return int(module.split(".")[0] or -1)
 
 
-def stages_of(
-    captured: Capture, sample: Arguments, cut: Cut, regions: Regions = NO_REGIONS
-) -> list[EagerStage]:
+def stages_of(captured: Capture, sample: Arguments, cut: Cut, regions: Regions = NO_REGIONS) -> list[EagerStage]:
     """Ready to run, without gradients."""
     module = captured.instantiate(sample)
     apply(module.graph, [Group()])

@@ -111,6 +111,7 @@ def _node(
 
 def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | None) -> Tensor:
     consumers = sorted(draw(st.sets(st.integers(index + 1, len(names) - 1), max_size=3)))
+    dense = draw(st.sampled_from([True, True, False]))
     return Tensor(
         producer=names[index],
         consumers=tuple(names[place] for place in consumers),
@@ -118,6 +119,8 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         gradient_bytes=draw(SIZES),
         storage=storage,
         permuted=draw(st.booleans()),
+        dense=dense,
+        spread_bytes=0 if dense else draw(SIZES),
     )
 
 

@@ -52,6 +52,17 @@ class _Form:
     back: str
 
 
+@dataclass
+class _Spread:
+    """A copy of what came: bytes, which nodes are done when a forward lets go of it, and whose backwards need it."""
+
+    key: Key
+    size: int
+    until: set[str]
+    savers: list[str]
+    holders: list[str]
+
+
 class _Stage:
     """One of a cut's stages: lives of what it makes, read off the graph. `regions` are computed again.
 
@@ -162,7 +173,40 @@ class _Stage:
         return [storage for node in self.nodes for storage in self.made(node)]
 
     def sent(self, storage: int) -> bool:
-        return self.later(self.readers(storage))
+        tensors = [tensor for tensor in self.graph.tensors if tensor.storage == storage and tensor.dense]
+        return self.later(name for tensor in tensors for name in tensor.consumers)
+
+    @cached_property
+    def copies(self) -> dict[Key, int]:
+        """What is sent as copies: of views that repeat elements or have gaps, these also if they came and are read."""
+        leaving = [tensor for tensor in self.graph.tensors if self.leaves(tensor.producer, tensor.consumers)]
+        own = [t for t in leaving if self.of[t.producer] == self.index and not t.dense]
+        others = [
+            t for t in leaving if self.of[t.producer] < self.index and t.spread_bytes and self.inside(t.consumers)
+        ]
+        return {("copy", tensor.producer): tensor.bytes for tensor in [*own, *others]}
+
+    @cached_property
+    def spreads(self) -> list[_Spread]:
+        """What is laid out with gaps again as it comes."""
+        return [self._spread(tensor) for tensor in self.read() if tensor.spread_bytes]
+
+    def _spread(self, tensor: Tensor) -> _Spread:
+        seen, views = set(tensor.consumers), [tensor]
+        while views:
+            view = views.pop()
+            seen |= set(view.consumers)
+            inside = self.inside(view.consumers)
+            views += [t for t in self.graph.tensors if t.producer in inside and t.storage == tensor.storage is not None]
+        savers = [name for name in self.inside(seen) if tensor.storage in self.graph.by_name[name].saved]
+        regions = [set(region) for region in self.regions if set(region) & seen]
+        runs = [name for reader in seen for name in self.run(reader)]
+        holders = [name for name in savers if not self.region(name)]
+        for index, region in enumerate(self.regions):
+            if self.frame(region) is None and self.is_needed(index) and set(region) & seen:
+                holders.append(region[0])
+        until = seen.union(runs, *regions)
+        return _Spread(("spread", tensor.producer), tensor.spread_bytes, until, savers, self.inside(holders))
 
     def region(self, name: str) -> Sequence[str]:
         """The outermost region that a node is in; empty if in none."""
@@ -315,7 +359,7 @@ class _Stage:
         return found
 
     def ways(self, number: int, name: str) -> dict[str, str]:
-        """Whose gradients lie in the same storage as that of a node, up from it, with the last reader that they have."""
+        """Whose gradients lie in the same storage as that of a node, up from it, with the last reader of each."""
         found: dict[str, str] = {}
         for tensor in self.graph.tensors:
             pair = (tensor.producer, name)
@@ -353,7 +397,9 @@ class _Stage:
                 not is_own and self.is_turned(tensor, pair[1])
             )
             turned = turned or any(
-                [number] == fits and tensor.producer in self.ways(number, sent.producer) and sent.storage != tensor.storage
+                [number] == fits
+                and tensor.producer in self.ways(number, sent.producer)
+                and sent.storage != tensor.storage
                 for number, sent in self.anew
             )
             if (
@@ -534,6 +580,9 @@ class _Rank:
 
     def forward(self, stage: _Stage, microbatch: int, run: str) -> None:
         done: set[str] = set()
+        for spread in stage.spreads:
+            self.live.hold((stage.index, microbatch, run, *spread.key), spread.size)
+            self.live.need(0)
         for node in stage.nodes:
             for index in stage.beginning(node.name):
                 self.live.hold((stage.index, microbatch, "region's copies", index), stage.written(stage.regions[index]))
@@ -547,13 +596,23 @@ class _Rank:
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, run, storage), stage.graph.storages[storage])
             self._settle(stage, microbatch, run, [(key, form) for key, form in made if form.waits], done)
-            for storage in stage.own():
-                if stage.forgotten(storage, done):
-                    self.live.drop(stage.index, microbatch, run, storage)
+            self._let_go(stage, microbatch, run, done)
             self.live.need(0)
             for index, region in enumerate(stage.regions):
                 if region[-1] == node.name and not stage.is_needed(index):
                     self.live.drop(stage.index, microbatch, "region's copies", index)
+        for key, size in stage.copies.items():
+            self.live.hold((stage.index, microbatch, run, *key), size)
+        self.live.need(0)
+        self._let_go(stage, microbatch, run, set(stage.order))
+
+    def _let_go(self, stage: _Stage, microbatch: int, run: str, done: set[str]) -> None:
+        for storage in stage.own():
+            if stage.forgotten(storage, done):
+                self.live.drop(stage.index, microbatch, run, storage)
+        for spread in stage.spreads:
+            if not spread.holders and spread.until <= done:
+                self.live.drop(stage.index, microbatch, run, *spread.key)
 
     def _settle(
         self, stage: _Stage, microbatch: int, kind: str, made: Sequence[tuple[Key, _Form]], done: set[str]
@@ -587,9 +646,14 @@ class _Rank:
         for storage in stage.own():
             if not stage.sent(storage):
                 self.live.drop(stage.index, microbatch, "kept", storage)
+        for spread in stage.spreads:
+            self.live.drop(stage.index, microbatch, "kept", *spread.key)
         for storage in filter(stage.sent, stage.own()):
             self.live.drop(stage.index, microbatch, "kept", storage)
             self.live.hold((stage.index, microbatch, "bare", storage), stage.graph.storages[storage])
+        for key, size in stage.copies.items():
+            self.live.drop(stage.index, microbatch, "kept", *key)
+            self.live.hold((stage.index, microbatch, "bare", *key), size)
 
     def backward(self, stage: _Stage, microbatch: int, kind: Kind) -> None:
         first = kind is not Kind.BACKWARD_WEIGHT and (kind is Kind.BACKWARD or stage.splits)
@@ -612,6 +676,9 @@ class _Rank:
                 for storage in stage.own():
                     if not stage.sent(storage) and stage.holders(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
+                for spread in stage.spreads:
+                    if spread.holders[:1] == [node.name]:
+                        self.live.drop(stage.index, microbatch, "kept", *spread.key)
                 for key, form in stage.every_form():
                     if form.savers[0] == node.name:
                         self.live.drop(stage.index, microbatch, "form", *key)
@@ -743,8 +810,8 @@ class _Rank:
     def _drop(self, stage: _Stage, microbatch: int) -> None:
         """No second half comes by but at nodes with parameters and those before: what only others saved is let go.
 
-        So are outputs that were computed again, as what was sent are those of the first forward, and those that the next
-        stage, on the same rank, no longer needs.
+        So are outputs that were computed again, as what was sent are those of the first forward, and those that
+        the next stage, on the same rank, no longer needs.
         """
         remade = (stage.index, microbatch) in self.recomputed or (stage.index + 1, microbatch) in self.done
         for storage in stage.own():
@@ -753,6 +820,11 @@ class _Rank:
             is_passed = stage.begun_at_outputs or any(saver in stage.passed for saver in savers)
             if is_free and not (savers and is_passed):
                 self.live.drop(stage.index, microbatch, "kept", storage)
+        for spread in stage.spreads:
+            if not stage.begun_at_outputs and not any(saver in stage.passed for saver in spread.savers):
+                self.live.drop(stage.index, microbatch, "kept", *spread.key)
+        for key in stage.copies if remade else ():
+            self.live.drop(stage.index, microbatch, "kept", *key)
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""
@@ -788,7 +860,7 @@ class _Rank:
             if not node.parameters:
                 self.live.hold((stage.index, "gradient", node.name), node.parameter_bytes)
         assert not any(self.frames.pop(key) for key in list(self.frames) if key[:2] == (stage.index, microbatch))
-        for name in stage.trained():
+        for name in stage.trained() if stage.index not in self.summed else ():
             if any(name in self.stages[other].trained() for other in self.summed - {stage.index}):
                 self.live.drop(stage.index, "gradient", name)  # it was added to what others of the rank have
         self.summed.add(stage.index)
@@ -798,6 +870,8 @@ class _Rank:
         for storage in filter(stage.sent, stage.own()):
             if stage.index + 1 not in self.stages:
                 self.live.hold((stage.index, microbatch, "sent", storage), stage.graph.storages[storage])
+        for key, size in stage.copies.items() if stage.index + 1 not in self.stages else ():
+            self.live.hold((stage.index, microbatch, "sent", *key), size)
 
     def perform(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.ir import memory as model
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
 from pipecompile.ir.floors import floors
 from pipecompile.ir.footprint import AMOUNTS, Footprint

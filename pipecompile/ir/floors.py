@@ -97,14 +97,14 @@ class _Saved(NamedTuple):
 
 
 def _saved(graph: CostGraph, recompute: Recompute, saving: Sequence[Policy]) -> Iterator[_Saved]:
-    savers = _savers(graph)
+    savers, least = _savers(graph), _least(graph)
     for producer, storage in _roots(graph, savers):
         node, names = graph.by_name[producer], savers[storage]
         # If others save it too its producer must run again, unless they save it in another form.
         early = node.packs == "before" and (producer in names if saving else names == {producer})
         yield _Saved(
             producer,
-            ALLOCATORS[graph.memory].rounded(graph.storages[storage]),
+            ALLOCATORS[graph.memory].rounded(least[storage]),
             again=recompute == "auto" and node.again,
             early=early,
             moved=_moved(graph, [graph.by_name[name] for name in names], storage, saving),
@@ -179,6 +179,15 @@ def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[s
     for storage, nodes in savers.items():
         if storage not in tensors and len(nodes) == 1 and not nodes & given:  # what it saves for itself, as a mask
             yield next(iter(nodes)), storage
+
+
+def _least(graph: CostGraph) -> list[int]:
+    """By storage what its stage keeps of it if others save it: itself, or the copy of a view that it sends."""
+    found = list(graph.storages)
+    for tensor in graph.tensors:
+        if tensor.storage is not None and not tensor.dense:
+            found[tensor.storage] = min(found[tensor.storage], tensor.bytes)
+    return found
 
 
 def _savers(graph: CostGraph) -> dict[int, set[str]]:

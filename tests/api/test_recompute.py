@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import example, same
 
 from pipecompile import InfeasibleError, InputError, pipecompile
@@ -110,6 +111,38 @@ def test_every_policy_is_exact_under_every_schedule_that_allows_it(policy: str, 
     loss = pipeline.step(target.call, target.targets)
     gradients = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
     assert same((loss, gradients, dict(pipeline.named_buffers())), unsplit())
+
+
+class Counting(TorchDispatchMode):
+    """How often an operator runs."""
+
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator, self.count = operator, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.operator
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_what_is_computed_again_runs_twice_for_each_microbatch(schedule: str) -> None:
+    """Also where both halves of a backward need it."""
+    target = normed()
+    options = {"k": 4, "microbatches": 4, "schedule": schedule, "costs": "flops", "recompute": "stage"}
+    options |= {"stages_per_rank": 2} if schedule in SEVERAL else {}
+    options |= {"loss_fn": target.loss_fn, "sample_target": target.targets, "self_check": False}
+    pipeline = pipecompile(target.model, target.call, **options)
+    plan = pipeline.plan
+    runs = [2 if plan.stages[stage].recompute == "stage" else 1 for name, stage in plan.assignment.items() if is_tanh(name)]
+    assert len(runs) == 5 and 2 in runs
+    with Counting(torch.ops.aten.tanh.default) as counting:
+        pipeline.step(target.call, target.targets)
+    assert counting.count == 4 * sum(runs)
+
+
+def is_tanh(node: str) -> bool:
+    return node.endswith("_2")
 
 
 @cache

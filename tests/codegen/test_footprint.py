@@ -252,7 +252,7 @@ UNORDERED = {
 }
 FORWARD_TOO = {"turned", "lstm"}  # a linear copies what is not in order; oneDNN's layouts of an LSTM are not all known
 NO_REGIONS: Regions = {}
-SOME, ALL = 40, 1000  # cuts
+SOME, ALL = 25, 1000  # cuts
 TRIALS = 2  # on a busy machine the profiler loses events
 
 

@@ -134,7 +134,9 @@ def test_what_is_computed_again_runs_twice_for_each_microbatch(schedule: str) ->
     options |= {"loss_fn": target.loss_fn, "sample_target": target.targets, "self_check": False}
     pipeline = pipecompile(target.model, target.call, **options)
     plan = pipeline.plan
-    runs = [2 if plan.stages[stage].recompute == "stage" else 1 for name, stage in plan.assignment.items() if is_tanh(name)]
+    runs = [
+        2 if plan.stages[stage].recompute == "stage" else 1 for name, stage in plan.assignment.items() if is_tanh(name)
+    ]
     assert len(runs) == 5 and 2 in runs
     with Counting(torch.ops.aten.tanh.default) as counting:
         pipeline.step(target.call, target.targets)

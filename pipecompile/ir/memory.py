@@ -36,6 +36,7 @@ __all__ = [
     "RankMemory",
     "Spare",
     "activation_curve",
+    "by_stage",
     "ceiling",
     "changes",
     "rank_memory",
@@ -91,6 +92,35 @@ def rank_memory(
     return RankMemory(**{**kinds, "workspace": kinds["workspace"] + Amount(expected=0, bound=margin)})
 
 
+def by_stage(
+    stages: Mapping[int, Footprint], at: Sequence[Moment], *, microbatches: int, allocator: Allocator
+) -> dict[int, RankMemory]:
+    """What of the peak that is expected of a rank is of each of its stages.
+
+    A parameter that several read is of the first. Scratch is of the stage that acts; bounds are without what an
+    allocator adds to the whole.
+    """
+    moment = max(at, key=lambda moment: _held(stages, moment, microbatches, allocator).total.expected)
+    summed = {index: stage for index, stage in stages.items() if moment.held[index].summed}
+    return {
+        index: RankMemory(
+            parameters=_more(stages, index, "parameters"),
+            gradients=_more(summed, index, "gradients"),
+            optimizer=_more(stages, index, "optimizer"),
+            activations=_activations(stage, moment.held[index]),
+            buffers=_arriving(stages, index) * microbatches + _waiting(stages, index, moment.held[index]),
+            workspace=_working(stages, moment, allocator) if index == moment.stage else ZERO,
+        )
+        for index, stage in sorted(stages.items())
+    }
+
+
+def _more(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
+    """What stage `index` has besides those before it."""
+    before, after = ([s for other, s in stages.items() if other < end] for end in (index, index + 1))
+    return _once(after, kind) - _once(before, kind)
+
+
 def _held(stages: Mapping[int, Footprint], moment: Moment, microbatches: int, allocator: Allocator) -> RankMemory:
     """By kind what is held at a moment, with the most that lives in its action."""
     pairs = [(stage, moment.held[index]) for index, stage in sorted(stages.items())]
@@ -129,10 +159,13 @@ def _activations(stage: Footprint, held: Held) -> Amount:
 
 def _buffers(stages: Mapping[int, Footprint]) -> Amount:
     """What arrives for one microbatch: from the minibatch, and from other ranks."""
-    own = _sum(stage.inputs for stage in stages.values())
-    values = _sum(stage.received for index, stage in stages.items() if index - 1 not in stages)
-    gradients = _sum(stage.received_gradients for index, stage in stages.items() if index + 1 not in stages)
-    return own + values + gradients
+    return _sum(_arriving(stages, index) for index in stages)
+
+
+def _arriving(stages: Mapping[int, Footprint], index: int) -> Amount:
+    stage = stages[index]
+    values = stage.received if index - 1 not in stages else ZERO
+    return stage.inputs + values + (stage.received_gradients if index + 1 not in stages else ZERO)
 
 
 def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:

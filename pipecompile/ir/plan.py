@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pipecompile.ir.allocator import AllocatorName, Instructions
+from pipecompile.ir.allocator import ALLOCATORS, AllocatorName, Instructions
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import RankMemory
+from pipecompile.ir.memory import RankMemory, by_stage
+from pipecompile.ir.moments import moments
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serde import NonNegative, Positive, Value
@@ -286,6 +287,11 @@ class Plan(Value, frozen=True, kw_only=True):
         """What the stages of a rank hold, by stage."""
         placement = self.schedule.placement
         return {index: stage.footprint for index, stage in enumerate(self.stages) if placement[index] == rank}
+
+    def memory_by_stage(self, rank: int) -> dict[int, RankMemory]:
+        """What of the peak that is expected of a rank is of each of its stages."""
+        at, microbatches = moments(self.schedule.rows[rank]), self.schedule.microbatches
+        return by_stage(self.footprints(rank), at, microbatches=microbatches, allocator=ALLOCATORS[self.allocator])
 
 
 def _same(what: str, got: int, expected_what: str, expected: int) -> None:

@@ -242,7 +242,15 @@ def _ranks(plan: Plan) -> Iterator[str]:
         share = idle.total_ns / max(plan.prediction.step_ns, 1)
         held = [size_text(getattr(memory, kind).expected) for kind in kinds]
         rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
+        rows += [[name, "", *map(size_text, sizes), ""] for name, sizes in stage_shares(plan, rank, kinds)]
     return table(rows, left=set())
+
+
+def stage_shares(plan: Plan, rank: int, kinds: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    """What the stages of a rank that has several hold at its peak: a name, bytes by kind, and all of them."""
+    shares = plan.memory_by_stage(rank)
+    for index, share in shares.items() if len(shares) > 1 else ():
+        yield f"stage {index}", [*(getattr(share, kind).expected for kind in kinds), share.total.expected]
 
 
 def _budgets(plan: Plan) -> Iterator[str]:

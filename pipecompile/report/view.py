@@ -18,6 +18,7 @@ from pipecompile.report.text import (
     is_bounded,
     region_texts,
     size_text,
+    stage_shares,
     time_text,
 )
 
@@ -64,6 +65,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         filled = bar([(kind, held.bound) for kind, held in kinds.items()], largest if cap is None else cap)
         sizes = [*(held.expected for held in kinds.values()), rank.total.expected, bound]
         yield line("td", [str(index), filled, *map(size_text, [*sizes, *([] if cap is None else [cap, cap - bound])])])
+        for name, held in stage_shares(plan, index, _KINDS):
+            yield line("td", [name, "", *map(size_text, held), *[""] * (1 if cap is None else 3)])
     yield "</table>"
 
 

@@ -18,7 +18,7 @@ from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import activation_curve, rank_memory, room
+from pipecompile.ir.memory import activation_curve, by_stage, rank_memory, room
 from pipecompile.ir.moments import _all_moments, moments
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
@@ -60,6 +60,9 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(graph: CostGr
         held = _held(schedule, rank, footprints)
         memory = rank_memory(held, moments(row), microbatches=schedule.microbatches, allocator=ALLOCATORS[graph.memory])
         assert memory.total.expected == highest(graph, cut, row, schedule.microbatches), rank
+        at, allocator = moments(row), ALLOCATORS[graph.memory]
+        shares = by_stage(held, at, microbatches=schedule.microbatches, allocator=allocator).values()
+        assert memory.total.expected == sum(share.total.expected for share in shares)
 
 
 @settings(max_examples=250, deadline=None)

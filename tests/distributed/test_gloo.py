@@ -135,7 +135,7 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers,
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
-        ("unet", "gpipe", "stage"),
+        sweep("unet", "gpipe", "stage"),
         sweep("gpt2", "1f1b", "stage"),
         ("unet", "1f1b", "except-last"),
         ("unet", "1f1b", "block"),

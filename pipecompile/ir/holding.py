@@ -108,7 +108,7 @@ class _Stage(Part):
             relayed=amount(tensor.gradient_bytes for tensor in self.relayed(hold=False)),
             forwarded=amount(tensor.gradient_bytes for tensor in self.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
-            remade=amount(self._remade) if self.splits else ZERO,
+            remade=amount(self._remade),
             between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,
             lent=amount(gradient.bytes for gradient in self.lent) if self.splits else ZERO,
             retained=amount(self.retained),
@@ -226,10 +226,11 @@ class _Stage(Part):
 
     @property
     def _remade(self) -> Iterator[int]:
-        """The outputs that no second half comes by."""
+        """The outputs that no second half comes by; where it is the whole backward, that nothing needs."""
         yield from (tensor.bytes for tensor in self.copied)
+        passed = self.halves.passed_twice if self.splits else self.inside
         for made in self.made:
-            if self.is_sent(made.storage) and self.halves.passed_twice.isdisjoint(made.holders):
+            if self.is_sent(made.storage) and passed.isdisjoint(made.holders):
                 yield made.storage.bytes
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:

@@ -146,7 +146,8 @@ def _of_microbatch(
     """Kind, begin and end, where these differ. `before` and `behind` are the stages beside it, if on the same rank."""
     is_again = own.recompute < never
     if is_again or not trains:
-        yield "bare", own.forward, own.end
+        handed_over = max(own.back, behind.end)
+        yield "bare", own.forward, min(own.end, handed_over)
     if is_again:
         yield "copied", own.forward, own.end
     if trains:

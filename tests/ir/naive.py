@@ -689,12 +689,12 @@ class _Rank:
             self.live.need(stage.met(node.name, hold=not whole) if first or (second and whole) else 0)
         if first or (second and whole):
             self._return(stage, microbatch, hold=not whole)
-        if kind is Kind.BACKWARD_INPUT and stage.splits:
+        if kind is Kind.BACKWARD_INPUT:
             self._drop(stage, microbatch)
         if second:
             self.done.add((stage.index, microbatch))
             before = self.stages.get(stage.index - 1)
-            if before is not None and before.splits and (before.index, microbatch) in self.halved:
+            if before is not None and (before.index, microbatch) in self.halved:
                 self._drop(before, microbatch)
         if kind is Kind.BACKWARD_WEIGHT:
             self.halved.discard((stage.index, microbatch))
@@ -813,15 +813,19 @@ class _Rank:
         So are outputs that were computed again, as what was sent are those of the first forward, and those that
         the next stage, on the same rank, no longer needs.
         """
-        remade = (stage.index, microbatch) in self.recomputed or (stage.index + 1, microbatch) in self.done
+        is_done = (stage.index + 1, microbatch) in self.done
+        remade = is_done or (stage.index, microbatch) in self.recomputed
+        if is_done:
+            self.live.drop(stage.index, microbatch, "bare")
+        at_outputs = stage.begun_at_outputs or not stage.splits
         for storage in stage.own():
             savers = stage.savers(storage)
             is_free = remade if stage.sent(storage) else bool(savers)
-            is_passed = stage.begun_at_outputs or any(saver in stage.passed for saver in savers)
+            is_passed = at_outputs or any(saver in stage.passed for saver in savers)
             if is_free and not (savers and is_passed):
                 self.live.drop(stage.index, microbatch, "kept", storage)
         for spread in stage.spreads:
-            if not stage.begun_at_outputs and not any(saver in stage.passed for saver in spread.savers):
+            if not at_outputs and not any(saver in stage.passed for saver in spread.savers):
                 self.live.drop(stage.index, microbatch, "kept", *spread.key)
         for key in stage.copies if remade else ():
             self.live.drop(stage.index, microbatch, "kept", *key)

@@ -84,6 +84,7 @@ class _Stage(Part):
         backward = [*self._freed(), *self.flowing(), *self._copies()]
         whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
+        stripped = [*second, *self._freed_outputs()]
         rises = list(self._weight_rises()) if self.splits else whole
         sums = self.sums()
         return Footprint(
@@ -118,6 +119,8 @@ class _Stage(Part):
             input_peak=self._input_peak() if self.splits else ZERO,
             first_weight_peak=self._peak([*second, *making], rises, NO_SUMS if self.splits else sums),
             weight_peak=self._peak([*second, *adding], rises, NO_SUMS if self.splits else sums),
+            first_stripped_peak=self._peak([*stripped, *making], rises, NO_SUMS if self.splits else sums),
+            stripped_peak=self._peak([*stripped, *adding], rises, NO_SUMS if self.splits else sums),
             written=amount(self.written(self.nodes)),
             shared=tuple(self._shared()),
         )
@@ -228,9 +231,8 @@ class _Stage(Part):
     def _remade(self) -> Iterator[int]:
         """The outputs that no second half comes by; where it is the whole backward, that nothing needs."""
         yield from (tensor.bytes for tensor in self.copied)
-        passed = self.halves.passed_twice if self.splits else self.inside
         for made in self.made:
-            if self.is_sent(made.storage) and passed.isdisjoint(made.holders):
+            if self.is_sent(made.storage) and self._passed.isdisjoint(made.holders):
                 yield made.storage.bytes
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
@@ -244,6 +246,16 @@ class _Stage(Part):
                 yield Change(form.savers[0], form.full, begins=False)  # which came back
         for region, size in self._copied_by_regions(again=True):
             yield Change(region[0], size, begins=False)
+
+    def _freed_outputs(self) -> Iterator[Change]:
+        for made in self.made:
+            if self.is_sent(made.storage) and not self._passed.isdisjoint(made.holders):
+                yield Change(made.holders[0], made.storage.bytes, begins=False)
+
+    @property
+    def _passed(self) -> set[int]:
+        """What a second half leads through, which is all if there is no first one."""
+        return self.halves.passed_twice if self.splits else self.inside
 
     def _copies(self, *, early: bool = False) -> Iterator[Change]:
         """What was computed again is let go where it is needed last; `early` before the backward of that node."""

@@ -189,6 +189,8 @@ def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocat
             return stage.backward_peak if summed else stage.first_backward_peak
         case Kind.BACKWARD_INPUT:
             return stage.input_peak
+        case Kind.BACKWARD_WEIGHT if moment.stripped:
+            return stage.stripped_peak if summed else stage.first_stripped_peak
         case Kind.BACKWARD_WEIGHT:
             return stage.weight_peak if summed else stage.first_weight_peak
     return _scratch(stages, allocator)

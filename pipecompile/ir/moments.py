@@ -38,11 +38,15 @@ class Held(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages."""
+    """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages.
+
+    The microbatch of a second half may be `stripped`, as in `Held`.
+    """
 
     kind: Kind
     stage: int
     held: Mapping[int, Held]
+    stripped: bool = False
 
 
 class _Span(NamedTuple):
@@ -79,9 +83,10 @@ class _Times(NamedTuple):
 
 def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
     """The moments of a rank's row at which it may hold most: of two alike, the one that holds no more is left out."""
-    found: dict[tuple[Kind, int, int], list[Moment]] = {}
+    found: dict[tuple[Kind, int, int, bool], list[Moment]] = {}
     for moment in _all_moments(row):
-        rivals = found.setdefault((moment.kind, moment.stage, moment.held[moment.stage].summed), [])
+        key = moment.kind, moment.stage, moment.held[moment.stage].summed, moment.stripped
+        rivals = found.setdefault(key, [])
         if not any(_covers(other, moment) for other in rivals):
             rivals[:] = [other for other in rivals if not _covers(moment, other)] + [moment]
     return tuple(moment for rivals in found.values() for moment in rivals)
@@ -96,9 +101,11 @@ def _all_moments(row: Sequence[Action]) -> Iterator[Moment]:
     before: Mapping[int, Held] = {stage: Held() for stage in _stages(row)}
     for action, held in states(row):
         if action.kind in COMPUTE:
-            own = before[action.stage]
-            copied = max(own.copied, held[action.stage].copied)  # a forward begins with its copies
-            yield Moment(action.kind, action.stage, {**before, action.stage: own._replace(copied=copied)})
+            own, after = before[action.stage], held[action.stage]
+            copied = max(own.copied, after.copied)  # a forward begins with its copies
+            now = {**before, action.stage: own._replace(copied=copied)}
+            is_stripped = action.kind is Kind.BACKWARD_WEIGHT and after.stripped < own.stripped
+            yield Moment(action.kind, action.stage, now, is_stripped)
         before = held
     if any(action.kind in BACKWARDS for action in row):
         yield Moment(Kind.STEP, min(before), {stage: Held(summed=1) for stage in before})

@@ -673,8 +673,10 @@ class _Rank:
                 self._release(stage, microbatch, node.name)
             if second:
                 self._sum(stage, node)
+                is_stripped = kind is Kind.BACKWARD_WEIGHT and self._is_stripped(stage, microbatch)
                 for storage in stage.own():
-                    if not stage.sent(storage) and stage.holders(storage)[:1] == [node.name]:
+                    goes = is_stripped or not stage.sent(storage)
+                    if goes and stage.holders(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
                 for spread in stage.spreads:
                     if spread.holders[:1] == [node.name]:
@@ -813,9 +815,8 @@ class _Rank:
         So are outputs that were computed again, as what was sent are those of the first forward, and those that
         the next stage, on the same rank, no longer needs.
         """
-        is_done = (stage.index + 1, microbatch) in self.done
-        remade = is_done or (stage.index, microbatch) in self.recomputed
-        if is_done:
+        remade = self._is_stripped(stage, microbatch)
+        if (stage.index + 1, microbatch) in self.done:
             self.live.drop(stage.index, microbatch, "bare")
         at_outputs = stage.begun_at_outputs or not stage.splits
         for storage in stage.own():
@@ -829,6 +830,10 @@ class _Rank:
                 self.live.drop(stage.index, microbatch, "kept", *spread.key)
         for key in stage.copies if remade else ():
             self.live.drop(stage.index, microbatch, "kept", *key)
+
+    def _is_stripped(self, stage: _Stage, microbatch: int) -> bool:
+        is_done = (stage.index + 1, microbatch) in self.done
+        return is_done or (stage.index, microbatch) in self.recomputed
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""

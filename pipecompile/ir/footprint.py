@@ -29,7 +29,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
     keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
     in a forward, a backward and its halves, above what was held before: the first backward of a step makes the
-    gradients of parameters, later ones add to them. Of a second half they are others where a microbatch is stripped: its
+    gradients of parameters, later ones add to them. Of a second half they are others for a stripped microbatch: its
     outputs go as what else was kept.
     """
 

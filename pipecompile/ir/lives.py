@@ -273,5 +273,7 @@ class Lives:
     def _is_summand(self, gradient: Gradient) -> bool:
         """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
         by_name = self.graph.by_name
+        if gradient.producer == gradient.last:
+            return False
         shared = set(by_name[gradient.producer].parameters) & set(by_name[gradient.last].parameters)
         return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)

@@ -2,8 +2,9 @@
 
 Every rank is a process with gloo and one thread. It runs two steps with the optimizer under torch.profiler, which
 reports each allocation of torch's CPU allocator: receive buffers, optimizer state, activations, gradients, scratch of
-kernels. A run of which it lost events is made again. The highest running sum, with the stage's parameters and buffers and its part of the minibatch, is what is
-measured. Prints a table, names the worst case, writes benchmarks/results/memory_prediction.json.
+kernels. A run of which it lost events is made again. The highest running sum, with the stage's parameters and buffers
+and its part of the minibatch, is what is measured. Prints a table, names the worst case, writes
+benchmarks/results/memory_prediction.json.
 
     python -m benchmarks.memory_prediction [MODEL …]
 """

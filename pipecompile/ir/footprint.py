@@ -25,7 +25,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     them lie in what was received (`relayed` by a whole backward, `forwarded` by a first half). Of a backward in two
     halves, `dropped` is what the first lets go of what was kept, `remade` besides of outputs that were computed again,
     since others were sent, `between` what it leaves to the second, `lent` what it leaves of what it passes on, and
-    `retained` of what was received. `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    `retained` of what was received. `inputs`, `received` and `received_gradients` are buffers of one microbatch;
+    what of these is `handed_on` is sent once more.
     `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
     keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
     in a forward, a backward and its halves, above what was held before: the first backward of a step makes the
@@ -44,6 +45,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     outputs: Amount
     returned: Amount
     passed: Amount
+    handed_on: Amount
     relayed: Amount
     forwarded: Amount
     dropped: Amount

@@ -106,6 +106,7 @@ class _Stage(Part):
             outputs=amount([*self._sent, *(tensor.bytes for tensor in self.copied)]),
             returned=amount(tensor.gradient_bytes for tensor in self.returned(hold=False)),
             passed=amount(tensor.gradient_bytes for tensor in self.returned(hold=True)),
+            handed_on=amount(tensor.bytes for tensor in self.handed_on),
             relayed=amount(tensor.gradient_bytes for tensor in self.relayed(hold=False)),
             forwarded=amount(tensor.gradient_bytes for tensor in self.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
@@ -205,7 +206,8 @@ class _Stage(Part):
         waiting = [(made, f) for made in self.made for f in made.forms if f.waits and f.made == end]
         waiting.sort(key=lambda pair: min(place for place in pair[1].savers if place in run.places))
         left = Counter(id(made) for made, _ in waiting)
-        ending = [made for made in self.made if made.last == end and not (self.is_kept(made) or self._is_copied(made))]
+        every = (made for made in (*self.made, *self.spread) if made.last == end)
+        ending = [made for made in every if not (self.is_kept(made) or self._is_copied(made))]
         given = {id(made) for made in ending if self.run.get(made.place) is not run}
         own = {id(made) for made in ending if id(made) in left} - given
         now = highest = sum(level.size_of(made.storage.bytes) for made in ending if id(made) in own | given)
@@ -225,13 +227,13 @@ class _Stage(Part):
 
     @property
     def _sent(self) -> Iterator[int]:
-        return (made.storage.bytes for made in self.made if self.is_sent(made.storage))
+        return (made.storage.bytes for made in (*self.made, *self.spread) if self.is_sent(made.storage))
 
     @property
     def _remade(self) -> Iterator[int]:
         """The outputs that no second half comes by; where it is the whole backward, that nothing needs."""
         yield from (tensor.bytes for tensor in self.copied)
-        for made in self.made:
+        for made in (*self.made, *self.spread):
             if self.is_sent(made.storage) and self._passed.isdisjoint(made.holders):
                 yield made.storage.bytes
 
@@ -248,7 +250,7 @@ class _Stage(Part):
             yield Change(region[0], size, begins=False)
 
     def _freed_outputs(self) -> Iterator[Change]:
-        for made in self.made:
+        for made in (*self.made, *self.spread):
             if self.is_sent(made.storage) and not self._passed.isdisjoint(made.holders):
                 yield Change(made.holders[0], made.storage.bytes, begins=False)
 

@@ -21,7 +21,7 @@ __all__ = ["ORDERLY", "GradientLife", "Lives", "Storage"]
 class Storage:
     """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward.
 
-    `takers` are those readers to whom a message of it itself would come, not a copy of a view.
+    `takers` are pairs of a node that gives it, or a view that travels as it is, and a reader of that.
     `content` says what it holds and `uses`, by saver, what each saved tensor in it is for, where that is known.
     """
 
@@ -30,7 +30,7 @@ class Storage:
     savers: tuple[int, ...]
     content: Content | None = None
     uses: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
-    takers: tuple[int, ...] = ()
+    takers: tuple[tuple[int, int], ...] = ()
 
 
 class GradientLife(NamedTuple):
@@ -80,7 +80,8 @@ class Lives:
     def storages(self) -> dict[int, tuple[Storage, ...]]:
         """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
         roots: dict[int, int] = {}
-        readers, savers, takers = (defaultdict[int, set[int]](set) for _ in range(3))
+        readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+        takers = defaultdict[int, set[tuple[int, int]]](set)
         uses = defaultdict[int, dict[int, tuple[Use, ...]]](dict)
         for tensor in self.graph.tensors:
             if tensor.storage is not None:
@@ -88,7 +89,7 @@ class Lives:
                 roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
                 places = set(map(self.place.__getitem__, tensor.consumers))
                 readers[tensor.storage] |= places
-                takers[tensor.storage] |= places if tensor.dense else set()
+                takers[tensor.storage] |= {(producer, place) for place in places if tensor.dense}
         for index, node in enumerate(self.graph.nodes):
             for storage in node.saved:
                 roots.setdefault(storage, index)
@@ -98,7 +99,8 @@ class Lives:
         made = defaultdict[int, list[Storage]](list)
         for storage, root in roots.items():
             if self.graph.nodes[root].operator != "placeholder":
-                read, saved, taken = (tuple(sorted(found[storage])) for found in (readers, savers, takers))
+                read, saved = (tuple(sorted(found[storage])) for found in (readers, savers))
+                taken = tuple(sorted(takers[storage]))
                 content = self.graph.contents[storage] if self.graph.contents else None
                 size, used = self.graph.storages[storage], uses[storage]
                 made[root].append(Storage(size, read, saved, content, used, taken))

@@ -176,7 +176,9 @@ def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
         between = stage.retained * (held.halved + held.stripped)
         return whole * held.returned + half * held.passed + stage.lent * held.lent + between
     returned = stage.returned * held.returned + stage.passed * held.passed + stage.lent * held.lent
-    return stage.outputs * held.sent + returned
+    # What a stage of its own rank made waits in messages of this one.
+    sent = stage.outputs + (stage.handed_on if index - 1 in stages else ZERO)
+    return sent * held.sent + returned
 
 
 def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
@@ -238,6 +240,9 @@ def room(
     step = always + _scratch(stages, allocator)
     done = Held(sent=microbatches, returned=microbatches)
     always += _sum(_waiting(stages, index, done) for index in stages)
+    # Between halves this may lie in one with what is returned: not more than both.
+    always += _sum(stage.retained for index, stage in stages.items() if index + 1 in stages) * microbatches
+    always += _sum(stage.lent for index, stage in stages.items() if index - 1 in stages) * microbatches
     free = allocator.unpadded(memory_bytes, _peers(stages))
     left = free - always.bound - max(_most_above(stage, index in recomputed) for index, stage in stages.items())
     return left if step.bound <= free else min(left, free - step.bound)

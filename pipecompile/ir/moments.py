@@ -155,6 +155,8 @@ def _of_microbatch(
     if is_again or not trains:
         handed_over = max(own.back, behind.end)
         yield "bare", own.forward, min(own.end, handed_over)
+    if trains and behind.end < never:
+        yield "bare", own.end, behind.end  # the next stage, on the same rank, still has them
     if is_again:
         yield "copied", own.forward, own.end
     if trains:

@@ -19,8 +19,6 @@ from pipecompile.ir.lives import ORDERLY, GradientLife, Lives, Storage
 
 __all__ = ["BOUND_SCRATCH", "Change", "Level", "Made", "Part"]
 
-FLATTENING = frozenset({"torch.nn.Linear", "torch.nn.functional.linear"})
-"""Operators whose backward takes the leading dimensions of a gradient as one, by a copy where it is not in order."""
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
 
@@ -99,7 +97,7 @@ class Part:
 
     def is_sent(self, storage: Storage) -> bool:
         """Whether a message to a later stage is it itself."""
-        return any(map(self.is_later, storage.takers))
+        return any(giver in self.inside and self.is_later(reader) for giver, reader in storage.takers)
 
     def _made(self, place: int, storage: Storage) -> Made:
         """Where a storage that is made at `place` is needed again."""
@@ -119,12 +117,22 @@ class Part:
     def _spread(self, tensor: Tensor) -> Storage:
         """Its copy, for those that read it or a view that this stage takes of it."""
         readers = set(map(self.lives.place.__getitem__, tensor.consumers))
+        takers: list[tuple[int, int]] = []
         for place in self.nodes:
             view = self.lives.values.get(self.graph.nodes[place].name) if place in readers else None
             if view is not None and view.storage == tensor.storage is not None:
-                readers |= set(map(self.lives.place.__getitem__, view.consumers))
+                places = set(map(self.lives.place.__getitem__, view.consumers))
+                readers |= places
+                takers += [(place, reader) for reader in places if view.dense]
         savers = (place for place in readers & self.inside if tensor.storage in self.graph.nodes[place].saved)
-        return Storage(tensor.spread_bytes, tuple(sorted(readers)), tuple(sorted(savers)))
+        return Storage(tensor.spread_bytes, tuple(sorted(readers)), tuple(sorted(savers)), takers=tuple(takers))
+
+    @cached_property
+    def handed_on(self) -> list[Tensor]:
+        """What arrives and is sent on as it came."""
+        copied = {tensor.producer for tensor in self.copied}
+        arriving = {tensor.producer for tensor, _ in self.arriving}
+        return [t for t in self.leaving if t.producer in arriving - copied]
 
     @cached_property
     def copied(self) -> list[Tensor]:
@@ -354,12 +362,15 @@ class Part:
 
     @cached_property
     def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
-        """What the cut laid out anew, each with its copy for a node that flattens what it is given."""
+        """What the cut laid out anew, each with its copy for a node that makes a parameter's gradient of it.
+
+        Linear layers and products copy it, since they take its leading dimensions as one; others may.
+        """
         found = []
         for gradient, sender in self._laid_out_anew:
             for place, reader in self.lives.reached(gradient, sender).items():
-                flattens = self.graph.nodes[place].operator in FLATTENING
-                if place in self.inside and flattens and not self._is_one_storage(place, sender):
+                is_taken = place in self.inside and place in gradient.captured
+                if is_taken and not self._is_one_storage(place, sender):
                     users = (), (place,), ()
                     copy = GradientLife(reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None)
                     found.append((gradient, copy))

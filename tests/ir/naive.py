@@ -61,6 +61,7 @@ class _Spread:
     until: set[str]
     savers: list[str]
     holders: list[str]
+    sent: bool
 
 
 class _Stage:
@@ -174,7 +175,8 @@ class _Stage:
 
     def sent(self, storage: int) -> bool:
         tensors = [tensor for tensor in self.graph.tensors if tensor.storage == storage and tensor.dense]
-        return self.later(name for tensor in tensors for name in tensor.consumers)
+        own = [tensor for tensor in tensors if self.of[tensor.producer] == self.index]
+        return self.later(name for tensor in own for name in tensor.consumers)
 
     @cached_property
     def copies(self) -> dict[Key, int]:
@@ -186,16 +188,30 @@ class _Stage:
         ]
         return {("copy", tensor.producer): tensor.bytes for tensor in [*own, *others]}
 
+    @property
+    def messages(self) -> dict[Key, int]:
+        """What is sent of its own: storages, copies of views, and what came and was laid out with gaps."""
+        storages: dict[Key, int] = {(s,): self.graph.storages[s] for s in filter(self.sent, self.own())}
+        return storages | self.copies | {spread.key: spread.size for spread in self.spreads if spread.sent}
+
+    @property
+    def handed_on(self) -> dict[str, int]:
+        """What came and is sent as it came."""
+        leaving = (tensor for tensor in self.graph.tensors if self.leaves(tensor.producer, tensor.consumers))
+        others = (t for t in leaving if self.of[t.producer] < self.index and ("copy", t.producer) not in self.copies)
+        return {tensor.producer: tensor.bytes for tensor in others}
+
     @cached_property
     def spreads(self) -> list[_Spread]:
         """What is laid out with gaps again as it comes."""
         return [self._spread(tensor) for tensor in self.read() if tensor.spread_bytes]
 
     def _spread(self, tensor: Tensor) -> _Spread:
-        seen, views = set(tensor.consumers), [tensor]
+        seen, views, sent = set(tensor.consumers), [tensor], False
         while views:
             view = views.pop()
             seen |= set(view.consumers)
+            sent |= view is not tensor and view.dense and self.later(view.consumers)
             inside = self.inside(view.consumers)
             views += [t for t in self.graph.tensors if t.producer in inside and t.storage == tensor.storage is not None]
         savers = [name for name in self.inside(seen) if tensor.storage in self.graph.by_name[name].saved]
@@ -206,7 +222,7 @@ class _Stage:
             if self.frame(region) is None and self.is_needed(index) and set(region) & seen:
                 holders.append(region[0])
         until = seen.union(runs, *regions)
-        return _Spread(("spread", tensor.producer), tensor.spread_bytes, until, savers, self.inside(holders))
+        return _Spread(("spread", tensor.producer), tensor.spread_bytes, until, savers, self.inside(holders), sent)
 
     def region(self, name: str) -> Sequence[str]:
         """The outermost region that a node is in; empty if in none."""
@@ -334,13 +350,13 @@ class _Stage:
 
     @cached_property
     def brought_in_order(self) -> list[tuple[int, Gradient]]:
-        """Copies for linears of what the cut lays out anew, each with the number of what it is a copy of."""
+        """Copies for those that capture what the cut lays out anew, each with the number of what it is a copy of."""
         found = []
         for number, tensor in self.anew:
             for name, reader in self.ways(number, tensor.producer).items():
                 (own,) = [t for t in self.graph.tensors if t.producer == name]
-                is_linear = self.graph.by_name[name].operator == "torch.nn.Linear" and self.of[name] == self.index
-                if is_linear and (own.storage != tensor.storage):
+                is_taken = name in self.graph.gradients[number].captured and self.of[name] == self.index
+                if is_taken and (own.storage != tensor.storage):
                     size = self.graph.gradients[number].bytes
                     copy = Gradient(producer=reader, last=name, bytes=size, captured=(name,), copy=True)
                     found.append((number, copy))
@@ -611,7 +627,7 @@ class _Rank:
             if stage.forgotten(storage, done):
                 self.live.drop(stage.index, microbatch, run, storage)
         for spread in stage.spreads:
-            if not spread.holders and spread.until <= done:
+            if not spread.holders and not spread.sent and spread.until <= done:
                 self.live.drop(stage.index, microbatch, run, *spread.key)
 
     def _settle(
@@ -648,10 +664,7 @@ class _Rank:
                 self.live.drop(stage.index, microbatch, "kept", storage)
         for spread in stage.spreads:
             self.live.drop(stage.index, microbatch, "kept", *spread.key)
-        for storage in filter(stage.sent, stage.own()):
-            self.live.drop(stage.index, microbatch, "kept", storage)
-            self.live.hold((stage.index, microbatch, "bare", storage), stage.graph.storages[storage])
-        for key, size in stage.copies.items():
+        for key, size in stage.messages.items():
             self.live.drop(stage.index, microbatch, "kept", *key)
             self.live.hold((stage.index, microbatch, "bare", *key), size)
 
@@ -679,7 +692,7 @@ class _Rank:
                     if goes and stage.holders(storage)[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", storage)
                 for spread in stage.spreads:
-                    if spread.holders[:1] == [node.name]:
+                    if (is_stripped or not spread.sent) and spread.holders[:1] == [node.name]:
                         self.live.drop(stage.index, microbatch, "kept", *spread.key)
                 for key, form in stage.every_form():
                     if form.savers[0] == node.name:
@@ -695,6 +708,8 @@ class _Rank:
             self._drop(stage, microbatch)
         if second:
             self.done.add((stage.index, microbatch))
+            if (stage.index - 1, microbatch) in self.done:
+                self.live.drop(stage.index - 1, microbatch, "bare")
             before = self.stages.get(stage.index - 1)
             if before is not None and (before.index, microbatch) in self.halved:
                 self._drop(before, microbatch)
@@ -826,7 +841,9 @@ class _Rank:
             if is_free and not (savers and is_passed):
                 self.live.drop(stage.index, microbatch, "kept", storage)
         for spread in stage.spreads:
-            if not at_outputs and not any(saver in stage.passed for saver in spread.savers):
+            is_free = remade if spread.sent else bool(spread.savers)
+            is_passed = at_outputs or any(saver in stage.passed for saver in spread.savers)
+            if is_free and not (spread.savers and is_passed):
                 self.live.drop(stage.index, microbatch, "kept", *spread.key)
         for key in stage.copies if remade else ():
             self.live.drop(stage.index, microbatch, "kept", *key)
@@ -841,13 +858,15 @@ class _Rank:
         homes = stage.homes(hold=hold)
         received = set(homes.values()) - {number for number, _ in stage.gradients()}
         is_local = stage.index + 1 in self.stages  # which is about to let go of what it gave
+        lying: dict[Key, int] = {}  # in what was received
         for tensor in stage.graph.tensors:
             if stage.arrives(tensor.producer, tensor.consumers):
                 is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
                 home = homes.get(tensor.producer, tensor.producer) if is_read else tensor.producer
-                if is_local or (is_read and home not in received):
-                    self.live.sizes[stage.index, microbatch, "returned", home] = tensor.gradient_bytes
+                is_new = is_read and home not in received
+                (self.live.sizes if is_new else lying)[stage.index, microbatch, "returned", home] = tensor.gradient_bytes
         self.live.need(0)
+        self.live.sizes |= lying if is_local else {}
 
     def _pass_back(self, stage: _Stage, microbatch: int, kind: Kind) -> None:
         """Those that a stage of its own rank gave it are let go, but for what a second half still needs."""
@@ -876,11 +895,12 @@ class _Rank:
         self.live.drop(stage.index, microbatch, "kept")
         self.live.drop(stage.index, microbatch, "bare")
         self.live.drop(stage.index, microbatch, "stage's copies")
-        for storage in filter(stage.sent, stage.own()):
-            if stage.index + 1 not in self.stages:
-                self.live.hold((stage.index, microbatch, "sent", storage), stage.graph.storages[storage])
-        for key, size in stage.copies.items() if stage.index + 1 not in self.stages else ():
-            self.live.hold((stage.index, microbatch, "sent", *key), size)
+        is_local, is_waiting = stage.index + 1 in self.stages, (stage.index + 1, microbatch) not in self.done
+        for key, size in stage.messages.items() if not is_local or is_waiting else ():
+            self.live.hold((stage.index, microbatch, "bare" if is_local else "sent", *key), size)
+        if stage.index - 1 in self.stages and not is_local:
+            for name, size in stage.handed_on.items():
+                self.live.hold((stage.index, microbatch, "sent", "on", name), size)
 
     def perform(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch

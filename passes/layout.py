@@ -20,6 +20,5 @@ def is_dense(value: Tensor) -> bool:
 
 
 def gaps(value: Tensor) -> tuple[int, ...] | None:
-    """The strides of a view with holes; None for a dense one, and for an expanded one, whose elements coincide."""
-    is_expanded = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return None if is_expanded or is_dense(value) else tuple(map(int, value.stride()))
+    """The strides of a view that is not dense: one with holes, or one that repeats elements."""
+    return None if is_dense(value) else tuple(map(int, value.stride()))

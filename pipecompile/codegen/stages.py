@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +29,8 @@ class Edge:
     """A tensor between two stages, as it travels: contiguous, of this shape and type.
 
     `order` is how its dimensions were permuted to make it so, `gaps` the strides that it had if it was a view with
-    holes. The receiver brings both back: how later sums round may depend on the layout in memory.
+    holes, or one that repeats elements. The receiver brings both back: how later sums round may depend on the layout in
+    memory.
     """
 
     name: str
@@ -111,9 +113,11 @@ def _stage(
     arrived = [graph.placeholder(origin_of(node)) for node in received]
     for node, value in zip(received, arrived, strict=True):
         copies[node] = _receive(graph, node, value, [user for user in node.users if stage_of(user) == index])
+    # Nothing is summed of what carries no gradient: it is sent on as it came, whoever reads it here.
+    came = copies | {node: value for node, value in zip(received, arrived, strict=True) if not Edge.of(node).gradient}
     for node in mine:
         if node.op != "output":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, (came if _relays(node) else copies).__getitem__)
             copies[node].meta["origin"] = origin_of(node)  # the copy's own name may differ
     if index < count - 1:
         _finish(graph, tuple(_send(graph, node, copies[node]) for node in sent))
@@ -190,7 +194,26 @@ def _plain(node: fx.Node) -> dict[str, object]:
 
 def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of `tensor` with these strides."""
+    if any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)):
+        expanded: Tensor = _Expanded.apply(tensor, stride)  # type: ignore[no-untyped-call]
+        return expanded
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class _Expanded(torch.autograd.Function):
+    """Elements that are alike lie in one place again; the gradient has all of them, as the sender's view has."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+        part = tensor
+        for dimension, step in enumerate(stride):
+            part = part if step else part[(slice(None),) * dimension + (slice(1),)]
+        copy = torch.empty_strided(part.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(part)
+        return copy.expand(tensor.shape)
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[str, ...]:

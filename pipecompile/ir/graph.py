@@ -74,8 +74,8 @@ class Tensor(Value, frozen=True, kw_only=True):
     """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes.
 
     One that is `permuted` lies in another order of dimensions: it travels in that, and is then seen through a view. One
-    that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; with gaps, a stage that reads
-    it makes another, which takes `spread_bytes`.
+    that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; a stage that reads it makes
+    another, laid out as it was, which takes `spread_bytes`.
     """
 
     producer: str

@@ -142,7 +142,7 @@ class Part:
             tensor
             for tensor in self.leaving
             if (not tensor.dense and self.lives.place[tensor.producer] in self.inside)
-            or (tensor.spread_bytes and tensor.producer in read)
+            or (tensor.spread_bytes and tensor.gradient_bytes and tensor.producer in read)
         ]
 
     def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:

@@ -298,7 +298,7 @@ class _Observer(Caller):
 
 
 def _spread_bytes(value: Tensor) -> int:
-    """What a copy with the gaps of `value` takes; nothing if it has none."""
+    """What a copy laid out as `value` takes; nothing if that is dense."""
     strides = gaps(value)
     if strides is None or not value.numel():
         return 0

@@ -184,7 +184,9 @@ class _Stage:
         leaving = [tensor for tensor in self.graph.tensors if self.leaves(tensor.producer, tensor.consumers)]
         own = [t for t in leaving if self.of[t.producer] == self.index and not t.dense]
         others = [
-            t for t in leaving if self.of[t.producer] < self.index and t.spread_bytes and self.inside(t.consumers)
+            t
+            for t in leaving
+            if self.of[t.producer] < self.index and t.spread_bytes and t.gradient_bytes and self.inside(t.consumers)
         ]
         return {("copy", tensor.producer): tensor.bytes for tensor in [*own, *others]}
 
@@ -864,7 +866,9 @@ class _Rank:
                 is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
                 home = homes.get(tensor.producer, tensor.producer) if is_read else tensor.producer
                 is_new = is_read and home not in received
-                (self.live.sizes if is_new else lying)[stage.index, microbatch, "returned", home] = tensor.gradient_bytes
+                (self.live.sizes if is_new else lying)[stage.index, microbatch, "returned", home] = (
+                    tensor.gradient_bytes
+                )
         self.live.need(0)
         self.live.sizes |= lying if is_local else {}
 

@@ -106,7 +106,8 @@ class Part:
         forms, plain = forms_of(storage, [s for s in savers if not self.around[s]], self.run, self.graph.memory)
         holders = [*plain, *(self.regions[index][0] for index in users if self.called(index) is not None)]
         last = max(self.last_read(place, storage), *(form.made for form in forms if form.waits), place)
-        last = min(last, self.nodes[-1])  # later stages are sent copies
+        if any(map(self.is_later, storage.readers)):
+            last = self.nodes[-1]  # then copies are made for them
         return Made(place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)), forms, last)
 
     @cached_property

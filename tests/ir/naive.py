@@ -223,7 +223,7 @@ class _Stage:
         for index, region in enumerate(self.regions):
             if self.frame(region) is None and self.is_needed(index) and set(region) & seen:
                 holders.append(region[0])
-        until = seen.union(runs, *regions)
+        until = {name for name in seen if self.of[name] >= self.index}.union(runs, *regions)
         return _Spread(("spread", tensor.producer), tensor.spread_bytes, until, savers, self.inside(holders), sent)
 
     def region(self, name: str) -> Sequence[str]:

@@ -215,7 +215,7 @@ def _costs() -> tuple[CostGraph, Captured]:
 @given(
     memory=st.integers(90_000, 420_000) | st.tuples(*[st.integers(90_000, 420_000)] * 4),
     schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1", "search", "zb-v", "interleaved-1f1b"]),
-    recompute=st.sampled_from(["none", "stage", "except-last", "block", "sqrt", "auto"]),
+    recompute=st.sampled_from(["none", "stage", "except-last", "block", "sqrt"]),
     optimizer=st.sampled_from([None, "adamw"]),
     k=st.sampled_from([2, 4]),
 )

@@ -150,8 +150,6 @@ class _Stage(Part):
             yield Change(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
                 yield Change(made.last, made.storage.bytes, begins=False)
-        for tensor in self.copied:
-            yield Change(self.nodes[-1], tensor.bytes, begins=True)
         for form in self._forms:
             if form.waits:
                 yield Change(form.made, self._kept(form), begins=True)
@@ -188,17 +186,17 @@ class _Stage(Part):
     def _settlings(self, level: Level) -> dict[int, int]:
         """By the last node of a run the most that lives while its forms are made, above what lives when all is done.
 
-        By the last of all also what copies are sent of, which goes then.
+        By the last of all also copies that are sent, and what they are made of, which goes then.
         """
         found = {run.places[-1]: self._settling(run, level) for run in set(self.run.values()) if run.settles}
         last = self.nodes[-1]
         going = sum(level.size_of(made.storage.bytes) for made in (*self.made, *self.spread) if self._is_copied(made))
         copies = sum(level.size_of(tensor.bytes) for tensor in self.copied)
-        return found | {last: going + max(0, found.get(last, 0) - copies)}
+        return found | {last: going + max(copies, found.get(last, 0))}
 
     def _is_copied(self, made: Made) -> bool:
         """Whether it goes when copies of its views were made for later stages."""
-        return not self.is_kept(made) and any(map(self.is_later, made.storage.readers))
+        return not made.holders and self.is_copied(made.storage)
 
     def _settling(self, run: Run, level: Level) -> int:
         """One form after the other: a storage goes with its last, unless the run was given it."""

@@ -99,6 +99,10 @@ class Part:
         """Whether a message to a later stage is it itself."""
         return any(giver in self.inside and self.is_later(reader) for giver, reader in storage.takers)
 
+    def is_copied(self, storage: Storage) -> bool:
+        """Whether later stages get copies of its views only."""
+        return any(map(self.is_later, storage.readers)) and not self.is_sent(storage)
+
     def _made(self, place: int, storage: Storage) -> Made:
         """Where a storage that is made at `place` is needed again."""
         savers, home = [saver for saver in storage.savers if saver in self.inside], self.around.get(place, ())[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["Held", "Tape"]
 
@@ -11,7 +12,8 @@ __all__ = ["Held", "Tape"]
 class Held:
     """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
 
-    What is `sent` to later stages is held until the backward ends, whatever is computed again.
+    What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
+    them lives until copies were made at the end of the forward. What is there before the first node is made at −1.
     """
 
     bytes: int
@@ -19,6 +21,7 @@ class Held:
     uses: tuple[int, ...]
     saved: tuple[int, ...]
     sent: bool
+    copied: bool = False
 
     @property
     def last(self) -> int:
@@ -35,7 +38,8 @@ class Tape:
     gradients, which are `flowing` when it begins and, with sums that are made last, live `after` it; what the forward
     kept comes on top.
     A region keeps copies of what its nodes have `written` to, from the forward on.
-    Regions begin and end at `boundaries`, among 0 … n, and hold none of the nodes at `fixed` positions.
+    Regions begin and end at `boundaries`, among 0 … n, and hold none of the nodes at `fixed` positions. When the last
+    node is done `copies` are made, which are sent.
     """
 
     ns: tuple[int, ...]
@@ -48,3 +52,9 @@ class Tape:
     written: tuple[int, ...]
     boundaries: tuple[int, ...]
     fixed: frozenset[int] = frozenset()
+    copies: int = 0
+
+    @cached_property
+    def sent(self) -> int:
+        """What is held for later stages: bytes."""
+        return self.copies + sum(held.bytes for held in self.held if held.sent)

@@ -50,10 +50,11 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         flowing=tuple(map(add, flowing, forms.flowing)),
         before=tuple(map(add, before, forms.before)),
         after=tuple(map(add, after, forms.after)),
-        held=(*(_held(part, made, position, level) for made in part.made), *forms.held),
+        held=(*(_held(part, made, position, level) for made in (*part.spread, *part.made)), *forms.held),
         written=tuple(sum(map(level.size_of, node.written)) for node in part.own),
         boundaries=boundaries(part),
         fixed=frozenset(position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again),
+        copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
     )
 
 
@@ -62,10 +63,11 @@ def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> 
     uses = sorted({*storage.readers, made.last} - {made.place})
     return Held(
         level.size_of(storage.bytes),
-        position[made.place],
+        position.get(made.place, -1),
         tuple(position[place] for place in uses if place in position),
         tuple(position[place] for place in storage.savers if place in position and place not in formed),
         part.is_sent(storage),
+        part.is_copied(storage),
     )
 
 

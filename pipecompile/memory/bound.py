@@ -16,7 +16,7 @@ def least_ns(tape: Tape, in_flight: int, available: int) -> int | None:
     Every microbatch in flight keeps what is not computed again, so the bytes to be freed are known at the least. Who
     frees a storage runs its producer once more: a fractional knapsack over the producers.
     """
-    kept = sum(held.bytes for held in tape.held if held.sent or held.saved)
+    kept = tape.sent + sum(held.bytes for held in tape.held if held.saved and not held.sent)
     missing = kept - max(0, available) // in_flight
     spent = Fraction(0)
     for rate, size in sorted(_rates(tape)):
@@ -30,7 +30,7 @@ def _rates(tape: Tape) -> list[tuple[Fraction, int]]:
     sizes: dict[int, int] = {}
     free = 0
     for held in tape.held:
-        if held.sent or not held.saved or held.made in tape.fixed:
+        if held.sent or not held.saved or held.made < 0 or held.made in tape.fixed:
             continue
         if _is_early(tape, held):
             free += held.bytes

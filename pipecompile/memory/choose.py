@@ -42,7 +42,7 @@ def cheapest(
     search, choices = Regions(tape, 0, len(tape.ns)), list[Choice]()
     found = menu(tape, segments(tape, blocks), frozenset(), None if is_exact(tape) else MOST)
     ((state, front),) = found.fronts.items()  # nothing lives across the end of a stage but what is sent
-    sent = _sent(tape)
+    sent = tape.sent
     row = front.cheapest(in_flight, available - (in_flight - 1) * sent, None if most_kept is None else most_kept - sent)
     policies = [whole(tape), per_block(tape, blocks), square_root(tape, blocks)]
     for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
@@ -72,11 +72,7 @@ def priced(tape: Tape, regions: Sequence[Region]) -> Choice:
 
 def _priced(search: Regions, regions: Sequence[Region]) -> Choice:
     _, kept, peak, ns = search.along(regions)
-    return Choice(tuple(regions), ns, kept + _sent(search.tape), peak)
-
-
-def _sent(tape: Tape) -> int:
-    return sum(held.bytes for held in tape.held if held.sent)
+    return Choice(tuple(regions), ns, kept + search.tape.sent, peak)
 
 
 def whole(tape: Tape) -> tuple[Region, ...]:

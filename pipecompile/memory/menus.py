@@ -132,15 +132,16 @@ def _sub(tape: Tape, start: int, stop: int) -> _Sub:
             written=tape.written[start:stop],
             boundaries=tuple(place - start for place in tape.boundaries if start <= place <= stop),
             fixed=frozenset(place - start for place in tape.fixed if start <= place < stop),
+            copies=tape.copies if stop == len(tape.ns) else 0,
         ),
         tuple(order),
     )
 
 
 def _touches(held: Held, start: int, stop: int) -> bool:
-    if start <= held.made < stop:
-        return True
-    return not held.sent and held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved))
+    if held.sent or start <= held.made < stop:
+        return start <= max(0, held.made) < stop
+    return held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved))
 
 
 def _clipped(held: Held, start: int, stop: int) -> Held:
@@ -151,6 +152,7 @@ def _clipped(held: Held, start: int, stop: int) -> Held:
         uses + ((stop - start,) if held.last >= stop else ()),
         tuple(place - start for place in held.saved if start <= place < stop),
         held.sent,
+        held.copied,
     )
 
 
@@ -159,16 +161,12 @@ def _across(tape: Tape, position: int) -> State:
     return frozenset(index for index, each in held if not each.sent and each.made < position <= each.last)
 
 
-def _sent(tape: Tape) -> int:
-    return sum(held.bytes for held in tape.held if held.sent)
-
-
 def _offsets(tape: Tape, left: _Sub, right: _Sub, kept: State, now: State) -> tuple[int, int]:
     """What lives besides in the left and in the right part: what passes through unkept, and what the other sends."""
     cut, length = len(left.tape.ns), len(tape.ns)
     through = sum(tape.held[i].bytes for i in _across(tape, 0) - left.indices - kept)
     beyond = (_across(tape, cut) & _across(tape, length)) - right.indices - now
-    return _sent(right.tape) + through, _sent(left.tape) + sum(tape.held[i].bytes for i in beyond)
+    return right.tape.sent + through, left.tape.sent + sum(tape.held[i].bytes for i in beyond)
 
 
 def _put_together(front: Front, back: Front, part: int, offsets: tuple[int, int]) -> Front:

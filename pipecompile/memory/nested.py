@@ -150,9 +150,10 @@ class _Level:
 
     def __post_init__(self) -> None:
         self.tape = self.search.tape
-        own = [index for index, held in enumerate(self.tape.held) if self.start <= held.made < self.stop]
+        first = -1 if self.is_stage else self.start
+        own = [index for index, held in enumerate(self.tape.held) if first <= held.made < self.stop]
         self.own = frozenset(index for index in own if not (self.is_stage and self.tape.held[index].sent))
-        self.sent = sum(self.tape.held[index].bytes for index in own) - self._bytes(self.own)
+        self.sent = self.tape.sent if self.is_stage else 0
 
     def fill(self) -> None:
         """All choices, from left to right."""
@@ -213,7 +214,8 @@ class _Level:
         columns[:, KEPT if self.is_stage else WRITTEN] += inner[inner_row, WRITTEN]
         columns[:, NS] += inner[inner_row, NS]
         backward = columns[:, KEPT] + self.sent + inner[inner_row, BACKWARD]
-        columns[:, BACKWARD] = np.maximum.reduce([columns[:, BACKWARD], backward, done])
+        copying = columns[:, KEPT] + (self.sent + self._bytes(self._copied - now) if stop == self.stop else 0)
+        columns[:, BACKWARD] = np.maximum.reduce([columns[:, BACKWARD], backward, done, copying])
         how = np.stack([np.full(len(columns), len(self.steps)), outer_row, inner_row], axis=1)
         self.steps.append(_Step(position, state, region))
         return columns, how, now
@@ -271,7 +273,11 @@ class _Level:
         return list(map(frozenset, found))
 
     def _last(self, held: Held) -> int:
-        return self.stop if held.sent else held.last
+        return self.stop if held.sent or (held.copied and not self.is_stage) else held.last
+
+    @cached_property
+    def _copied(self) -> State:
+        return frozenset(index for index in self.own if self.is_stage and self.tape.held[index].copied)
 
     def _sent_before(self, position: int) -> int:
         held = self.tape.held if self.is_stage else ()

@@ -34,7 +34,7 @@ def refined(
 ) -> tuple[tuple[Region, ...] | None, int]:
     """Regions whose `in_flight` microbatches, one at its peak, fit, and a bound in ns: none that fit take less time.
 
-    `tape` is a whole stage: nothing on it was made before. `available` is in bytes.
+    `tape` is a whole stage. `available` is in bytes.
     They take no more time than those `known`, which fit. None if none are known and none were found in `seconds`, a
     deterministic budget: the same regions each time. Long stages are not searched: of these the bound is 0.
     """
@@ -69,7 +69,6 @@ class _Model:
         self.model = cp_model.CpModel()
         self.count = len(self.tape.ns)
         self.search = Regions(self.tape, 0, self.count)
-        self.sent = sum(held.bytes for held in self.tape.held if held.sent)
         self.held = [held for held in self.tape.held if not held.sent and held.bytes]
         self.time_unit = -(-sum(self.tape.ns) // TIME_UNITS) or 1
         self.again: dict[Region, Any] = {r: self.model.new_bool_var("") for r in self._worth_it()}
@@ -84,6 +83,7 @@ class _Model:
         for position in range(self.count):
             for terms in self._levels(position):
                 self._fits(terms)
+        self._fits(self._copying())
         self.model.minimize(sum(self._time(region) // self.time_unit * v for region, v in self.again.items()))
         self._hint()
         solver = _solver(seconds)
@@ -98,7 +98,7 @@ class _Model:
     def _worth_it(self) -> Iterator[Region]:
         """The regions that fit by themselves, and those that are known."""
         for region in self.ends.regions:
-            if self.sent + self.search.again(region).backward <= self.available:
+            if self.tape.sent + self.search.again(region).backward <= self.available:
                 yield region
         for region in self.known.regions if self.known else ():
             if region.start not in self.ends.begins or region.stop not in self.ends.stops:
@@ -126,6 +126,8 @@ class _Model:
 
     def _needs(self, held: Held, position: int) -> list[Any]:
         """Of what may lie at a position that which needs a storage kept: a node that saves it, regions that read it."""
+        if position < 0:
+            return []
         places = sorted({*held.uses, *held.saved})
         reading = [
             variable
@@ -164,15 +166,22 @@ class _Model:
         yield [(waiting + sent + tape.forward[position], 1), *gone, *self._copied_by(position)]
         regions = self._by_position[position]
         backward = [(self.search.again(region).backward, variable) for region, variable in regions]
-        yield [(self.sent, 1), (tape.before[position], once), *self._kept_by(position), *backward]
+        yield [(tape.sent, 1), (tape.before[position], once), *self._kept_by(position), *backward]
         begun = [(tape.after[position], variable) for region, variable in regions if region.start == position]
-        yield [(self.sent, 1), (tape.after[position], once), *begun, *self._kept_by(position - 1)]
+        yield [(tape.sent, 1), (tape.after[position], once), *begun, *self._kept_by(position - 1)]
+
+    def _copying(self) -> list[tuple[int, Any]]:
+        """What lives when the last node is done and copies are made, as terms."""
+        rows = list(zip(self.held, self.kept, strict=True))
+        copied = sum(held.bytes for held in self.held if held.copied)
+        kept = [(held.bytes, row[-1]) for held, row in rows if not held.copied]
+        return [(self.tape.sent + copied, 1), *kept, *self._copied_by(self.count)]
 
     def _fits(self, terms: Sequence[tuple[int, Any]]) -> None:
         """These bytes, with all that the other microbatches keep."""
         others = [((self.in_flight - 1) * held.bytes, row[-1]) for held, row in zip(self.held, self.kept, strict=True)]
         others += [((self.in_flight - 1) * size, self.again[region]) for region, size in self._copies]
-        every = [*terms, *others, ((self.in_flight - 1) * self.sent, 1)]
+        every = [*terms, *others, ((self.in_flight - 1) * self.tape.sent, 1)]
         self.model.add(sum(size // self._unit * variable for size, variable in every) <= self.available // self._unit)
 
     @cached_property
@@ -180,7 +189,7 @@ class _Model:
         """The bytes of a unit: such that nothing is rounded if that is possible."""
         tape = self.tape
         held = [held.bytes for held in tape.held]
-        sizes = gcd(*tape.forward, *tape.flowing, *tape.before, *tape.after, *tape.written, *held) or 1
+        sizes = gcd(*tape.forward, *tape.flowing, *tape.before, *tape.after, *tape.written, *held, tape.copies) or 1
         return sizes * (-(-self.available // (sizes * BYTE_UNITS)) or 1)
 
     def _time(self, region: Region) -> int:

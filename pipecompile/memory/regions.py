@@ -128,11 +128,12 @@ class Regions:
         again = Again(0, self.tape.forward[position], self.tape.before[position])
         if region is not None:
             again = self.again(region)
-        held, sent = self.tape.held, self._sent_by[-1]
+        held, sent = self.tape.held, self.tape.sent
         kept = sum(held[index].bytes for index in now - state) + again.written
         waiting = sum(held[index].bytes for index in self._across[position] - state)
         forward = waiting + self._sent_by[position] + again.forward + again.written
-        rise = max(forward, kept + sent + again.backward, sent + self.tape.after[position])
+        copied = sum(held[index].bytes for index in self._copied - now) if stop == len(self.tape.ns) else 0
+        rise = max(forward, kept + sent + max(again.backward, copied), sent + self.tape.after[position])
         return _Move(now & self._across[stop], kept, rise, again.ns)
 
     def _needed_by(self, start: int, stop: int, *, again: bool) -> State:
@@ -181,7 +182,7 @@ class Regions:
             highest = max(highest, now + self.tape.forward[position])
             now += self._made_bytes[position]
             for held in self._ending[position]:
-                if held.made >= region.start and not (again and held.saved):
+                if held.made >= region.start and not (again and (held.saved or held.copied)):
                     now -= held.bytes
             highest = max(highest, now)
         return highest
@@ -226,6 +227,12 @@ class Regions:
             for position in range(held.made + 1, held.last + 1) if not held.sent else ():
                 found[position].add(index)
         return list(map(frozenset, found))
+
+    @cached_property
+    def _copied(self) -> State:
+        """What copies are made of when the last node is done."""
+        last = range(len(self.tape.ns))
+        return frozenset(i for i, held in enumerate(self.tape.held) if held.copied and held.last in last)
 
     @cached_property
     def _sent_by(self) -> list[int]:

@@ -69,7 +69,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
     tape = tape_of(Lives(graph), before, names, summed=True)
-    sent = sum(held.bytes for held in tape.held if held.sent)
+    sent = tape.sent
     search = Regions(tape, 0, len(names))
     found: set[Choice] = set()
     for state, front in search.fronts[len(names)].items():
@@ -96,7 +96,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(graph: 
     before, names = list(chain(*cut[:index])), cut[index]
     saving = data.draw(saving_of(names, ()))
     tape = tape_of(Lives(graph), before, names, summed=True, saving=saving)
-    sent = sum(held.bytes for held in tape.held if held.sent)
+    sent = tape.sent
     search = Regions(tape, 0, len(names))
     for state, front in search.fronts[len(names)].items():
         for row in range(len(front)):
@@ -117,7 +117,7 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
     inner = [place for place in tape.boundaries if 0 < place < len(names)]
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
     found = menu(tape, cuts, frozenset(), None)
-    sent = sum(held.bytes for held in tape.held if held.sent)
+    sent = tape.sent
     for state, front in found.fronts.items():
         for row in range(len(front)):
             regions = [names[a:b] for a, b in found.regions(state, row)]

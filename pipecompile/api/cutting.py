@@ -256,6 +256,7 @@ def _share_again(options: Options) -> Fraction:
 def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     """Pairs of nodes whose stages must not fall, so that gradients are summed in the order of the unsplit model.
 
+    A gradient that repeats elements must not be sent: its node and the reader share a stage.
     Autograd adds what the readers of a tensor or a parameter give from the last in the forward to the first, and what
     later stages give comes before what the tensor's own stage adds. Only the first two summands may change places.
     """
@@ -269,6 +270,9 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
         if len(summands) > 2:
             yield from pairwise(summands[:-1])
             yield summands[-3], summands[-1]
+    for tensor in graph.tensors:
+        if tensor.expanded_gradient:
+            yield tensor.consumers[0], tensor.producer
 
 
 def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:

@@ -75,7 +75,8 @@ class Tensor(Value, frozen=True, kw_only=True):
 
     One that is `permuted` lies in another order of dimensions: it travels in that, and is then seen through a view. One
     that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; a stage that reads it makes
-    another, laid out as it was, which takes `spread_bytes`.
+    another, laid out as it was, which takes `spread_bytes`. An `expanded_gradient`, which its only reader gives,
+    repeats elements: as a message it would not, and sums over it would be rounded otherwise.
     """
 
     producer: str
@@ -86,6 +87,7 @@ class Tensor(Value, frozen=True, kw_only=True):
     permuted: bool = False
     dense: bool = True
     spread_bytes: NonNegative = 0
+    expanded_gradient: bool = False
 
 
 class Gradient(Value, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ class Destinations:
     It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
     what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
     gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
-    value, the pair is turned.
+    value, the pair is turned. `expanded` are the pairs whose gradient repeats elements, whatever it lies in.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -35,6 +35,7 @@ class Destinations:
         self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        self.expanded: set[tuple[str, str]] = set()
         self._ledger = ledger
         self._strides: dict[str, Strides] = {}
         self._hooks: list[RemovableHandle] = []
@@ -72,6 +73,8 @@ class Destinations:
     ) -> None:
         for place, own in pairs.items():
             gradient = gradients[place]
+            if any(stride == 0 for each in tensors(gradient) for _, stride in _strides(each)):
+                self.expanded.update(own)
             for index in self._ledger.known(tensors(gradient)):
                 assert gradient is not None
                 self.given[index] += own

@@ -89,13 +89,15 @@ class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
     `contents` are of storages that are saved, where they are plain elements. `gradients` are those that live longer
-    than the node that makes them or are captured, without those of parameters and inputs.
+    than the node that makes them or are captured, without those of parameters and inputs. `expanded` are pairs of a
+    node and a reader whose gradient for it repeats elements.
     """
 
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
     gradients: tuple[GradientLife, ...]
+    expanded: frozenset[tuple[str, str]]
 
 
 def observe(workload: Workload, scratch: Scratch) -> Observation:
@@ -274,7 +276,8 @@ class _Observer(Caller):
             for back in [self._backward_tick(place)]
         }
         contents = {index: content for index, content in self.contents.items() if content is not None}
-        return Observation(nodes, tuple(life.bytes for life in self.ledger.lives), contents, gradients)
+        storages, expanded = tuple(life.bytes for life in self.ledger.lives), frozenset(self.destinations.expanded)
+        return Observation(nodes, storages, contents, gradients, expanded)
 
     def _gradients(self) -> tuple[GradientLife, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""

@@ -133,3 +133,9 @@ def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
     nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
     pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
     assert set(sums_in_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
+
+
+def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
+    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_gradient=True)
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
+    assert set(sums_in_order(graph)) == {("b", "a")}

@@ -213,6 +213,22 @@ def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
         pipecompile(SharedUnderAutocast(4, in_halves), torch.arange(32), k=16, costs="flops", self_check=False)
 
 
+def test_no_cut_lies_before_a_sum() -> None:
+    """Its gradient repeats elements; laid out in full, as a message is, a bias before the cut has another sum of it."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 33), nn.Linear(1, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).sum(-1, keepdim=True))
+
+    with pytest.raises(InfeasibleError, match="first=0 and sum_1=1: these nodes cannot be separated"):
+        compiled(Sum(), pin={"first": 0, "sum_1": 1})
+
+
 def test_another_autocast_than_at_compile_time_is_refused() -> None:
     pipeline = compiled(linears())
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):

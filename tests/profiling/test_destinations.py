@@ -46,6 +46,21 @@ def test_the_gradient_of_what_a_layer_returns_as_it_was_given_is_that_of_both() 
     assert any({("_1_inner", "_1_same"), ("_1_same", "mul")} <= given for given in pairs)
 
 
+def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
+    """Not of what has another reader: the sum of both has each element once."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.first(value).sum(-1) + self.second(value).sum(-1) + value.sum(-1)
+
+    graph = graph_of(Sums(), lambda outputs, targets: outputs[0].square().mean())
+    assert {t.producer for t in graph.tensors if t.expanded_gradient} == {"_1_first", "_1_second"}
+
+
 def test_nothing_outlives_a_profile() -> None:
     """Nor what its loss refers to, which may be the model."""
 

@@ -29,8 +29,9 @@ from pipecompile.ir.forms import Form, Run
 from pipecompile.ir.graph import Parameter
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.optimizer import optimizer_bytes
-from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
+from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part
 from pipecompile.ir.saving import Policy
+from pipecompile.ir.section import Change
 
 __all__ = ["footprint_of"]
 
@@ -80,13 +81,13 @@ class _Stage(Part):
         anonymous = [node.parameter_bytes for node in self.own if not node.parameters and node.parameter_bytes]
         trained = [parameter for parameter, _ in self.trained]
         state, scratch = self._optimizer(trained)
-        making, adding = list(self.made_gradients()), list(self.added_gradients())
-        backward = [*self._freed(), *self.flowing(), *self._copies()]
+        making, adding = list(self.gradients.making()), list(self.gradients.adding())
+        backward = [*self._freed(), *self.gradients.flowing(), *self._copies()]
         whole = [node.backward_peak_bytes for node in self.own]
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
         stripped = [*second, *self._freed_outputs()]
         rises = list(self._weight_rises()) if self.splits else whole
-        sums = self.sums()
+        sums = self.gradients.sums()
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -104,16 +105,16 @@ class _Stage(Part):
                 ]
             ),
             outputs=amount([*self._sent, *(tensor.bytes for tensor in self.copied)]),
-            returned=amount(tensor.gradient_bytes for tensor in self.returned(hold=False)),
-            passed=amount(tensor.gradient_bytes for tensor in self.returned(hold=True)),
+            returned=amount(tensor.gradient_bytes for tensor in self.gradients.returned(hold=False)),
+            passed=amount(tensor.gradient_bytes for tensor in self.gradients.returned(hold=True)),
             handed_on=amount(tensor.bytes for tensor in self.handed_on),
-            relayed=amount(tensor.gradient_bytes for tensor in self.relayed(hold=False)),
-            forwarded=amount(tensor.gradient_bytes for tensor in self.relayed(hold=True)),
+            relayed=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=False)),
+            forwarded=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
             remade=amount(self._remade),
-            between=amount(gradient.bytes for gradient, _ in self.captured) if self.splits else ZERO,
-            lent=amount(gradient.bytes for gradient in self.lent) if self.splits else ZERO,
-            retained=amount(self.retained),
+            between=amount(gradient.bytes for gradient, _ in self.gradients.captured) if self.splits else ZERO,
+            lent=amount(gradient.bytes for gradient in self.gradients.lent) if self.splits else ZERO,
+            retained=amount(self.gradients.retained),
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
             backward_peak=self._peak([*backward, *adding], whole, sums, again=True),
@@ -310,9 +311,9 @@ class _Stage(Part):
 
     def _released(self) -> Iterator[Change]:
         """What the first half held for the second, and gradients that only the second needs."""
-        for gradient, place in self.captured:
+        for gradient, place in self.gradients.captured:
             yield Change(place, gradient.bytes, begins=False)
-        for gradient in filter(self.halves.is_aside, self.own_gradients):
+        for gradient in filter(self.halves.is_aside, self.gradients.own):
             yield Change(gradient.producer, gradient.bytes, begins=True)
             yield Change(gradient.last, gradient.bytes, begins=False)
 
@@ -326,7 +327,7 @@ class _Stage(Part):
     def _weight_rises(self) -> Iterator[int]:
         """The second half runs nodes that lead to parameters, and makes no other gradients."""
         others: dict[int, int] = defaultdict(int)
-        for gradient in self.uncut_gradients:
+        for gradient in self.gradients.uncut:
             at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
             made = at_once or self.halves.is_aside(gradient)
             others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
@@ -334,7 +335,7 @@ class _Stage(Part):
             yield max(0, node.backward_peak_bytes - others[place]) if place in self.halves.run_twice else 0
 
     def _input_peak(self) -> Amount:
-        return self._peak(self.flowing(hold=True), list(self._input_rises()), self.sums(hold=True))
+        return self._peak(self.gradients.flowing(hold=True), list(self._input_rises()), self.gradients.sums(hold=True))
 
     def _peak(
         self,

@@ -8,8 +8,9 @@ from operator import add
 
 from pipecompile.ir.forms import Run
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.part import BOUND_SCRATCH, Change, Level, Made, Part
+from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part
 from pipecompile.ir.saving import Policy
+from pipecompile.ir.section import Change
 from pipecompile.ir.tape import Held, Tape
 
 __all__ = ["boundaries", "tape_of"]
@@ -36,8 +37,8 @@ def _tape(part: Part, *, summed: bool) -> Tape:
     """By position, as a bound counts."""
     level = Level(BOUND_SCRATCH, part.allocator.rounded)
     position = {place: index for index, place in enumerate(part.nodes)}
-    sums_of_parameters = part.added_gradients() if summed else part.made_gradients()
-    flowing, before, after = _gradient_levels(part, [*part.flowing(), *sums_of_parameters], level)
+    sums_of_parameters = part.gradients.adding() if summed else part.gradients.making()
+    flowing, before, after = _gradient_levels(part, [*part.gradients.flowing(), *sums_of_parameters], level)
     padding = [sum(level.size_of(s.bytes) - s.bytes for s in part.lives.storages.get(p, ())) for p in part.nodes]
     forms = _Forms(part, position, level)
     return Tape(
@@ -99,7 +100,7 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
     now = 0
-    sums = part.sums()
+    sums = part.gradients.sums()
     by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
     for at, size, begins in changes:
         by_place[at].append((level.size_of(size), size, begins))

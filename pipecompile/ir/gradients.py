@@ -1,0 +1,258 @@
+"""The gradients that flow through a stage: made in it, received, returned, and held between halves of a backward.
+
+Part of the memory model, see memory.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from pipecompile.ir.graph import Tensor
+from pipecompile.ir.lives import ORDERLY, GradientLife
+from pipecompile.ir.section import Change, Section
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Those of one stage, a `section` of the graph."""
+
+    def __init__(self, section: Section) -> None:
+        self.section = section
+        self.lives, self.graph = section.lives, section.graph
+        self.nodes, self.inside = section.nodes, section.inside
+
+    @cached_property
+    def captured(self) -> list[tuple[GradientLife, int]]:
+        """What the first half of a split backward holds, each with the node where the second lets it go.
+
+        Those that are returned lie in the message.
+        """
+        returned = set(map(id, self.homes(hold=True)))
+        found = [(each, places) for each, places in self._captured if id(each) not in returned]
+        return [(each, min(map(self.section.halves.end_of_second, places))) for each, places in found]
+
+    @property
+    def lent(self) -> list[GradientLife]:
+        """What the first half holds and returns."""
+        returned = set(map(id, self.homes(hold=True)))
+        return [each for each, _ in self._captured if id(each) in returned]
+
+    @cached_property
+    def _captured(self) -> list[tuple[GradientLife, set[int]]]:
+        pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
+        return [(each, places) for each, places in pairs if places]
+
+    @cached_property
+    def retained(self) -> list[int]:
+        """The sizes of what the first half holds of what was received: all if the second begins with that."""
+        if not self.section.splits or self.section.halves.begins_at_outputs:
+            return [tensor.gradient_bytes for tensor in self.section.leaving]
+        elsewhere = self._own.union(map(id, self.homes(hold=True)))
+        found = {id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())}
+        copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
+        return [
+            each.bytes
+            for key, each in found.items()
+            if key not in elsewhere
+            and any((key, place) not in copied for place in self.section.halves.captured_at(each))
+        ]
+
+    def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
+        """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
+
+        A whole backward copies what others have too, except what it made itself and has through a view; a first half
+        (`hold`) does not.
+        """
+        return self._held_homes if hold else self._taken_homes
+
+    @cached_property
+    def _held_homes(self) -> Sequence[GradientLife | None]:
+        return self._matched(list(self._given_homes))
+
+    @cached_property
+    def _taken_homes(self) -> Sequence[GradientLife | None]:
+        views = self.lives.viewed
+        seen = [tensor.permuted or self.lives.place[tensor.producer] in views for tensor, _ in self.section.read]
+        pairs = zip(seen, self._given_homes, strict=True)
+        return self._matched([home if is_seen and id(home) in self._own else None for is_seen, home in pairs])
+
+    @cached_property
+    def _given_homes(self) -> Sequence[GradientLife | None]:
+        return [self._only_given(tensor, place) for tensor, place in self.section.read]
+
+    def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
+        """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
+        taken = set(map(id, homes))
+        for gradient in self.own:
+            if gradient.last not in self.inside and id(gradient) not in taken:
+                index = next((i for i, home in enumerate(homes) if home is None and self._fits(gradient, i)), None)
+                if index is not None:
+                    homes[index] = gradient
+        return homes
+
+    def _fits(self, gradient: GradientLife, index: int) -> bool:
+        tensor, place = self.section.read[index]
+        return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
+
+    def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
+        """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
+        readers = {self.lives.place[name] for name in tensor.consumers} - self.section.before
+        found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
+        if found is None or found.bytes != tensor.gradient_bytes:
+            return None
+        pair, is_received = (self.lives.place[tensor.producer], place), id(found) not in self._own
+        is_turned = pair in self.lives.turned or (is_received and self._turns(tensor, place))
+        return None if is_turned or self._arrives_anew(pair[0], found) else found
+
+    def _arrives_anew(self, place: int, found: GradientLife) -> bool:
+        """Whether a gradient comes to a node of an earlier stage in another order, because of a cut behind."""
+        senders = [sender for gradient, sender in self._laid_out_anew if gradient is found]
+        return any(place in self.lives.reached(found, s) and not self._is_one_storage(place, s) for s in senders)
+
+    def _turns(self, tensor: Tensor, place: int) -> bool:
+        """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
+
+        A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
+        it was given is not in order; so the gradient would not be.
+        """
+        reader = self.graph.nodes[place]
+        value = self.lives.values.get(reader.name)
+        is_view = value is not None and value.storage == tensor.storage
+        return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
+
+    def returned(self, *, hold: bool) -> list[Tensor]:
+        """The inputs whose gradients take memory as they are returned, by a whole backward or a first half (`hold`).
+
+        What lies in one gradient counts once, what lies in a message not, as that does which a later stage alone reads,
+        through a view.
+        """
+        once: dict[int, Tensor] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.section.read, self.homes(hold=hold), strict=True)):
+            if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
+                once[-index - 1 if home is None else id(home)] = tensor
+        return list(once.values())
+
+    def relayed(self, *, hold: bool) -> list[Tensor]:
+        """The inputs whose gradients lie in what was received; what lies in one of these counts once."""
+        passing = [tensor for tensor, readers in self.section.arriving if self.inside.isdisjoint(readers)]
+        once: dict[int, Tensor] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.section.read, self.homes(hold=hold), strict=True)):
+            if self._is_handed_on(tensor):
+                once[-index - 1] = tensor
+            elif home is not None and id(home) not in self._own:
+                once[id(home)] = tensor
+        return [*passing, *once.values()]
+
+    def _is_handed_on(self, tensor: Tensor) -> bool:
+        view = self.lives.seen_through.get(tensor.producer)
+        readers = () if view is None else map(self.lives.place.__getitem__, view.consumers)
+        return bool(view and view.consumers) and all(map(self.section.is_later, readers))
+
+    @cached_property
+    def own(self) -> list[GradientLife]:
+        """Those that are made here, with copies that only a cut brings about."""
+        return [*self.uncut, *(copy for _, copy in self._brought_in_order)]
+
+    @cached_property
+    def uncut(self) -> list[GradientLife]:
+        """Those that the whole model has too; what comes from later stages is in order, and needs no copy."""
+        made = (gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ()))
+        return [gradient for gradient in made if not (gradient.copy and gradient.producer in self._sent_as_is)]
+
+    @cached_property
+    def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
+        """What the cut laid out anew, each with its copy for a node that makes a parameter's gradient of it.
+
+        Linear layers and products copy it, since they take its leading dimensions as one; others may.
+        """
+        found = []
+        for gradient, sender in self._laid_out_anew:
+            for place, reader in self.lives.reached(gradient, sender).items():
+                is_taken = place in self.inside and place in gradient.captured
+                if is_taken and not self._is_one_storage(place, sender):
+                    users = (), (place,), ()
+                    copy = GradientLife(reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None)
+                    found.append((gradient, copy))
+        return found
+
+    @cached_property
+    def _laid_out_anew(self) -> list[tuple[GradientLife, int]]:
+        """Gradients of what is sent that the whole model has in another order than messages, and who sends that."""
+        found = []
+        for tensor in self.section.leaving:
+            pairs = [(self.lives.place[tensor.producer], self.lives.place[name]) for name in tensor.consumers]
+            gradient = self.lives.given.get(pairs[0]) if len(pairs) == 1 else None
+            if gradient is not None and pairs[0] in self.lives.turned and self.section.is_later(pairs[0][1]):
+                found.append((gradient, pairs[0][0]))
+        return found
+
+    def _is_one_storage(self, one: int, other: int) -> bool:
+        first, second = (self.lives.values.get(self.graph.nodes[place].name) for place in (one, other))
+        return first is not None and second is not None and first.storage == second.storage
+
+    @cached_property
+    def _own(self) -> set[int]:
+        return set(map(id, self.own))
+
+    @cached_property
+    def _sent_as_is(self) -> set[int]:
+        """The nodes of which only later stages have gradients: as they are, or through views."""
+        read_here = {source for place in self.nodes for source in self.lives.sources[place]}
+        found = {self.lives.place[tensor.producer] for tensor in self.section.leaving} - read_here
+        for place in reversed(self.nodes):
+            if self.lives.viewed.get(place) in found:
+                found.add(place)
+        return found
+
+    def flowing(self, *, hold: bool = False) -> Iterator[Change]:
+        """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
+        homes = self.homes(hold=hold)
+        stay = {id(gradient) for gradient, _ in self.captured if hold}.union(map(id, homes))
+        for gradient in self.own:
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            if id(gradient) not in stay:
+                yield Change(self._last(gradient), gradient.bytes, begins=False)
+        for (tensor, place), home in zip(self.section.read, homes, strict=True):
+            if home is None:  # it lies in what others hold, or not in order: autograd copies it
+                yield Change(place, tensor.gradient_bytes, begins=True)
+
+    def _last(self, gradient: GradientLife) -> int:
+        """The node of the stage in whose backward it is let go."""
+        users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
+        return gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
+
+    def making(self) -> Iterator[Change]:
+        """In the first backward of a step the gradients of parameters begin to live."""
+        for parameter, places in self.section.trained:
+            yield Change(places[-1], parameter.bytes, begins=True)
+        for place, node in zip(self.nodes, self.section.own, strict=True):
+            if not node.parameters:
+                yield Change(place, node.parameter_bytes, begins=True)
+
+    def adding(self) -> Iterator[Change]:
+        """Later they are made, added and let go."""
+        for parameter, places in self.section.trained:
+            if len(places) > 1:
+                yield Change(places[-1], parameter.bytes, begins=True)
+                yield Change(places[0], parameter.bytes, begins=False)
+
+    def sums(self, *, hold: bool = False) -> dict[int, int]:
+        """By node what lives beside the new sums that are made when its backward is done: the summands.
+
+        Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
+        """
+        sums: dict[int, int] = defaultdict(int)
+        held = {id(each) for each, _ in self._captured if hold}
+        stay = held.union(map(id, self.homes(hold=hold)))
+        for gradient in self.own:
+            before = gradient.continues
+            if gradient.sum and (before is None or self.section.is_later(before.producer) or id(before) in held):
+                sums[gradient.producer] += gradient.bytes
+        apart = {(each.producer, each.bytes) for each in self.own if each.sum and each.continues is None}
+        for place, size in apart:
+            others = (each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay)
+            sums[place] += sum(each.bytes for each in others if each.bytes == size)
+        return sums

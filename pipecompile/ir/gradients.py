@@ -6,10 +6,10 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
-from pipecompile.ir.graph import Tensor
+from pipecompile.ir.graph import Parameter, Tensor
 from pipecompile.ir.lives import ORDERLY, GradientLife
 from pipecompile.ir.section import Change, Section
 
@@ -224,18 +224,29 @@ class Gradients:
         users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
         return gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
 
-    def making(self) -> Iterator[Change]:
-        """In the first backward of a step the gradients of parameters begin to live."""
+    @property
+    def early(self) -> list[tuple[Parameter, list[int]]]:
+        """The parameters whose gradients the first half of a split backward makes, and holds."""
+        names = self.section.halves.early if self.section.splits else frozenset()
+        return [(parameter, places) for parameter, places in self.section.trained if parameter.name in names]
+
+    def making(self, *, half: bool = False) -> Iterator[Change]:
+        """In the first backward of a step the gradients of parameters begin to live.
+
+        In a second `half` those that the first made are copied last.
+        """
+        early = {parameter.name for parameter, _ in self.early} if half else ()
         for parameter, places in self.section.trained:
-            yield Change(places[-1], parameter.bytes, begins=True)
+            yield Change(self.nodes[0] if parameter.name in early else places[-1], parameter.bytes, begins=True)
         for place, node in zip(self.nodes, self.section.own, strict=True):
             if not node.parameters:
                 yield Change(place, node.parameter_bytes, begins=True)
 
-    def adding(self) -> Iterator[Change]:
-        """Later they are made, added and let go."""
+    def adding(self, *, half: bool = False) -> Iterator[Change]:
+        """Later they are made, added and let go, but for what the first half made if this is the second."""
+        early = {parameter.name for parameter, _ in self.early} if half else ()
         for parameter, places in self.section.trained:
-            if len(places) > 1:
+            if len(places) > 1 and parameter.name not in early:
                 yield Change(places[-1], parameter.bytes, begins=True)
                 yield Change(places[0], parameter.bytes, begins=False)
 
@@ -255,4 +266,19 @@ class Gradients:
         for place, size in apart:
             others = (each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay)
             sums[place] += sum(each.bytes for each in others if each.bytes == size)
+        for place, size in self._added_anew(self.early if hold else self.section.trained):
+            sums[place] += size
         return sums
+
+    def second_sums(self) -> dict[int, int]:
+        """The same of the second half of a split backward, which makes but gradients of parameters."""
+        early, sums = {parameter.name for parameter, _ in self.early}, defaultdict[int, int](int)
+        for place, size in self._added_anew(pair for pair in self.section.trained if pair[0].name not in early):
+            sums[place] += size
+        return sums
+
+    def _added_anew(self, parameters: Iterable[tuple[Parameter, list[int]]]) -> Iterator[tuple[int, int]]:
+        """Where a gradient of a parameter is added to one that is a view, which gives a new sum: both summands."""
+        for parameter, places in parameters:
+            if len(places) > 1 and parameter.name in self.graph.nodes[places[-1]].given_as_views:
+                yield places[-2], 2 * parameter.bytes

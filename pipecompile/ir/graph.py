@@ -23,7 +23,8 @@ class Node(Value, frozen=True, kw_only=True):
     """One operation for one microbatch; times in nanoseconds, sizes in bytes.
 
     `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses` what for, by saved
-    tensor, where that is known; `parameters` the canonical names that the node reads. The split of the backward is None
+    tensor, where that is known; `parameters` the canonical names that the node reads, `given_as_views` those of them
+    whose gradients are views, so that what others add is a new sum. The split of the backward is None
     where it was not measured. `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs,
     above what lived when it began, `workspace_bytes` the scratch of its kernels beside that, `forward_height_bytes` and
     `backward_height_bytes` the most of both together, where that is known to be less; `input_bytes` is what it reads of
@@ -54,6 +55,7 @@ class Node(Value, frozen=True, kw_only=True):
     uses: tuple[tuple[Use, ...], ...] = ()
     written: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
+    given_as_views: tuple[str, ...] = ()
     module: str = ""
     operator: str = ""
     source: str = ""

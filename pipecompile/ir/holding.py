@@ -87,7 +87,9 @@ class _Stage(Part):
         second = [*self._freed(half=True), *self._released()] if self.splits else backward
         stripped = [*second, *self._freed_outputs()]
         rises = list(self._weight_rises()) if self.splits else whole
+        first, later = (list(ways(half=True)) for ways in (self.gradients.making, self.gradients.adding))
         sums = self.gradients.sums()
+        last = self.gradients.second_sums() if self.splits else sums
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
             gradients=amount([*(parameter.bytes for parameter in trained), *anonymous]),
@@ -112,17 +114,17 @@ class _Stage(Part):
             forwarded=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
             remade=amount(self._remade),
-            between=amount(gradient.bytes for gradient, _ in self.gradients.captured) if self.splits else ZERO,
+            between=amount(self._between) if self.splits else ZERO,
             lent=amount(gradient.bytes for gradient in self.gradients.lent) if self.splits else ZERO,
             retained=amount(self.gradients.retained),
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
             backward_peak=self._peak([*backward, *adding], whole, sums, again=True),
             input_peak=self._input_peak() if self.splits else ZERO,
-            first_weight_peak=self._peak([*second, *making], rises, NO_SUMS if self.splits else sums),
-            weight_peak=self._peak([*second, *adding], rises, NO_SUMS if self.splits else sums),
-            first_stripped_peak=self._peak([*stripped, *making], rises, NO_SUMS if self.splits else sums),
-            stripped_peak=self._peak([*stripped, *adding], rises, NO_SUMS if self.splits else sums),
+            first_weight_peak=self._peak([*second, *first], rises, last),
+            weight_peak=self._peak([*second, *later], rises, last),
+            first_stripped_peak=self._peak([*stripped, *first], rises, last),
+            stripped_peak=self._peak([*stripped, *later], rises, last),
             written=amount(self.written(self.nodes)),
             shared=tuple(self._shared()),
         )
@@ -317,10 +319,16 @@ class _Stage(Part):
             yield Change(gradient.producer, gradient.bytes, begins=True)
             yield Change(gradient.last, gradient.bytes, begins=False)
 
+    @property
+    def _between(self) -> Iterator[int]:
+        yield from (gradient.bytes for gradient, _ in self.gradients.captured)
+        yield from (parameter.bytes for parameter, _ in self.gradients.early)
+
     def _input_rises(self) -> Iterator[int]:
-        """The first half of a backward makes no gradients of parameters."""
+        """The first half of a backward makes few gradients of parameters."""
         for node in self.own:
-            parameters = (self.graph.parameter_by_name[name] for name in node.parameters)
+            names = set(node.parameters) - self.halves.early
+            parameters = (self.graph.parameter_by_name[name] for name in names)
             made = 0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
             yield max(0, node.backward_peak_bytes - made)
 
@@ -331,11 +339,16 @@ class _Stage(Part):
             at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
             made = at_once or self.halves.is_aside(gradient)
             others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
+        for parameter, places in self.gradients.early:
+            for place in places:
+                others[place] += 0 if self.graph.nodes[place].operator in AT_ONCE else parameter.bytes
         for place, node in zip(self.nodes, self.own, strict=True):
             yield max(0, node.backward_peak_bytes - others[place]) if place in self.halves.run_twice else 0
 
     def _input_peak(self) -> Amount:
-        return self._peak(self.gradients.flowing(hold=True), list(self._input_rises()), self.gradients.sums(hold=True))
+        made = (Change(places[-1], parameter.bytes, begins=True) for parameter, places in self.gradients.early)
+        changes = [*self.gradients.flowing(hold=True), *made]
+        return self._peak(changes, list(self._input_rises()), self.gradients.sums(hold=True))
 
     def _peak(
         self,

@@ -257,7 +257,13 @@ def ceiling(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches:
 def _most_above(stage: Footprint, recomputed: bool) -> int:
     """The most that lives in an action of the stage, above what is kept when it ends (a forward) or begins."""
     forward = stage.forward_peak.bound - (stage.outputs if recomputed else stage.kept).bound
-    return max(forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound)
+    return max(forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound, _making(stage))
+
+
+def _making(stage: Footprint) -> int:
+    """The most while it makes gradients, above those that are its own: those that others have too are there twice."""
+    own = stage.gradients.bound - sum(share.gradients.bound for share in stage.shared)
+    return max(stage.first_backward_peak.bound, stage.first_weight_peak.bound) - own
 
 
 def _scratch(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:

@@ -72,6 +72,6 @@ class Section:
     @cached_property
     def halves(self) -> Halves:
         """Where the halves of a split backward run."""
-        reading = frozenset(place for _, places in self.trained for place in places)
+        readers = {parameter.name: places for parameter, places in self.trained}
         sent = frozenset(self.lives.place[tensor.producer] for tensor in self.leaving if tensor.gradient_bytes)
-        return Halves(self.lives, frozenset(self.before), tuple(self.nodes), reading, sent)
+        return Halves(self.lives, frozenset(self.before), tuple(self.nodes), readers, sent)

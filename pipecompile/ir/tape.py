@@ -13,7 +13,7 @@ class Held:
     """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
 
     What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
-    them lives until copies were made at the end of the forward. What is there before the first node is made at −1.
+    them lives until this position, the last, is done and copies were made. Made at −1 is what is there before.
     """
 
     bytes: int
@@ -21,12 +21,12 @@ class Held:
     uses: tuple[int, ...]
     saved: tuple[int, ...]
     sent: bool
-    copied: bool = False
+    copied: int | None = None
 
     @property
     def last(self) -> int:
-        """The last position that uses it."""
-        return max((*self.uses, *self.saved), default=self.made)
+        """The last position that uses it, or is done before it goes."""
+        return max((*self.uses, *self.saved), default=self.made) if self.copied is None else self.copied
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,15 @@ def _tape(part: Part, *, summed: bool) -> Tape:
 
 def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> Held:
     storage, formed = made.storage, {place for form in made.forms for place in form.savers}
-    uses = sorted({*storage.readers, made.last} - {made.place})
+    is_copied = part.is_copied(storage)
+    uses = sorted({*storage.readers, *(() if is_copied else (made.last,))} - {made.place})
     return Held(
         level.size_of(storage.bytes),
         position.get(made.place, -1),
         tuple(position[place] for place in uses if place in position),
         tuple(position[place] for place in storage.savers if place in position and place not in formed),
         part.is_sent(storage),
-        part.is_copied(storage),
+        len(part.nodes) - 1 if is_copied else None,
     )
 
 

@@ -152,7 +152,7 @@ def _clipped(held: Held, start: int, stop: int) -> Held:
         uses + ((stop - start,) if held.last >= stop else ()),
         tuple(place - start for place in held.saved if start <= place < stop),
         held.sent,
-        held.copied,
+        None if held.copied is None else min(held.copied, stop) - start,
     )
 
 

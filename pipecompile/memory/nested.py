@@ -273,11 +273,11 @@ class _Level:
         return list(map(frozenset, found))
 
     def _last(self, held: Held) -> int:
-        return self.stop if held.sent or (held.copied and not self.is_stage) else held.last
+        return self.stop if held.sent or (held.copied is not None and not self.is_stage) else held.last
 
     @cached_property
     def _copied(self) -> State:
-        return frozenset(index for index in self.own if self.is_stage and self.tape.held[index].copied)
+        return frozenset(index for index in self.own if self.is_stage and self.tape.held[index].copied is not None)
 
     def _sent_before(self, position: int) -> int:
         held = self.tape.held if self.is_stage else ()

@@ -173,8 +173,8 @@ class _Model:
     def _copying(self) -> list[tuple[int, Any]]:
         """What lives when the last node is done and copies are made, as terms."""
         rows = list(zip(self.held, self.kept, strict=True))
-        copied = sum(held.bytes for held in self.held if held.copied)
-        kept = [(held.bytes, row[-1]) for held, row in rows if not held.copied]
+        copied = sum(held.bytes for held in self.held if held.copied is not None)
+        kept = [(held.bytes, row[-1]) for held, row in rows if held.copied is None]
         return [(self.tape.sent + copied, 1), *kept, *self._copied_by(self.count)]
 
     def _fits(self, terms: Sequence[tuple[int, Any]]) -> None:

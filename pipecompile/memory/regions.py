@@ -182,7 +182,7 @@ class Regions:
             highest = max(highest, now + self.tape.forward[position])
             now += self._made_bytes[position]
             for held in self._ending[position]:
-                if held.made >= region.start and not (again and (held.saved or held.copied)):
+                if held.made >= region.start and not (again and (held.saved or held.copied is not None)):
                     now -= held.bytes
             highest = max(highest, now)
         return highest
@@ -232,7 +232,7 @@ class Regions:
     def _copied(self) -> State:
         """What copies are made of when the last node is done."""
         last = range(len(self.tape.ns))
-        return frozenset(i for i, held in enumerate(self.tape.held) if held.copied and held.last in last)
+        return frozenset(i for i, held in enumerate(self.tape.held) if held.copied in last)
 
     @cached_property
     def _sent_by(self) -> list[int]:

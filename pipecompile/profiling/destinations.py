@@ -28,6 +28,8 @@ class Destinations:
     what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
     gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
     value, the pair is turned. `expanded` are the pairs whose gradient repeats elements, whatever it lies in.
+    By node `given_as_views` are the parameters, by id, whose gradients it gives as views, to which nothing is added in
+    place.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -36,6 +38,7 @@ class Destinations:
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.expanded: set[tuple[str, str]] = set()
+        self.given_as_views: dict[str, list[int]] = defaultdict(list)
         self._ledger = ledger
         self._strides: dict[str, Strides] = {}
         self._hooks: list[RemovableHandle] = []
@@ -56,6 +59,10 @@ class Destinations:
             pairs = {p: [*((s, name) for s in sources[c]), *self._aliases[c]] for p, c in children.items()}
             if pairs:
                 self._hooks.append(node.register_hook(partial(self._give, pairs)))
+            leaves = {place: getattr(child, "variable", None) for place, (child, _) in enumerate(node.next_functions)}
+            parameters = {place: id(leaf) for place, leaf in leaves.items() if leaf is not None}
+            if parameters:
+                self._hooks.append(node.register_hook(partial(self._give_views, name, parameters)))
 
     def leave(self) -> None:
         """Takes all hooks away: what they refer to, which no collector finds, would live for ever."""
@@ -67,6 +74,14 @@ class Destinations:
     def _note(self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]) -> None:
         for index in self._ledger.known(tensors(gradients)):
             kind[index].append(name)
+
+    def _give_views(
+        self, name: str, parameters: Mapping[int, int], gradients: Sequence[Tensor | None], _: object
+    ) -> None:
+        for place, parameter in parameters.items():
+            gradient = gradients[place]
+            if gradient is not None and gradient._is_view():
+                self.given_as_views[name].append(parameter)
 
     def _give(
         self, pairs: Mapping[int, Sequence[tuple[str, str]]], gradients: Sequence[Tensor | None], _: object

@@ -38,7 +38,8 @@ class Facts:
     use, `uses` has what for, by saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and
     `backward_peak` are the most bytes that live while it runs, above what lived when it began; `scratch` is what its
     kernels take beside that, the heights the most that lives while they do, with it. `packs` is as in the cost graph's
-    `Node`. `parameters` are the canonical names of what it reads; `differentiable` and `mutates` are as in `Call`.
+    `Node`. `parameters` are the canonical names of what it reads, `given_as_views` some of these; `differentiable` and
+    `mutates` are as in `Call`.
     """
 
     operator: str
@@ -57,6 +58,7 @@ class Facts:
     backward_height: int
     packs: Packs
     parameters: tuple[str, ...]
+    given_as_views: tuple[str, ...]
     differentiable: tuple[bool, ...]
     mutates: bool
 
@@ -165,6 +167,7 @@ class _Observer(Caller):
             backward_height=0,
             packs=packs,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
+            given_as_views=(),
             differentiable=call.differentiable,
             mutates=versions != [argument._version for argument in call.arguments],
         )
@@ -271,6 +274,7 @@ class _Observer(Caller):
                 scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
                 forward_height=heights.get(place, 0),
                 backward_height=heights.get(back, 0),
+                given_as_views=tuple(map(self.workload.names.__getitem__, self.destinations.given_as_views[name])),
             )
             for place, (name, facts) in enumerate(self.facts)
             for back in [self._backward_tick(place)]

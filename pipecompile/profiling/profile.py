@@ -138,6 +138,7 @@ def _nodes(
             backward_height_bytes=facts.backward_height if own_scratch else None,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
+            given_as_views=facts.given_as_views,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
             operator=facts.operator,

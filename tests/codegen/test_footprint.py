@@ -206,6 +206,20 @@ class Parts(nn.Module):
         return self.out(scores @ given) + query
 
 
+class Several(nn.Module):
+    """A table that is added twice and a weight that is read twice: a split backward makes their gradients at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.weight = nn.Parameter(torch.zeros(512, 32)), nn.Parameter(torch.zeros(1024, 32))
+        self.register_buffer("places", torch.arange(16 * 24).reshape(16, 24))
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = nn.functional.embedding(self.places, self.table).tanh()
+        value = nn.functional.linear(value + found, self.weight).tanh()
+        return (value @ self.weight + found).tanh()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
@@ -216,6 +230,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "function": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Doubled(), nn.Tanh()),
     "gate": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), Gate(), nn.Linear(32, 8)),
     "bias": lambda: nn.Sequential(nn.Linear(32, 32), Bias(), nn.Linear(32, 32), nn.Tanh()),
+    "several": lambda: nn.Sequential(nn.Linear(32, 32), Several(), nn.Linear(32, 32), nn.Tanh()),
     "turned": lambda: nn.Sequential(nn.Linear(32, 32), Turned(), nn.Tanh()),
     "permuted": lambda: nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8)),
     "mixed": lambda: nn.Sequential(nn.Linear(32, 32), Mixed(), nn.Linear(32, 8)),
@@ -227,6 +242,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 # In a backward a view of what arrives counts as memory of its own, and so does the copy of a gradient that is not in
 # order, which messages are. A node at a stage's end that copies first what came in frees it, but not a message.
+# A gradient that lies in a message counts beside a sum that it is part of.
 # A gradient that is laid out otherwise than its tensor is kept as it is, beside autograd's copy.
 MORE = {
     "attention": 3 * VALUE,
@@ -235,6 +251,7 @@ MORE = {
     "views": 2 * VALUE,
     "turned": VALUE,
     "parts": VALUE,
+    "several": VALUE,
     "lstm": 1 << 12,
 }
 LESS = {"attention": 2 * VALUE, "mixed": VALUE, "turned": VALUE, "lstm": 1 << 12}
@@ -408,11 +425,17 @@ def assert_held(
 
 
 def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
-    """Up to so many, into three stages; none begins with what works in place on others, or is one of several."""
+    """Up to so many, into three stages; none begins with what works in place on others, or is one of several.
+
+    None parts the readers of a parameter: here all stages are of one process, and add to one gradient.
+    """
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
     bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
     bound |= {names.index(node.name) for node in graph.nodes if node.operator == "operator.getitem"}
+    for parameter in graph.parameters:
+        readers = [names.index(node.name) for node in graph.nodes if parameter.name in node.parameters]
+        bound |= set(range(min(readers, default=0) + 1, max(readers, default=0) + 1))
     places = [place for place in range(2, len(names) - 1) if place not in bound]
     cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2)]
     return [cuts[index * len(cuts) // most] for index in range(most)] if most < len(cuts) else cuts

@@ -105,6 +105,7 @@ def _node(
         uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
         written=tuple(draw(st.lists(SIZES, max_size=2))),
         parameters=tuple(sorted(read)),
+        given_as_views=tuple(sorted(name for name in read if draw(st.booleans()))),
         operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
     )
 

@@ -318,6 +318,11 @@ class _Stage:
         readers = {name: [node.name for node in self.nodes if name in node.parameters] for name in trained}
         return {name: nodes for name, nodes in readers.items() if nodes}
 
+    def adds_anew(self, parameter: str, node: str) -> bool:
+        """Whether the second gradient of it is made here, after one that is a view, to which it cannot be added."""
+        readers = self.trained()[parameter]
+        return readers[-2:-1] == [node] and parameter in self.graph.by_name[readers[-1]].given_as_views
+
     def size(self, parameter: str, *, trained: bool = False) -> int:
         found = self.graph.parameter_by_name[parameter]
         return found.bytes * (found.trainable or not trained)
@@ -476,12 +481,18 @@ class _Stage:
             if gradient.last == node and gradient.bytes in sizes and number not in staying
             if any(name in read and reader != node for name, reader in gradient.given)
         )
-        return first + sum(
-            gradient.bytes
-            for _, gradient in self.gradients()
-            if gradient.producer == node and gradient.sum
-            if gradient.continues in (None, *waiting)
-            or self.of[self.graph.gradients[gradient.continues or 0].producer] > self.index
+        summed = self.trained() if not hold else self.early()
+        new = sum(2 * self.size(name) for name in summed if self.adds_anew(name, node))
+        return (
+            first
+            + new
+            + sum(
+                gradient.bytes
+                for _, gradient in self.gradients()
+                if gradient.producer == node and gradient.sum
+                if gradient.continues in (None, *waiting)
+                or self.of[self.graph.gradients[gradient.continues or 0].producer] > self.index
+            )
         )
 
     def arrives(self, producer: str, consumers: Iterable[str]) -> bool:
@@ -528,12 +539,53 @@ class _Stage:
 
     def captors(self, gradient: Gradient) -> list[str]:
         """Where the second half begins with it."""
-        reading = [name for name in gradient.captured if self.reads_trained(name)]
-        return [name for name in self.inside([*reading, *gradient.joined]) if self.begins(name, name in reading)]
+        reading = [name for name in gradient.captured if self.begins_by_its_own(name)]
+        joining = [name for name in gradient.joined if self.begins_by_others(name)]
+        return self.inside([*reading, *joining])
 
-    def begins(self, name: str, reading: bool) -> bool:
-        """Whether parameters branch off at a node on the way to inputs: its own, or those of what it reads."""
-        return (name in self.to_inputs) and (reading or any(reader in self.aside for reader in self.read_by_node(name)))
+    def begins_by_its_own(self, name: str) -> bool:
+        """Whether the second half begins at a node on the way to inputs, for a parameter that it reads."""
+        reads = [parameter for parameter, nodes in self.trained().items() if name in nodes]
+        return name in self.to_inputs and any(self.roots(parameter) == {name} for parameter in reads)
+
+    def begins_by_others(self, name: str) -> bool:
+        """Whether it does so for parameters behind what the node reads."""
+        before = [source for source in self.read_by_node(name) if source in self.aside]
+        return name in self.to_inputs and any(self.ways_in(source) == {name} for source in before)
+
+    def ways_in(self, name: str) -> set[str]:
+        """The nodes on the way to inputs by which a backward comes to one that is aside; "" for the outputs."""
+        tensors = [t for t in self.graph.tensors if t.producer == name and t.gradient_bytes]
+        readers = self.inside(reader for tensor in tensors for reader in tensor.consumers)
+        is_sent = any(self.later(tensor.consumers) for tensor in tensors)
+        found = {""} if is_sent or not readers else set[str]()
+        for reader in readers:
+            found |= {reader} if reader in self.to_inputs else self.ways_in(reader)
+        return found
+
+    def roots(self, parameter: str) -> set[str]:
+        """The same of a parameter's gradient; all in the first half if there are several, and no stage adds to it."""
+        names = self.trained()[parameter]
+        return {way for name in names for way in ({name} if name in self.to_inputs else self.ways_in(name))}
+
+    def is_gathered(self, parameter: str) -> bool:
+        """Whether later stages read it too."""
+        return self.later(node.name for node in self.graph.nodes if parameter in node.parameters)
+
+    def early(self) -> list[str]:
+        """The parameters whose gradients the first half makes, and holds."""
+        several = [parameter for parameter in self.trained() if len(self.roots(parameter)) > 1]
+        return [parameter for parameter in several if self.splits and not self.is_gathered(parameter)]
+
+    @cached_property
+    def is_walked_again(self) -> bool:
+        """Whether a second half leads through all for a gradient to which later stages add."""
+        return any(len(self.roots(parameter)) > 1 and self.is_gathered(parameter) for parameter in self.trained())
+
+    def reads_later(self, name: str) -> bool:
+        """Whether it reads a parameter whose gradient the second half makes."""
+        several = [p for p in self.trained() if len(self.roots(p)) > 1 and not self.is_gathered(p)]
+        return any(name in nodes for parameter, nodes in self.trained().items() if parameter not in several)
 
     def reads_trained(self, name: str) -> bool:
         return any(name in nodes for nodes in self.trained().values())
@@ -555,10 +607,10 @@ class _Stage:
 
     @cached_property
     def aside(self) -> set[str]:
-        """The nodes whose gradients lead to parameters alone."""
+        """The nodes whose gradients lead to parameters alone, some of which the second half makes."""
         found: set[str] = set()
         for name in self.inside(node.name for node in self.nodes):
-            to_parameters = self.reads_trained(name) or not found.isdisjoint(self.read_by_node(name))
+            to_parameters = self.reads_later(name) or not found.isdisjoint(self.read_by_node(name))
             if to_parameters and name not in self.to_inputs:
                 found.add(name)
         return found
@@ -571,17 +623,14 @@ class _Stage:
             readers = [
                 r for t in self.graph.tensors if t.producer == node.name and t.gradient_bytes for r in t.consumers
             ]
-            if self.begins(node.name, self.reads_trained(node.name)) or not found.isdisjoint(readers):
+            begins = self.begins_by_its_own(node.name) or self.begins_by_others(node.name)
+            if begins or not found.isdisjoint(readers):
                 found.add(node.name)
         return found
 
     @cached_property
     def begun_at_outputs(self) -> bool:
-        return any(
-            t.producer in self.aside
-            for t in self.graph.tensors
-            if t.producer in self.inside([t.producer]) and self.later(t.consumers) and t.gradient_bytes
-        )
+        return self.is_walked_again or any(self.roots(parameter) == {""} for parameter in self.trained())
 
 
 @dataclass
@@ -686,8 +735,12 @@ class _Rank:
                 self._flow(stage, microbatch, node.name, hold=not whole)
             elif second:
                 self._release(stage, microbatch, node.name)
+            if first and not whole:
+                for name in stage.early():
+                    if stage.trained()[name][-1] == node.name:
+                        self.live.sizes[stage.index, microbatch, "early", name] = stage.size(name)
             if second:
-                self._sum(stage, node)
+                self._sum(stage, node, whole=whole)
                 is_stripped = kind is Kind.BACKWARD_WEIGHT and self._is_stripped(stage, microbatch)
                 for storage in stage.own():
                     goes = is_stripped or not stage.sent(storage)
@@ -704,6 +757,9 @@ class _Rank:
                     self.live.drop(stage.index, microbatch, "region's copies", index)
                 self._take(stage, microbatch, stage.frame_of(node.name), ("node", node.name))
             self.live.need(stage.met(node.name, hold=not whole) if first or (second and whole) else 0)
+            if second and not whole:
+                late = (name for name in stage.trained() if name not in stage.early())
+                self.live.need(sum(2 * stage.size(name) for name in late if stage.adds_anew(name, node.name)))
         if first or (second and whole):
             self._return(stage, microbatch, hold=not whole)
         if kind is Kind.BACKWARD_INPUT:
@@ -788,12 +844,15 @@ class _Rank:
         if whole:
             return node.backward_peak_bytes
         if kind is Kind.BACKWARD_INPUT:
-            return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in node.parameters))
+            later = set(node.parameters) - set(stage.early())
+            return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in later))
         own = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
         fresh = (g for g in own if g.last not in stage.aside)
         made = sum(gradient.bytes for gradient in fresh)
+        made += sum(stage.size(parameter) for parameter in stage.early() if parameter in node.parameters)
         name = node.name
-        runs = stage.reads_trained(name) or (name in stage.aside) or stage.begins(name, reading=False)
+        runs = stage.begins_by_its_own(name) or (name in stage.aside) or stage.begins_by_others(name)
+        runs = runs or stage.is_walked_again
         return max(0, node.backward_peak_bytes - made) if runs else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:
@@ -817,9 +876,17 @@ class _Rank:
             if gradient.last == node:
                 self.live.drop(stage.index, microbatch, "aside", number)
 
-    def _sum(self, stage: _Stage, node: Node) -> None:
-        """Gradients of parameters: those of the first backward stay, others are made and added."""
+    def _sum(self, stage: _Stage, node: Node, *, whole: bool) -> None:
+        """Gradients of parameters: those of the first backward stay, others are made and added.
+
+        Those that a first half made are copied, or added, when all else is done.
+        """
+        early = () if whole else stage.early()
+        for name in early if stage.index not in self.summed and node is stage.nodes[0] else ():
+            self.live.sizes[stage.index, "gradient", name] = stage.size(name)
         for name, readers in stage.trained().items():
+            if name in early:
+                continue
             key = (stage.index, "gradient" if stage.index not in self.summed else "added", name)
             if readers[-1] == node.name and (key[1] == "gradient" or len(readers) > 1):
                 self.live.sizes[key] = stage.size(name)
@@ -897,6 +964,7 @@ class _Rank:
                 self.live.drop(stage.index, "gradient", name)  # it was added to what others of the rank have
         self.summed.add(stage.index)
         self.live.drop(stage.index, microbatch, "kept")
+        self.live.drop(stage.index, microbatch, "early")
         self.live.drop(stage.index, microbatch, "bare")
         self.live.drop(stage.index, microbatch, "stage's copies")
         is_local, is_waiting = stage.index + 1 in self.stages, (stage.index + 1, microbatch) not in self.done

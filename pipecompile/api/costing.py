@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -237,7 +237,12 @@ def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
         for parameter in costs.parameters
         for name in [first.get(parameter.name, parameter.name)]
     ]
+
+    def canonical(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({first.get(name, name) for name in names}))
+
     nodes = [
-        replace(n, parameters=tuple(sorted({first.get(name, name) for name in n.parameters}))) for n in costs.nodes
+        replace(node, parameters=canonical(node.parameters), given_as_views=canonical(node.given_as_views))
+        for node in costs.nodes
     ]
     return replace(costs, nodes=tuple(nodes), parameters=tuple(sorted(parameters, key=lambda p: p.name)))

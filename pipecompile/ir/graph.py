@@ -184,6 +184,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                 raise ValueError(f"node {node.name!r} saves {len(node.saved)} storages, but for {len(node.uses)} uses")
             for parameter in set(node.parameters) - known:
                 raise ValueError(f"node {node.name!r} reads {parameter!r}, which is not among the parameters")
+            for parameter in set(node.given_as_views) - set(node.parameters):
+                raise ValueError(f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read")
 
     def _check_storages(self, owner: str, storages: Iterable[int]) -> None:
         for storage in storages:

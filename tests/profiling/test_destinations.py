@@ -61,6 +61,23 @@ def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
     assert {t.producer for t in graph.tensors if t.expanded_gradient} == {"_1_first", "_1_second"}
 
 
+def test_it_is_noted_where_the_gradient_of_a_parameter_is_a_view() -> None:
+    """As that of a linear layer's weight is; that of a bias too, which is a sum brought into its shape."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+            self.head.weight = self.table.weight
+            self.register_buffer("places", torch.arange(4))
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.head(value + self.table(self.places))
+
+    given = {node.name: node.given_as_views for node in graph_of(Tied()).nodes if node.parameters}
+    assert given == {"_0": ("0.bias", "0.weight"), "_1_table": (), "_1_head": ("1.table.weight",)}
+
+
 def test_nothing_outlives_a_profile() -> None:
     """Nor what its loss refers to, which may be the model."""
 

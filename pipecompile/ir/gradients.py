@@ -103,14 +103,22 @@ class Gradients:
         found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
         if found is None or found.bytes != tensor.gradient_bytes:
             return None
-        pair, is_received = (self.lives.place[tensor.producer], place), id(found) not in self._own
-        is_turned = pair in self.lives.turned or (is_received and self._turns(tensor, place))
-        return None if is_turned or self._arrives_anew(pair[0], found) else found
+        return None if self._is_turned(tensor, place, found) else found
 
-    def _arrives_anew(self, place: int, found: GradientLife) -> bool:
-        """Whether a gradient comes to a node of an earlier stage in another order, because of a cut behind."""
-        senders = [sender for gradient, sender in self._laid_out_anew if gradient is found]
-        return any(place in self.lives.reached(found, s) and not self._is_one_storage(place, s) for s in senders)
+    def _is_turned(self, tensor: Tensor, place: int, found: GradientLife) -> bool:
+        """Whether a gradient comes to an input, read at `place`, in another order than that has.
+
+        What the cut behind lays out anew has the order of what was sent, and so of what that is a view of; if that is
+        not dense, its dimensions' own.
+        """
+        producer, is_received = self.lives.place[tensor.producer], id(found) not in self._own
+        anew = (sender for gradient, sender in self._laid_out_anew if gradient is found)
+        senders = [sender for sender in anew if producer in self.lives.reached(found, sender)]
+        if not all(self._is_one_storage(producer, sender) for sender in senders):
+            return True
+        if senders and all(self.lives.values[self.graph.nodes[sender].name].dense for sender in senders):
+            return False
+        return (producer, place) in self.lives.turned or (is_received and self._turns(tensor, place))
 
     def _turns(self, tensor: Tensor, place: int) -> bool:
         """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.

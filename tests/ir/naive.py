@@ -416,15 +416,13 @@ class _Stage:
             is_own = fits in [[n] for n, _ in own]
             if not (hold or is_own):
                 continue
+            cuts = [sent for n, sent in self.anew if [n] == fits and tensor.producer in self.ways(n, sent.producer)]
             turned = any(pair in g.turned for g in self.graph.gradients) or (
                 not is_own and self.is_turned(tensor, pair[1])
             )
-            turned = turned or any(
-                [number] == fits
-                and tensor.producer in self.ways(number, sent.producer)
-                and sent.storage != tensor.storage
-                for number, sent in self.anew
-            )
+            if cuts and all(sent.storage != tensor.storage or sent.dense for sent in cuts):
+                turned = False
+            turned = turned or any(sent.storage != tensor.storage for sent in cuts)
             if (
                 fits == in_whole
                 and len(fits) == 1

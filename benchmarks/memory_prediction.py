@@ -4,7 +4,7 @@ Every rank is a process with gloo and one thread. It runs two steps with the opt
 reports each allocation of torch's CPU allocator: receive buffers, optimizer state, activations, gradients, scratch of
 kernels. A run of which it lost events is made again, and so is one that is far from the plan until two agree, since
 the profiler loses more than can be seen. The highest running sum, with the stage's parameters and buffers
-and its part of the minibatch, is what is measured. Prints a table, names the worst case, writes
+and its part of the minibatch, is what is measured. Prints a table, names the worst case, writes the models' rows to
 benchmarks/results/memory_prediction.json.
 
     python -m benchmarks.memory_prediction [MODEL …]
@@ -225,25 +225,34 @@ def highest(run: Callable[[], object]) -> int:
 
 def main() -> None:
     """Prints and writes the table."""
-    rows = list(_rows(sys.argv[1:] or list(MODELS)))
+    rows = list[dict[str, Any]]()
+    for name in sys.argv[1:] or list(MODELS):
+        rows += _rows(name)
+        _write(rows)
     others = MODELS.keys() - set(CONVOLUTIONAL)
     for kind, names, most in (("transformers and MLPs", others, 0.01), ("convnets", CONVOLUTIONAL, 0.03)):
         for beyond in (False, True):
             chosen = [row for row in rows if row["model"] in names and _is_beyond(row) == beyond]
             _say_worst(kind + ", recompute and split backwards" * beyond, chosen, most)
-    if not sys.argv[1:]:
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "device": "cpu", "rows": rows}, indent=1) + "\n")
 
 
-def _rows(names: list[str]) -> Iterator[dict[str, Any]]:
+def _write(rows: list[dict[str, Any]]) -> None:
+    """These, and what the file has of other models."""
+    models = {row["model"] for row in rows}
+    known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
+    every = [*(row for row in known if row["model"] not in models), *rows]
+    every.sort(key=lambda row: list(MODELS).index(row["model"]))
+    RESULT.write_text(json.dumps({"torch": torch.__version__, "device": "cpu", "rows": every}, indent=1) + "\n")
+
+
+def _rows(name: str) -> Iterator[dict[str, Any]]:
     header = ("model", "plan", "rank", "expected", "measured", "error", "bound", "above")
     print("{:9} {:50} {:>4} {:>11} {:>11} {:>7} {:>11} {:>6}".format(*header))
     workers = Workers(max(setting.ranks for setting in SETTINGS))
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for name in names:
-                for setting in SETTINGS:
-                    yield from _measured(workers, name, setting, folder)
+            for setting in SETTINGS:
+                yield from _measured(workers, name, setting, folder)
     finally:
         workers.close()
 

@@ -184,6 +184,7 @@ class _Tiling:
             group=self._named(node.group, layer, to) if node.group in self._home else node.group,
             module=_renamed(node.module, to),
             parameters=tuple(_renamed(name, to) for name in node.parameters),
+            given_as_views=tuple(_renamed(name, to) for name in node.given_as_views),
             saved=tuple(self._stored(storage, layer, to) for storage in node.saved),
         )
 

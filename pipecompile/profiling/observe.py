@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -274,7 +274,7 @@ class _Observer(Caller):
                 scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
                 forward_height=heights.get(place, 0),
                 backward_height=heights.get(back, 0),
-                given_as_views=tuple(map(self.workload.names.__getitem__, self.destinations.given_as_views[name])),
+                given_as_views=tuple(self._named(self.destinations.given_as_views[name])),
             )
             for place, (name, facts) in enumerate(self.facts)
             for back in [self._backward_tick(place)]
@@ -282,6 +282,10 @@ class _Observer(Caller):
         contents = {index: content for index, content in self.contents.items() if content is not None}
         storages, expanded = tuple(life.bytes for life in self.ledger.lives), frozenset(self.destinations.expanded)
         return Observation(nodes, storages, contents, gradients, expanded)
+
+    def _named(self, ids: Iterable[int]) -> Iterator[str]:
+        """The parameters among these leaves of the graph; others are inputs."""
+        return (self.workload.names[each] for each in ids if each in self.workload.names)
 
     def _gradients(self) -> tuple[GradientLife, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""

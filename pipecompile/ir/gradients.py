@@ -155,9 +155,18 @@ class Gradients:
         return [*passing, *once.values()]
 
     def _is_handed_on(self, tensor: Tensor) -> bool:
-        view = self.lives.seen_through.get(tensor.producer)
-        readers = () if view is None else map(self.lives.place.__getitem__, view.consumers)
-        return bool(view and view.consumers) and all(map(self.section.is_later, readers))
+        """Whether the stage only takes views of it for later ones: what they give is in its order, if they are sent so.
+
+        A view that is not dense is sent in its dimensions' own order, which has to be that of all before it.
+        """
+        places = list(self.lives.views_of(tensor.producer, self.inside))
+        if not places:
+            return False
+        last = self.lives.values.get(self.graph.nodes[places[-1]].name)
+        if last is None or not last.consumers or any(self.lives.place[name] in self.inside for name in last.consumers):
+            return False
+        orderly = all(self.graph.nodes[place].operator in ORDERLY for place in places)
+        return orderly or (tensor.dense and last.dense)
 
     @cached_property
     def own(self) -> list[GradientLife]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -131,12 +131,12 @@ class Lives:
             if (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
         }
 
-    @cached_property
-    def seen_through(self) -> dict[str, Tensor]:
-        """What has one reader, a view of all its elements in their order, by its producer: the view."""
-        nodes = self.graph.nodes
-        views = {nodes[place].name: nodes[view] for place, view in self.viewed.items()}
-        return {name: self.values[view.name] for name, view in views.items() if view.operator in ORDERLY}
+    def views_of(self, name: str, places: Collection[int]) -> Iterator[int]:
+        """The nodes among `places` that are a view of a node's value, the only reader, a view of that, and so on."""
+        place = self.viewed.get(self.place[name])
+        while place in places:
+            yield place
+            place = self.viewed.get(place)
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:

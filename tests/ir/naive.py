@@ -455,13 +455,17 @@ class _Stage:
         should_be = self.graph.by_name[reader].operator == "Tensor.view"
         return not should_be if views else should_be
 
-    def only_views(self, tensor: Tensor) -> bool:
-        """Whether a later stage reads the one view that is taken of it, all of it in order; its gradient is one too."""
+    def only_views(self, tensor: Tensor, *, ordered: bool = True, dense: bool = True) -> bool:
+        """Whether later stages read views of views of it alone, all of it in its order; its gradient is one too."""
+        dense = dense and (tensor.dense or tensor.producer in self.inside([tensor.producer]))
         for view in self.graph.tensors:
             same = (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
-            if list(tensor.consumers) == [view.producer] and tensor.storage is not None and same and view.consumers:
-                is_view = self.graph.by_name[view.producer].operator == "Tensor.view"
-                return is_view and all(self.of[name] > self.index for name in view.consumers)
+            sole = list(tensor.consumers) == [view.producer] and tensor.storage is not None and same
+            if sole and self.inside([view.producer]) and view.consumers:
+                ordered = ordered and self.graph.by_name[view.producer].operator == "Tensor.view"
+                if not self.inside(view.consumers):
+                    return ordered or (dense and view.dense)
+                return self.only_views(view, ordered=ordered, dense=dense)
         return False
 
     def met(self, node: str, *, hold: bool) -> int:

@@ -133,10 +133,10 @@ class Lives:
 
     def views_of(self, name: str, places: Collection[int]) -> Iterator[int]:
         """The nodes among `places` that are a view of a node's value, the only reader, a view of that, and so on."""
-        place = self.viewed.get(self.place[name])
+        place = self.viewed.get(self.place[name], -1)
         while place in places:
             yield place
-            place = self.viewed.get(place)
+            place = self.viewed.get(place, -1)
 
     @cached_property
     def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:

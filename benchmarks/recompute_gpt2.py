@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from benchmarks.memory_prediction import highest, resident
+from benchmarks.memory_prediction import HOLDING_SECONDS, highest, resident
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target, load_target
@@ -57,7 +57,7 @@ def run(target_name: str, path: str) -> Outcome:
         target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, plan=path, self_check=False
     )
     before = resident(pipeline, target, dist.get_rank())
-    held = before + highest(lambda: [_step(pipeline, target) for _ in range(2)])  # the first makes receive buffers
+    held = before + highest(lambda: _steps(pipeline, target))
     gradients = {name: _digest(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None}
     moments = []
     for _ in range(STEPS):
@@ -66,6 +66,13 @@ def run(target_name: str, path: str) -> Outcome:
         _step(pipeline, target)
         moments.append((began, time.perf_counter_ns()))
     return Outcome(held, gradients, moments)
+
+
+def _steps(pipeline: Pipeline, target: Target) -> None:
+    """Two, of which the first makes receive buffers."""
+    for _ in range(2):
+        _step(pipeline, target)
+        time.sleep(HOLDING_SECONDS)
 
 
 def _step(pipeline: Pipeline, target: Target) -> None:

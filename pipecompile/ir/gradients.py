@@ -15,6 +15,9 @@ from pipecompile.ir.section import Change, Section
 
 __all__ = ["Gradients"]
 
+AT_ONCE = frozenset({"torch.nn.LSTM"})
+"""Operators whose kernel makes all gradients in either half of a backward."""
+
 
 class Gradients:
     """Those of one stage, a `section` of the graph."""
@@ -266,6 +269,43 @@ class Gradients:
             if len(places) > 1 and parameter.name not in early:
                 yield Change(places[-1], parameter.bytes, begins=True)
                 yield Change(places[0], parameter.bytes, begins=False)
+
+    @property
+    def between(self) -> Iterator[int]:
+        """The sizes of what lives between the halves of a split backward, besides what the forward saved."""
+        yield from (gradient.bytes for gradient, _ in self.captured)
+        yield from (parameter.bytes for parameter, _ in self.early)
+
+    def released(self) -> Iterator[Change]:
+        """In a second half: what the first held for it, and gradients that only it needs."""
+        for gradient, place in self.captured:
+            yield Change(place, gradient.bytes, begins=False)
+        for gradient in filter(self.section.halves.is_aside, self.own):
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            yield Change(gradient.last, gradient.bytes, begins=False)
+
+    def first_rises(self) -> Iterator[int]:
+        """By node what it makes live in the first half, which makes few gradients of parameters."""
+        for node in self.section.own:
+            names = set(node.parameters) - self.section.halves.early
+            parameters = (self.graph.parameter_by_name[name] for name in names)
+            made = 0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
+            yield max(0, node.backward_peak_bytes - made)
+
+    def second_rises(self) -> Iterator[int]:
+        """By node what it makes live in the second half, which runs those that lead to parameters."""
+        halves, others = self.section.halves, defaultdict[int, int](int)
+        for gradient in self.uncut:
+            made = self._is_at_once(gradient.producer) or halves.is_aside(gradient)
+            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
+        for parameter, places in self.early:
+            for place in places:
+                others[place] += 0 if self._is_at_once(place) else parameter.bytes
+        for place, node in zip(self.nodes, self.section.own, strict=True):
+            yield max(0, node.backward_peak_bytes - others[place]) if place in halves.run_twice else 0
+
+    def _is_at_once(self, place: int) -> bool:
+        return self.graph.nodes[place].operator in AT_ONCE
 
     def sums(self, *, hold: bool = False) -> dict[int, int]:
         """By node what lives beside the new sums that are made when its backward is done: the summands.

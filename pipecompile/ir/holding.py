@@ -35,8 +35,6 @@ from pipecompile.ir.section import Change
 
 __all__ = ["footprint_of"]
 
-AT_ONCE = frozenset({"torch.nn.LSTM"})
-"""Operators whose kernel makes all gradients in either half of a backward."""
 NO_SUMS: Mapping[int, int] = {}
 
 
@@ -84,9 +82,9 @@ class _Stage(Part):
         making, adding = list(self.gradients.making()), list(self.gradients.adding())
         backward = [*self._freed(), *self.gradients.flowing(), *self._copies()]
         whole = [node.backward_peak_bytes for node in self.own]
-        second = [*self._freed(half=True), *self._released()] if self.splits else backward
+        second = [*self._freed(half=True), *self.gradients.released()] if self.splits else backward
         stripped = [*second, *self._freed_outputs()]
-        rises = list(self._weight_rises()) if self.splits else whole
+        rises = list(self.gradients.second_rises()) if self.splits else whole
         first, later = (list(ways(half=True)) for ways in (self.gradients.making, self.gradients.adding))
         sums = self.gradients.sums()
         last = self.gradients.second_sums() if self.splits else sums
@@ -114,7 +112,7 @@ class _Stage(Part):
             forwarded=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
             remade=amount(self._remade),
-            between=amount(self._between) if self.splits else ZERO,
+            between=amount(self.gradients.between) if self.splits else ZERO,
             lent=amount(gradient.bytes for gradient in self.gradients.lent) if self.splits else ZERO,
             retained=amount(self.gradients.retained),
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
@@ -311,44 +309,10 @@ class _Stage(Part):
         if not held and region.issuperset(made.storage.readers):
             yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
 
-    def _released(self) -> Iterator[Change]:
-        """What the first half held for the second, and gradients that only the second needs."""
-        for gradient, place in self.gradients.captured:
-            yield Change(place, gradient.bytes, begins=False)
-        for gradient in filter(self.halves.is_aside, self.gradients.own):
-            yield Change(gradient.producer, gradient.bytes, begins=True)
-            yield Change(gradient.last, gradient.bytes, begins=False)
-
-    @property
-    def _between(self) -> Iterator[int]:
-        yield from (gradient.bytes for gradient, _ in self.gradients.captured)
-        yield from (parameter.bytes for parameter, _ in self.gradients.early)
-
-    def _input_rises(self) -> Iterator[int]:
-        """The first half of a backward makes few gradients of parameters."""
-        for node in self.own:
-            names = set(node.parameters) - self.halves.early
-            parameters = (self.graph.parameter_by_name[name] for name in names)
-            made = 0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
-            yield max(0, node.backward_peak_bytes - made)
-
-    def _weight_rises(self) -> Iterator[int]:
-        """The second half runs nodes that lead to parameters, and makes no other gradients."""
-        others: dict[int, int] = defaultdict(int)
-        for gradient in self.gradients.uncut:
-            at_once = self.graph.nodes[gradient.producer].operator in AT_ONCE
-            made = at_once or self.halves.is_aside(gradient)
-            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
-        for parameter, places in self.gradients.early:
-            for place in places:
-                others[place] += 0 if self.graph.nodes[place].operator in AT_ONCE else parameter.bytes
-        for place, node in zip(self.nodes, self.own, strict=True):
-            yield max(0, node.backward_peak_bytes - others[place]) if place in self.halves.run_twice else 0
-
     def _input_peak(self) -> Amount:
         made = (Change(places[-1], parameter.bytes, begins=True) for parameter, places in self.gradients.early)
         changes = [*self.gradients.flowing(hold=True), *made]
-        return self._peak(changes, list(self._input_rises()), self.gradients.sums(hold=True))
+        return self._peak(changes, list(self.gradients.first_rises()), self.gradients.sums(hold=True))
 
     def _peak(
         self,

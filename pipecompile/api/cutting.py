@@ -271,8 +271,8 @@ def sums_in_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield from pairwise(summands[:-1])
             yield summands[-3], summands[-1]
     for tensor in graph.tensors:
-        if tensor.expanded_gradient:
-            yield tensor.consumers[0], tensor.producer
+        if tensor.expanded_by is not None:
+            yield tensor.expanded_by, tensor.producer
 
 
 def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:

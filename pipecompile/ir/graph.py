@@ -77,8 +77,9 @@ class Tensor(Value, frozen=True, kw_only=True):
 
     One that is `permuted` lies in another order of dimensions: it travels in that, and is then seen through a view. One
     that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; a stage that reads it makes
-    another, laid out as it was, which takes `spread_bytes`. An `expanded_gradient`, which its only reader gives,
-    repeats elements: as a message it would not, and sums over it would be rounded otherwise.
+    another, laid out as it was, which takes `spread_bytes`. A gradient that is
+    `expanded_by` the only reader that gives one repeats elements: as a message it would not, and sums over it would be
+    rounded otherwise.
     """
 
     producer: str
@@ -89,7 +90,7 @@ class Tensor(Value, frozen=True, kw_only=True):
     permuted: bool = False
     dense: bool = True
     spread_bytes: NonNegative = 0
-    expanded_gradient: bool = False
+    expanded_by: str | None = None
 
 
 class Gradient(Value, frozen=True, kw_only=True):
@@ -162,6 +163,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             for name in (tensor.producer, *tensor.consumers):
                 if name not in names:
                     raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
+            if tensor.expanded_by not in (None, *tensor.consumers):
+                raise ValueError(f"tensor of {tensor.producer!r} is expanded by {tensor.expanded_by!r}, not a consumer")
             self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
         for index, gradient in enumerate(self.gradients):
             known_at = (*gradient.readers, *gradient.captured, *gradient.joined, *chain(*gradient.given))

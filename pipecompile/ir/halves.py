@@ -60,7 +60,7 @@ class Halves:
     @cached_property
     def run_twice(self) -> set[int]:
         """The nodes of which the second half runs something."""
-        return set(self.nodes) if self._gathers else {*self._capturing, *self._joining, *self._later}
+        return {*self._capturing, *self._joining, *self._later}
 
     @cached_property
     def passed_twice(self) -> set[int]:
@@ -120,23 +120,10 @@ class Halves:
         return found
 
     @cached_property
-    def _walks(self) -> dict[str, Begin]:
+    def _begins(self) -> dict[str, Begin]:
         """By parameter where a walk to it begins."""
         return {
             name: _only({self._hanging.get(place, place) for place in places}) for name, places in self.readers.items()
-        }
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether a gradient that a first half could make waits for what later stages add to it."""
-        return self._walks != self._begins
-
-    @cached_property
-    def _begins(self) -> dict[str, Begin]:
-        gathered = {name for name, places in self.lives.reading.items() if not places <= self._inside | self.before}
-        return {
-            name: "outputs" if begin == "first half" and name in gathered else begin
-            for name, begin in self._walks.items()
         }
 
     @cached_property

@@ -244,7 +244,7 @@ def room(
     always += _sum(stage.retained for index, stage in stages.items() if index + 1 in stages) * microbatches
     always += _sum(stage.lent for index, stage in stages.items() if index - 1 in stages) * microbatches
     free = allocator.unpadded(memory_bytes, _peers(stages))
-    left = free - always.bound - max(_most_above(stage, index in recomputed) for index, stage in stages.items())
+    left = free - always.bound - max(_most_above(stages, index, index in recomputed) for index in stages)
     return left if step.bound <= free else min(left, free - step.bound)
 
 
@@ -254,15 +254,20 @@ def ceiling(stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches:
     return max(0, allocator.unpadded(memory_bytes, _peers(stages)) - always.bound)
 
 
-def _most_above(stage: Footprint, recomputed: bool) -> int:
-    """The most that lives in an action of the stage, above what is kept when it ends (a forward) or begins."""
+def _most_above(stages: Mapping[int, Footprint], index: int, recomputed: bool) -> int:
+    """The most that lives in an action of a stage, above what is kept when it ends (a forward) or begins."""
+    stage = stages[index]
     forward = stage.forward_peak.bound - (stage.outputs if recomputed else stage.kept).bound
-    return max(forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound, _making(stage))
+    return max(
+        forward, stage.backward_peak.bound, stage.input_peak.bound, stage.weight_peak.bound, _making(stages, index)
+    )
 
 
-def _making(stage: Footprint) -> int:
-    """The most while it makes gradients, above those that are its own: those that others have too are there twice."""
-    own = stage.gradients.bound - sum(share.gradients.bound for share in stage.shared)
+def _making(stages: Mapping[int, Footprint], index: int) -> int:
+    """The most while a stage makes gradients, above these: but what another of the rank has too is there twice."""
+    stage, others = stages[index], (other for number, other in stages.items() if number != index)
+    names = {share.name for other in others for share in other.shared}
+    own = stage.gradients.bound - sum(share.gradients.bound for share in stage.shared if share.name in names)
     return max(stage.first_backward_peak.bound, stage.first_weight_peak.bound) - own
 
 

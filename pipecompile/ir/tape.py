@@ -13,7 +13,7 @@ class Held:
     """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
 
     What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
-    them lives until this position, the last, is done and copies were made. Made at −1 is what is there before.
+    them lives until this position is done, the stage's last, and copies were made. Made at −1 is what is there before.
     """
 
     bytes: int

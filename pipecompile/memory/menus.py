@@ -141,7 +141,8 @@ def _sub(tape: Tape, start: int, stop: int) -> _Sub:
 def _touches(held: Held, start: int, stop: int) -> bool:
     if held.sent or start <= held.made < stop:
         return start <= max(0, held.made) < stop
-    return held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved))
+    copied = () if held.copied is None else (held.copied,)
+    return held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved, *copied))
 
 
 def _clipped(held: Held, start: int, stop: int) -> Held:

@@ -27,9 +27,9 @@ class Destinations:
     It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
     what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
     gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
-    value, the pair is turned. `expanded` are the pairs whose gradient repeats elements, whatever it lies in.
-    By node `given_as_views` are the parameters, by id, whose gradients it gives as views, to which nothing is added in
-    place.
+    value, the pair is turned.
+    By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
+    `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,6 +37,7 @@ class Destinations:
         self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        self.readers: dict[str, set[str]] = defaultdict(set)
         self.expanded: set[tuple[str, str]] = set()
         self.given_as_views: dict[str, list[int]] = defaultdict(list)
         self._ledger = ledger
@@ -88,6 +89,8 @@ class Destinations:
     ) -> None:
         for place, own in pairs.items():
             gradient = gradients[place]
+            for source, reader in own if gradient is not None else ():
+                self.readers[source].add(reader)
             if any(stride == 0 for each in tensors(gradient) for _, stride in _strides(each)):
                 self.expanded.update(own)
             for index in self._ledger.known(tensors(gradient)):

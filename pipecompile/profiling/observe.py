@@ -91,15 +91,15 @@ class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
     `contents` are of storages that are saved, where they are plain elements. `gradients` are those that live longer
-    than the node that makes them or are captured, without those of parameters and inputs. `expanded` are pairs of a
-    node and a reader whose gradient for it repeats elements.
+    than the node that makes them or are captured, without those of parameters and inputs. `expanded` has by
+    node the only reader that gives a gradient for it, if that repeats elements.
     """
 
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
     gradients: tuple[GradientLife, ...]
-    expanded: frozenset[tuple[str, str]]
+    expanded: Mapping[str, str]
 
 
 def observe(workload: Workload, scratch: Scratch) -> Observation:
@@ -280,7 +280,9 @@ class _Observer(Caller):
             for back in [self._backward_tick(place)]
         }
         contents = {index: content for index, content in self.contents.items() if content is not None}
-        storages, expanded = tuple(life.bytes for life in self.ledger.lives), frozenset(self.destinations.expanded)
+        readers = self.destinations.readers
+        expanded = {name: reader for name, reader in self.destinations.expanded if readers[name] == {reader}}
+        storages = tuple(life.bytes for life in self.ledger.lives)
         return Observation(nodes, storages, contents, gradients, expanded)
 
     def _named(self, ids: Iterable[int]) -> Iterator[str]:

@@ -166,14 +166,8 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 permuted=facts.permuted,
                 dense=facts.dense,
                 spread_bytes=facts.spread_bytes,
-                expanded_gradient=_is_expanded(node, observation),
+                expanded_by=observation.expanded.get(node.name),
             )
-
-
-def _is_expanded(node: fx.Node, observation: Observation) -> bool:
-    """Whether its gradient repeats elements; a sum of several readers' has each once."""
-    pairs = [(node.name, user.name) for user in node.users]
-    return len(pairs) == 1 and pairs[0] in observation.expanded
 
 
 def _parameters(module: nn.Module) -> Iterator[ir.Parameter]:

@@ -136,6 +136,6 @@ def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
 
 
 def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
-    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_gradient=True)
+    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
     graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
     assert set(sums_in_order(graph)) == {("b", "a")}

@@ -566,27 +566,17 @@ class _Stage:
         return found
 
     def roots(self, parameter: str) -> set[str]:
-        """The same of a parameter's gradient; all in the first half if there are several, and no stage adds to it."""
+        """The same of a parameter's gradient; it is made in the first half if there are several."""
         names = self.trained()[parameter]
         return {way for name in names for way in ({name} if name in self.to_inputs else self.ways_in(name))}
 
-    def is_gathered(self, parameter: str) -> bool:
-        """Whether later stages read it too."""
-        return self.later(node.name for node in self.graph.nodes if parameter in node.parameters)
-
     def early(self) -> list[str]:
         """The parameters whose gradients the first half makes, and holds."""
-        several = [parameter for parameter in self.trained() if len(self.roots(parameter)) > 1]
-        return [parameter for parameter in several if self.splits and not self.is_gathered(parameter)]
-
-    @cached_property
-    def is_walked_again(self) -> bool:
-        """Whether a second half leads through all for a gradient to which later stages add."""
-        return any(len(self.roots(parameter)) > 1 and self.is_gathered(parameter) for parameter in self.trained())
+        return [parameter for parameter in self.trained() if self.splits and len(self.roots(parameter)) > 1]
 
     def reads_later(self, name: str) -> bool:
         """Whether it reads a parameter whose gradient the second half makes."""
-        several = [p for p in self.trained() if len(self.roots(p)) > 1 and not self.is_gathered(p)]
+        several = [parameter for parameter in self.trained() if len(self.roots(parameter)) > 1]
         return any(name in nodes for parameter, nodes in self.trained().items() if parameter not in several)
 
     def reads_trained(self, name: str) -> bool:
@@ -632,7 +622,7 @@ class _Stage:
 
     @cached_property
     def begun_at_outputs(self) -> bool:
-        return self.is_walked_again or any(self.roots(parameter) == {""} for parameter in self.trained())
+        return any(self.roots(parameter) == {""} for parameter in self.trained())
 
 
 @dataclass
@@ -854,7 +844,6 @@ class _Rank:
         made += sum(stage.size(parameter) for parameter in stage.early() if parameter in node.parameters)
         name = node.name
         runs = stage.begins_by_its_own(name) or (name in stage.aside) or stage.begins_by_others(name)
-        runs = runs or stage.is_walked_again
         return max(0, node.backward_peak_bytes - made) if runs else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:

@@ -67,6 +67,8 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
             "gradient 1 continues 0, which does not end where it begins",
         ),
         (("gradients",), [{"producer": "b", "last": "a", "bytes": 1, "readers": ["z"]}], "a gradient names 'z'"),
+        (("nodes", 1, "given_as_views"), ["v"], "node 'b' gives a gradient for 'v', which it does not read"),
+        (("tensors", 0, "expanded_by"), "z", "is expanded by 'z', not a consumer"),
         (("nodes", 1, "parameters"), ["v"], "node 'b' reads 'v', which is not among the parameters"),
     ],
 )

@@ -195,18 +195,20 @@ def test_there_is_never_less_room_than_said(graph: CostGraph, optimizer: str | N
         assert kept > left, "a byte less is too little"
 
 
-def test_there_is_no_room_for_a_gradient_that_another_stage_of_the_rank_has() -> None:
-    """Both make one of the parameter that they share: the second is there beside the first."""
+@pytest.mark.parametrize("placement", [(0, 0), (0, 1)])
+def test_there_is_room_for_a_gradient_that_several_stages_make(placement: tuple[int, int]) -> None:
+    """On one rank the second is there beside the first."""
     common = {"forward_ns": 1, "backward_ns": 1, "parameter_bytes": 0, "saved_bytes": 0, "group": None}
     nodes = tuple(Node(name=name, parameters=("p",), **common) for name in "ab")  # type: ignore[arg-type]
     value = Tensor(producer="a", consumers=("b",), bytes=0, gradient_bytes=0)
     shared = Parameter(name="p", bytes=6400, trainable=True)
     stages = dict(enumerate(_footprints(CostGraph(nodes=nodes, tensors=(value,), parameters=(shared,)), ["a", "b"])))
-    (row,) = generate("gpipe", (0, 0), 1).rows
     allocator = ALLOCATORS["cuda"]
-    total = rank_memory(stages, moments(row), microbatches=1, allocator=allocator).total.bound
-    assert room(stages, total - 1, microbatches=1, allocator=allocator) < 0
-    assert room(stages, total, microbatches=1, allocator=allocator) >= 0
+    for rank, row in enumerate(generate("gpipe", placement, 1).rows):
+        held = {index: stages[index] for index in range(2) if placement[index] == rank}
+        total = rank_memory(held, moments(row), microbatches=1, allocator=allocator).total.bound
+        assert room(held, total - 1, microbatches=1, allocator=allocator) < 0
+        assert room(held, total, microbatches=1, allocator=allocator) >= 0
 
 
 def _with_earlier_recomputes(row: Sequence[Action], data: st.DataObject) -> list[Action]:

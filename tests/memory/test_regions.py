@@ -12,6 +12,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.saving import Policy
+from pipecompile.ir.tape import Held, Tape
 from pipecompile.ir.taping import tape_of
 from pipecompile.memory.choose import priced
 from pipecompile.memory.menus import menu
@@ -125,3 +126,22 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
             assert (kept, ns) == (int(front.kept[row]) + sent, int(front.ns[row])), regions
             assert peak <= max(kept, int(front.peak[row])), regions
     assert min(int(front.ns.min()) for front in found.fronts.values()) == 0
+
+
+def test_what_is_copied_in_the_end_counts_in_segments_that_do_not_read_it() -> None:
+    """Kept by none, it lives until the last of them is done."""
+    tape = Tape(
+        ns=(1, 1, 1),
+        packs=("never",) * 3,
+        forward=(640, 0, 6400),
+        flowing=(0, 0, 0),
+        before=(0, 0, 0),
+        after=(0, 0, 0),
+        held=(Held(640, 0, (1,), (), sent=False, copied=2),),
+        written=(0, 0, 0),
+        boundaries=(0, 1, 2, 3),
+        copies=64,
+    )
+    (whole,), (parted,) = (menu(tape, cuts, frozenset(), None).fronts.values() for cuts in ((), (2,)))
+    assert priced(tape, ()).peak == whole.peak.min() == 640 + 6400
+    assert parted.peak.min() >= whole.peak.min()

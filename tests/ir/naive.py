@@ -572,11 +572,14 @@ class _Stage:
 
     def early(self) -> list[str]:
         """The parameters whose gradients the first half makes, and holds."""
-        return [parameter for parameter in self.trained() if self.splits and len(self.roots(parameter)) > 1]
+        return self.hanging_off_several() if self.splits else []
+
+    def hanging_off_several(self) -> list[str]:
+        return [parameter for parameter in self.trained() if len(self.roots(parameter)) > 1]
 
     def reads_later(self, name: str) -> bool:
         """Whether it reads a parameter whose gradient the second half makes."""
-        several = [parameter for parameter in self.trained() if len(self.roots(parameter)) > 1]
+        several = self.hanging_off_several()
         return any(name in nodes for parameter, nodes in self.trained().items() if parameter not in several)
 
     def reads_trained(self, name: str) -> bool:

@@ -247,15 +247,18 @@ class Gradients:
     @property
     def early(self) -> list[tuple[Parameter, list[int]]]:
         """The parameters whose gradients the first half of a split backward makes, and holds."""
-        names = self.section.halves.early if self.section.splits else frozenset()
-        return [(parameter, places) for parameter, places in self.section.trained if parameter.name in names]
+        return [pair for pair in self.section.trained if pair[0].name in self._early]
+
+    @property
+    def _early(self) -> frozenset[str]:
+        return self.section.halves.early if self.section.splits else frozenset()
 
     def making(self, *, half: bool = False) -> Iterator[Change]:
         """In the first backward of a step the gradients of parameters begin to live.
 
         In a second `half` those that the first made are copied last.
         """
-        early = {parameter.name for parameter, _ in self.early} if half else ()
+        early = self._early if half else ()
         for parameter, places in self.section.trained:
             yield Change(self.nodes[0] if parameter.name in early else places[-1], parameter.bytes, begins=True)
         for place, node in zip(self.nodes, self.section.own, strict=True):
@@ -264,7 +267,7 @@ class Gradients:
 
     def adding(self, *, half: bool = False) -> Iterator[Change]:
         """Later they are made, added and let go, but for what the first half made if this is the second."""
-        early = {parameter.name for parameter, _ in self.early} if half else ()
+        early = self._early if half else ()
         for parameter, places in self.section.trained:
             if len(places) > 1 and parameter.name not in early:
                 yield Change(places[-1], parameter.bytes, begins=True)
@@ -329,8 +332,8 @@ class Gradients:
 
     def second_sums(self) -> dict[int, int]:
         """The same of the second half of a split backward, which makes but gradients of parameters."""
-        early, sums = {parameter.name for parameter, _ in self.early}, defaultdict[int, int](int)
-        for place, size in self._added_anew(pair for pair in self.section.trained if pair[0].name not in early):
+        sums = defaultdict[int, int](int)
+        for place, size in self._added_anew(pair for pair in self.section.trained if pair[0].name not in self._early):
             sums[place] += size
         return sums
 

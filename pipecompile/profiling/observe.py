@@ -287,7 +287,7 @@ class _Observer(Caller):
 
     def _named(self, ids: Iterable[int]) -> Iterator[str]:
         """The parameters among these leaves of the graph; others are inputs."""
-        return (self.workload.names[each] for each in ids if each in self.workload.names)
+        return (self.workload.names[each] for each in dict.fromkeys(ids) if each in self.workload.names)
 
     def _gradients(self) -> tuple[GradientLife, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from benchmarks.tiling import LEAST, tiled
 from pipecompile.api.cutting import problem_of
-from pipecompile.api.ordering import ordered, placements
-from pipecompile.api.planning import predicted
+from pipecompile.api.ordering import placements
+from pipecompile.api.planning import scheduled
 from pipecompile.api.recomputing import Recomputing
-from pipecompile.api.staging import stages_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.modules import block_of
@@ -127,9 +126,8 @@ def planned(shallow: CostGraph, options: Options, layers: Sequence[int]) -> Whol
 def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) -> Whole:
     """The plan of a cut that is given; InfeasibleError if a rank does not fit its memory."""
     placement = placements(options)[0]
-    stages = stages_of(graph, assignment, Recomputing(graph, options, placement))
-    schedule, _ = ordered(options, stages, FREE, placement, graph.memory)
-    return Whole(stages, predicted(stages, schedule, FREE, options.caps(schedule.ranks), graph.memory))
+    made = scheduled(Recomputing(graph, options, placement), FREE, assignment)
+    return Whole(made.stages, made.prediction)
 
 
 def _runs(graph: CostGraph, layers: Sequence[int]) -> list[tuple[str, ...]]:

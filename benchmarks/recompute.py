@@ -39,6 +39,7 @@ from pipecompile.ir.tape import Tape
 from pipecompile.ir.taping import tape_of
 from pipecompile.memory.bound import least_ns
 from pipecompile.memory.choose import Choice, cheapest, per_block, priced, square_root, whole
+from pipecompile.memory.nested import nested
 from pipecompile.memory.refine import refined
 from pipecompile.passes.seed import Moment
 from pipecompile.runtime.microbatch import split
@@ -103,12 +104,19 @@ class Stage:
         return {**found, "except last": (max(none.peak, others), again.ns * (in_flight - 1) // in_flight)}
 
     def ours(self, in_flight: int, available: int) -> tuple[Choice | None, int | None]:
-        """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit)."""
+        """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit).
+
+        With several in flight that is proven of regions side by side, with one also of regions within regions.
+        """
         known = cheapest(self.tape, self.blocks, in_flight, available)
-        regions, bound = refined(self.tape, in_flight, available, known and known.regions, SECONDS)
         least = least_ns(self.tape, in_flight, available)
-        found = None if regions is None else priced(self.tape, regions)
-        return found, None if least is None else max(least, bound)
+        if in_flight == 1:
+            found = [known, nested(self.tape, self.blocks, available)]
+        else:
+            regions, bound = refined(self.tape, in_flight, available, known and known.regions, SECONDS)
+            found = [None if regions is None else priced(self.tape, regions)]
+            least = None if least is None else max(least, bound)
+        return min(filter(None, found), key=lambda choice: choice.ns, default=None), least
 
 
 def held(choice: Choice, in_flight: int) -> int:
@@ -229,9 +237,10 @@ def _asked(stage: Stage) -> Iterator[dict[str, Any]]:
     print("\nAsked of ours on the GPT blocks:")
     all_again, nothing = stage.policies["whole stage"], stage.policies["none"]
     for in_flight, most in ((1, 5), (4, 65), (8, 85)):
-        own, _ = stage.ours(in_flight, held(all_again, in_flight))
-        share = None if own is None else 100 * own.ns / all_again.ns
-        yield _verdict(f"{in_flight} in flight, whole-stage recompute's peak: % of its extra compute", share, most)
+        own, bound = stage.ours(in_flight, held(all_again, in_flight))
+        share, least = (None if ns is None else 100 * ns / all_again.ns for ns in (own and own.ns, bound))
+        text = f"{in_flight} in flight, whole-stage recompute's peak: % of its extra compute"
+        yield _verdict(text, share, most, least)
     for budget, most in ((80, 6), (60, 20)):
         kept = 4 * nothing.kept * budget // 100
         for available, what in (

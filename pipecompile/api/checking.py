@@ -30,7 +30,11 @@ def violations(plan: Plan) -> list[str]:
         return [str(error)]
 
 
-KINDS: Mapping[Recompute, set[str]] = {"auto": {"stage", "regions"}, "block": {"regions"}, "sqrt": {"regions"}}
+KINDS: Mapping[Recompute, set[str]] = {
+    "auto": {"stage", "except-last", "regions"},
+    "block": {"regions"},
+    "sqrt": {"regions"},
+}
 """What stages compute again by policies that are no kind themselves."""
 
 
@@ -46,6 +50,8 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
         return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
     if (stage.recompute == "regions") != bool(stage.regions):
         return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
+    if stage.recompute == "except-last" and options.schedule == "search":
+        return "recomputes by 'except-last', which is not possible under schedule 'search'"
     if stage.regions and options.schedule in MAY_SPLIT:
         return f"has regions, which are not possible under schedule {options.schedule!r}"
     if stage.recompute == "none" and stage.recompute_ns:

@@ -104,7 +104,7 @@ def ordered(
 
 def named_within(name: str, problem: Problem, excess: Excess) -> Schedule:
     """The named order, recomputes as early as memory allows; InfeasibleError if it does not fit with late ones."""
-    but_last = any(work.but_last for work in problem.work)
+    but_last = [work.but_last for work in problem.work]
     late = generate(name, problem.placement, problem.microbatches, problem.recompute, but_last=but_last)
     for schedule in (named_schedule(name, problem), late):
         if not any(excess(schedule)):

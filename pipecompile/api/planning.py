@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +24,7 @@ from pipecompile.ir.serde import encode
 from pipecompile.schedule.simulate import simulate
 from pipecompile.schedule.stages import activation_caps, held_by_ranks, problem_of_stages
 
-__all__ = ["costs_digest", "draft", "predicted"]
+__all__ = ["Scheduled", "costs_digest", "draft", "predicted", "scheduled"]
 
 
 def draft(
@@ -67,45 +68,62 @@ def _drafted(
     """The plan with its stages on these ranks."""
     recomputing = Recomputing(graph, options, tuple(placement), settled=True)
     partition = cut(recomputing, links, assignment)
-    stages, schedule, ordering, prediction = _scheduled(recomputing, links, partition.assignment)
-    if any(stage.regions for stage in stages) and options.recompute == "auto":
-        waiting = replace(recomputing, waiting=True, known={})
-        with suppress(InfeasibleError):
-            other = _scheduled(waiting, links, partition.assignment)
-            if other[-1].step_ns < prediction.step_ns:
-                stages, schedule, ordering, prediction = other
-                problem = problem_of(graph, options, links, placement)
-                partition = with_extra(waiting, problem, partition.assignment, partition)
+    made = scheduled(recomputing, links, partition.assignment)
+    if made.waiting:
+        problem = problem_of(graph, options, links, placement)
+        partition = with_extra(_waiting(recomputing), problem, partition.assignment, partition)
     return Plan(
         fingerprint=fingerprint,
         options=options,
         capture=capture,
         k=options.k,
-        ranks=schedule.ranks,
-        stages_per_rank=options.k // schedule.ranks,
+        ranks=made.schedule.ranks,
+        stages_per_rank=options.k // made.schedule.ranks,
         replicas=1,
         microbatches=options.microbatches,
         microbatch_shapes=tuple(microbatch_shapes),
         links=links,
         allocator=graph.memory,
-        stages=stages,
+        stages=made.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
-        parameters=tuple(owners_of(graph, stages)),
-        schedule=schedule,
-        prediction=prediction,
-        search=_told(partition.search, prediction.step_ns),
-        ordering=ordering,
+        parameters=tuple(owners_of(graph, made.stages)),
+        schedule=made.schedule,
+        prediction=made.prediction,
+        search=_told(partition.search, made.prediction.step_ns),
+        ordering=made.ordering,
     )
 
 
-def _scheduled(
-    recomputing: Recomputing, links: Links, assignment: Mapping[str, int]
-) -> tuple[tuple[Stage, ...], Schedule, Ordering | None, Prediction]:
-    """The stages of a cut, who does what when, and what that is expected to take."""
+class Scheduled(NamedTuple):
+    """The stages of a cut, who does what when, what that is expected to take, and whether recomputes fill `waiting`."""
+
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    ordering: Ordering | None
+    prediction: Prediction
+    waiting: bool
+
+
+def scheduled(recomputing: Recomputing, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+    """The stages of a cut in order; with whole stages computed again, rather than regions, if the step is shorter."""
+    found = _ordered(recomputing, links, assignment)
+    if recomputing.options.recompute == "auto" and any(stage.regions for stage in found.stages):
+        with suppress(InfeasibleError):
+            other = _ordered(_waiting(recomputing), links, assignment)
+            return min(found, other, key=lambda each: each.prediction.step_ns)
+    return found
+
+
+def _waiting(recomputing: Recomputing) -> Recomputing:
+    return replace(recomputing, waiting=True, known={})
+
+
+def _ordered(recomputing: Recomputing, links: Links, assignment: Mapping[str, int]) -> Scheduled:
     graph, options = recomputing.graph, recomputing.options
     stages = stages_of(graph, assignment, recomputing)
     schedule, ordering = ordered(options, stages, links, recomputing.placement, graph.memory)
-    return stages, schedule, ordering, predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
+    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
+    return Scheduled(stages, schedule, ordering, prediction, recomputing.waiting)
 
 
 def _told(search: Search, step_ns: int) -> Search:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
@@ -35,6 +36,7 @@ __all__ = ["NOTHING_AGAIN", "Again", "Recomputing", "moments_of"]
 
 REFINING_SECONDS = 1.0  # of work on the regions of one stage
 EXPONENTS = -80, 40  # of what a byte costs in ns, in half powers of two: next to nothing, and more than anything
+ByHand = Literal["stage", "except-last", "block", "sqrt"]
 TRIES = 12  # as less memory is allowed, where the peak of regions is not that of the order
 
 
@@ -42,7 +44,7 @@ class Again(NamedTuple):
     """What a stage computes again, all of it or regions, and what it holds then.
 
     `ns` is the extra time, with that of `saving`: runs of nodes outside of regions whose saved tensors lie in another
-    form. Of what fits its rank nothing is proven to take less than `least`.
+    form. It is proven that nothing that fits its rank, and treats all microbatches alike, takes less than `least`.
     """
 
     kind: Literal["none", "stage", "except-last", "regions"]
@@ -51,6 +53,11 @@ class Again(NamedTuple):
     least: int
     footprint: Footprint
     saving: tuple[Saving, ...] = ()
+
+    def mean_ns(self, microbatches: int) -> Fraction:
+        """The extra time of a microbatch on average over a step."""
+        spared = self.kind == "except-last"
+        return Fraction(self.ns * (microbatches - spared), microbatches)
 
 
 class _Fit(NamedTuple):
@@ -111,15 +118,44 @@ class Recomputing:
         given = (None,) * ranks if caps is None else caps
         return [self.of(i, _before(names, i), names[i], given[self.placement[i]]) for i in range(len(names))]
 
-    def _of_rank(self, held: Sequence[int], names: Sequence[tuple[str, ...]], cap: int) -> Mapping[int, Again | None]:
-        """Of the stages of a rank: each byte costs the same in all of them, as little as lets the rank fit."""
-        plain: dict[int, Again | None] = {i: self._plain(_before(names, i), names[i]) for i in held}
+    def _of_rank(self, held: Sequence[int], names: Sequence[tuple[str, ...]], cap: int) -> Mapping[int, Again]:
+        """Of the stages of a rank: what takes least, by any policy for all of them or each byte at one price.
+
+        If nothing lets the rank fit, as little as there is.
+        """
+        plain = {i: self._plain(_before(names, i), names[i]) for i in held}
         if self._total(plain) <= cap:
             return plain
-        if self._splits:
-            stages = {index: again for index, again in plain.items() if again is not None and index < len(names) - 1}
-            whole = {index: self._whole(again, names[index], "stage") for index, again in stages.items()}
-            return {**plain, **{index: again._replace(least=0) for index, again in whole.items()}}
+        choices = [self._all(plain, names, "stage")]
+        if self._may_spare:
+            choices.append(self._all(plain, names, "except-last"))
+        if not self._splits:  # eager stages that split their backwards have no regions
+            choices += [self._all(plain, names, "block"), self._all(plain, names, "sqrt")]
+            choices.append(self._priced_alike(held, names, cap))
+        fitting = [each for each in choices if self._total(each) <= cap]
+        return min(fitting, key=self._mean_ns, default=choices[-1 if not self._splits else 0])
+
+    def _all(self, plain: Mapping[int, Again], names: Sequence[tuple[str, ...]], policy: ByHand) -> dict[int, Again]:
+        """All stages by a policy, but for the last."""
+        chosen = {
+            i: self._by_hand(again, _before(names, i), names[i], policy)._replace(least=0)
+            for i, again in plain.items()
+            if i < len(names) - 1
+        }
+        return {**plain, **chosen}
+
+    def _by_hand(self, plain: Again, before: Sequence[str], nodes: Sequence[str], policy: ByHand) -> Again:
+        match policy:
+            case "stage" | "except-last":
+                return self._whole(plain, nodes, policy)
+            case "block" | "sqrt":
+                return self._in_blocks(before, nodes, policy)
+
+    def _mean_ns(self, stages: Mapping[int, Again]) -> Fraction:
+        return sum((again.mean_ns(self.options.microbatches) for again in stages.values()), Fraction(0))
+
+    def _priced_alike(self, held: Sequence[int], names: Sequence[tuple[str, ...]], cap: int) -> dict[int, Again]:
+        """Each byte costs the same in all of them, as little as lets the rank fit."""
         low, high = EXPONENTS
         while high - low > 1:
             middle = (low + high) // 2
@@ -127,11 +163,11 @@ class Recomputing:
             low, high = (low, middle) if fits else (middle, high)
         return self._at(held, names, high)
 
-    def _at(self, held: Sequence[int], names: Sequence[tuple[str, ...]], exponent: int) -> dict[int, Again | None]:
+    def _at(self, held: Sequence[int], names: Sequence[tuple[str, ...]], exponent: int) -> dict[int, Again]:
         """The stages of a rank where a byte costs 2^(exponent / 2) ns."""
         from pipecompile.memory.choose import weighed
 
-        found: dict[int, Again | None] = {}
+        found: dict[int, Again] = {}
         in_flight = flights(self.options, self.placement)
         for index in held:
             before, nodes = _before(names, index), names[index]
@@ -162,19 +198,17 @@ class Recomputing:
             return self._cheapest(index, before, nodes, cap, plain)
         if index == self.options.k - 1 or policy == "none" or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
-        if policy in ("stage", "except-last"):
-            return self._whole(plain, nodes, policy)
-        return self._by_policy(before, nodes)
+        return self._by_hand(plain, before, nodes, policy)
 
     def _plain(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
         return Again("none", (), 0, 0, footprint_of(self.lives, before, nodes))
 
-    def _by_policy(self, before: Sequence[str], nodes: Sequence[str]) -> Again:
+    def _in_blocks(self, before: Sequence[str], nodes: Sequence[str], policy: Literal["block", "sqrt"]) -> Again:
         """Regions by hand: each block of the model, or about √n of n blocks together."""
         from pipecompile.memory.choose import per_block, priced, square_root
 
         tape, blocks = self._tape(before, nodes, summed=True), self._blocks(nodes)
-        regions = per_block(tape, blocks) if self.options.recompute == "block" else square_root(tape, blocks)
+        regions = (per_block if policy == "block" else square_root)(tape, blocks)
         ns = priced(tape, regions).ns
         return self._again(before, nodes, regions, ns, ns)
 
@@ -190,10 +224,24 @@ class Recomputing:
             return plain
         stage = self._whole(plain, nodes, "stage")
         whole = stage if index < self.options.k - 1 and self._total({index: stage}) <= cap else None
-        if self._splits:
-            return whole  # eager stages that split their backwards have no regions
-        whole = whole and whole._replace(least=0)  # regions may take less
-        return whole if whole and self.waiting else self._fitting(index, before, nodes, cap, plain) or whole
+        if whole and not self._splits:  # eager stages that split their backwards have no regions
+            whole = whole._replace(least=0)  # regions may take less
+        is_enough = whole and (self._splits or self.waiting)
+        found = whole if is_enough or self._splits else self._fitting(index, before, nodes, cap, plain) or whole
+        return found and self._or_but_last(index, nodes, cap, plain, found)
+
+    def _or_but_last(self, index: int, nodes: Sequence[str], cap: int, plain: Again, found: Again) -> Again:
+        """Everything for all microbatches but a step's last, if that fits and takes less."""
+        if not self._may_spare or index == self.options.k - 1:
+            return found
+        spared = self._whole(plain, nodes, "except-last")._replace(least=0)
+        takes_less = self._mean_ns({index: spared}) < self._mean_ns({index: found})
+        return spared if takes_less and self._total({index: spared}) <= cap else found
+
+    @property
+    def _may_spare(self) -> bool:
+        """Whether the last microbatch may be treated otherwise; proofs of cuts are of choices that treat all alike."""
+        return self.settled and self.options.microbatches > 1 and self.options.schedule != "search"
 
     @property
     def _splits(self) -> bool:
@@ -256,9 +304,10 @@ class Recomputing:
         if fit is None or least is None:
             return None
         for attempt in range(TRIES):
-            choice, exact = cheapest(*fit), attempt == 0 and is_exact(fit.tape)
-            if choice is None and fit.in_flight == 1:  # of regions within regions not all are looked at
-                choice, exact = nested(fit.tape, fit.blocks, fit.available), False
+            # With one in flight regions within regions may take less, and of these not all are looked at.
+            choice, exact = cheapest(*fit), attempt == 0 and is_exact(fit.tape) and fit.in_flight > 1
+            if choice is None and fit.in_flight == 1:
+                choice = nested(fit.tape, fit.blocks, fit.available)
             if choice is None:
                 return None
             found = self._again(before, nodes, choice.regions, choice.ns, choice.ns if exact else least, plain.saving)
@@ -326,13 +375,14 @@ class Recomputing:
     def _total(self, stages: Mapping[int, Again | None]) -> int:
         """What the rank of these stages may hold at its peak, by the named schedule or that which stands in for one."""
         known = {index: again for index, again in stages.items() if again is not None}
-        at = self._moments(next(iter(known)), any(again.kind == "stage" for again in known.values()))
+        kinds = {again.kind for again in known.values()}
+        at = self._moments(next(iter(known)), not kinds.isdisjoint(("stage", "except-last")), "except-last" in kinds)
         return rank_memory({index: again.footprint for index, again in known.items()}, at, **self._step).total.bound
 
-    def _moments(self, index: int, again: bool = False) -> tuple[Moment, ...]:
+    def _moments(self, index: int, again: bool = False, but_last: bool = False) -> tuple[Moment, ...]:
         """Of the rank of a stage."""
         name = stand_in(self.options, self.placement)
-        return moments_of(name, self.placement, self.options.microbatches, again)[self.placement[index]]
+        return moments_of(name, self.placement, self.options.microbatches, again, but_last)[self.placement[index]]
 
     @property
     def _step(self) -> _Step:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 from pipecompile.ir.allocator import ZERO, Amount
 from pipecompile.ir.serde import Value
 
-__all__ = ["AMOUNTS", "NOTHING", "Footprint", "Shared"]
+__all__ = ["AMOUNTS", "NOTHING", "Footprint", "Parcel", "Shared", "size_of"]
 
 
 class Shared(Value, frozen=True, kw_only=True):
@@ -17,16 +21,34 @@ class Shared(Value, frozen=True, kw_only=True):
     optimizer: Amount
 
 
+class Parcel(Value, frozen=True, kw_only=True):
+    """A storage that a stage makes for the next one, or for the one before: the tensors `names` lie in it.
+
+    `needed` tells whether the second half of the stage's own backward needs it.
+    """
+
+    names: tuple[str, ...]
+    size: Amount
+    needed: bool
+
+
+def size_of(parcels: Iterable[Parcel]) -> Amount:
+    """All of them together."""
+    return sum((parcel.size for parcel in parcels), ZERO)
+
+
 class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for a microbatch, and while it computes.
 
-    `kept` is held from a microbatch's forward to its backward, `outputs` (part of it) until the step ends once they are
-    sent, as are the gradients of the inputs (`returned` by a whole backward, `passed` on by a first half); others of
-    them lie in what was received (`relayed` by a whole backward, `forwarded` by a first half). Of a backward in two
-    halves, `dropped` is what the first lets go of what was kept, `remade` besides of outputs that were computed again,
-    since others were sent, `between` what it leaves to the second, `lent` what it leaves of what it passes on, and
-    `retained` of what was received. `inputs`, `received` and `received_gradients` are buffers of one microbatch;
-    what of these is `handed_on` is sent once more.
+    `kept` is held from a microbatch's forward to its backward, what is `sent` (part of it) until the step ends once it
+    is, as are the gradients of inputs (`returned` by a whole backward, `passed` on by a first half). Of a backward in
+    two halves, `dropped` is what the first lets go of what was kept, and `between` what it leaves to the second.
+    `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+
+    By name, for a neighbour on the same rank: what is `handed_on` of what arrived, as it came; what a second half has
+    `wanted` of that; of what leaves, the tensors whose gradients are `relayed` as they came by a whole backward, or
+    `forwarded` by a first half, or `retained` from the first half to the second.
+
     `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
     keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
     in a forward, a backward and its halves, above what was held before: the first backward of a step makes the
@@ -42,17 +64,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     received: Amount
     received_gradients: Amount
     kept: Amount
-    outputs: Amount
-    returned: Amount
-    passed: Amount
-    handed_on: Amount
-    relayed: Amount
-    forwarded: Amount
     dropped: Amount
-    remade: Amount
     between: Amount
-    lent: Amount
-    retained: Amount
     forward_peak: Amount
     first_backward_peak: Amount
     backward_peak: Amount
@@ -62,8 +75,26 @@ class Footprint(Value, frozen=True, kw_only=True):
     first_stripped_peak: Amount
     stripped_peak: Amount
     written: Amount = ZERO
+    sent: tuple[Parcel, ...] = ()
+    returned: tuple[Parcel, ...] = ()
+    passed: tuple[Parcel, ...] = ()
+    handed_on: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+    relayed: tuple[str, ...] = ()
+    forwarded: tuple[str, ...] = ()
+    retained: tuple[str, ...] = ()
     shared: tuple[Shared, ...] = ()
 
+    @property
+    def outputs(self) -> Amount:
+        """All that is sent."""
+        return size_of(self.sent)
 
-AMOUNTS: tuple[str, ...] = tuple(name for name in Footprint.__struct_fields__ if name != "shared")
-NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))  # type: ignore[arg-type]  # `shared` has a default
+    @property
+    def remade(self) -> Amount:
+        """What is sent and not needed by a second half: computed again, it goes with the first."""
+        return size_of(parcel for parcel in self.sent if not parcel.needed)
+
+
+AMOUNTS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount)
+NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))  # type: ignore[arg-type]  # all others have defaults

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from pipecompile.ir.graph import Parameter, Tensor
 from pipecompile.ir.lives import ORDERLY, GradientLife
@@ -37,31 +39,34 @@ class Gradients:
         found = [(each, places) for each, places in self._captured if id(each) not in returned]
         return [(each, min(map(self.section.halves.end_of_second, places))) for each, places in found]
 
-    @property
-    def lent(self) -> list[GradientLife]:
-        """What the first half holds and returns."""
-        returned = set(map(id, self.homes(hold=True)))
-        return [each for each, _ in self._captured if id(each) in returned]
-
     @cached_property
     def _captured(self) -> list[tuple[GradientLife, set[int]]]:
         pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
         return [(each, places) for each, places in pairs if places]
 
-    @cached_property
-    def retained(self) -> list[int]:
-        """The sizes of what the first half holds of what was received: all if the second begins with that."""
+    @property
+    def retained(self) -> Iterator[str]:
+        """What leaves and whose gradient the first half holds as it came: all if the second begins with that."""
         if not self.section.splits or self.section.halves.begins_at_outputs:
-            return [tensor.gradient_bytes for tensor in self.section.leaving]
-        elsewhere = self._own.union(map(id, self.homes(hold=True)))
+            yield from (tensor.producer for tensor in self.section.leaving)
+        else:
+            held = ((each, (*each.captured, *each.joined)) for each in self._held_as_received())
+            yield from dict.fromkeys(name for each, users in held for name in self._came_for(each, users))
+
+    def _held_as_received(self) -> Iterator[GradientLife]:
         found = {id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())}
         copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
-        return [
-            each.bytes
-            for key, each in found.items()
-            if key not in elsewhere
-            and any((key, place) not in copied for place in self.section.halves.captured_at(each))
-        ]
+        for key, each in found.items():
+            places = self.section.halves.captured_at(each)
+            if key not in self._own and any((key, place) not in copied for place in places):
+                yield each
+
+    def _came_for(self, received: GradientLife, places: Iterable[int]) -> list[str]:
+        """The leaving tensors whose gradient it may be, as which it comes to these nodes: all if none is seen to be."""
+        names = {tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving}
+        users = set(places)
+        met = [n for n, sent in names.items() if not users.isdisjoint({sent, *self.lives.reached(received, sent)})]
+        return met or list(names)
 
     def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
         """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
@@ -78,13 +83,13 @@ class Gradients:
     @cached_property
     def _taken_homes(self) -> Sequence[GradientLife | None]:
         views = self.lives.viewed
-        seen = [tensor.permuted or self.lives.place[tensor.producer] in views for tensor, _ in self.section.read]
+        seen = [tensor.permuted or self.lives.place[tensor.producer] in views for tensor, _ in self.section.given]
         pairs = zip(seen, self._given_homes, strict=True)
         return self._matched([home if is_seen and id(home) in self._own else None for is_seen, home in pairs])
 
     @cached_property
     def _given_homes(self) -> Sequence[GradientLife | None]:
-        return [self._only_given(tensor, place) for tensor, place in self.section.read]
+        return [self._only_given(tensor, place) for tensor, place in self.section.given]
 
     def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
         """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
@@ -97,16 +102,30 @@ class Gradients:
         return homes
 
     def _fits(self, gradient: GradientLife, index: int) -> bool:
-        tensor, place = self.section.read[index]
+        tensor, place = self.section.given[index]
         return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
 
     def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
         """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
-        readers = {self.lives.place[name] for name in tensor.consumers} - self.section.before
-        found = self.lives.given.get((self.lives.place[tensor.producer], place)) if readers == {place} else None
+        found = self._sole(tensor, place)
         if found is None or found.bytes != tensor.gradient_bytes:
             return None
         return None if self._is_turned(tensor, place, found) else found
+
+    def _sole(self, tensor: Tensor, place: int) -> GradientLife | None:
+        """In what the gradient of an input lies if its one reader is at `place`."""
+        givers = {self.lives.place[name] for name in tensor.givers} - self.section.before
+        return self.lives.given.get((self.lives.place[tensor.producer], place)) if givers == {place} else None
+
+    def _parts(self, *, hold: bool) -> list[tuple[Tensor, GradientLife]]:
+        """The inputs whose gradients are parts of larger ones until the end; a whole backward copies gaps at once."""
+        pairs = [(tensor, place, self._sole(tensor, place)) for tensor, place in self.section.given]
+        return [
+            (tensor, found)
+            for tensor, place, found in pairs
+            if found is not None and found.bytes > tensor.gradient_bytes and not tensor.spread_bytes
+            if hold or (self.lives.place[tensor.producer], place) not in self.lives.turned
+        ]
 
     def _is_turned(self, tensor: Tensor, place: int, found: GradientLife) -> bool:
         """Whether a gradient comes to an input, read at `place`, in another order than that has.
@@ -134,42 +153,55 @@ class Gradients:
         is_view = value is not None and value.storage == tensor.storage
         return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
 
-    def returned(self, *, hold: bool) -> list[Tensor]:
-        """The inputs whose gradients take memory as they are returned, by a whole backward or a first half (`hold`).
+    def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+        """The gradients of inputs that take memory as a whole backward returns them, or a first half (`hold`).
 
-        What lies in one gradient counts once, what lies in a message not, as that does which a later stage alone reads,
-        through a view.
+        Each with the inputs whose gradients lie in it, its size, and whether the first half holds it too. What lies in
+        a message takes none, as that does which a later stage alone reads, through a view.
         """
-        once: dict[int, Tensor] = {}
-        for index, ((tensor, _), home) in enumerate(zip(self.section.read, self.homes(hold=hold), strict=True)):
-            if not self._is_handed_on(tensor) and (home is None or id(home) in self._own):
-                once[-index - 1 if home is None else id(home)] = tensor
-        return list(once.values())
+        held = {id(gradient) for gradient, _ in self._captured if hold and self.section.splits}
+        for home, tensors in self._by_home(hold=hold):
+            if home is None or id(home) in self._own:
+                yield tuple(tensor.producer for tensor in tensors), tensors[-1].gradient_bytes, id(home) in held
+        for tensor in self._zeros:
+            yield (tensor.producer,), tensor.gradient_bytes, False
 
-    def relayed(self, *, hold: bool) -> list[Tensor]:
-        """The inputs whose gradients lie in what was received; what lies in one of these counts once."""
-        passing = [tensor for tensor, readers in self.section.arriving if self.inside.isdisjoint(readers)]
-        once: dict[int, Tensor] = {}
-        for index, ((tensor, _), home) in enumerate(zip(self.section.read, self.homes(hold=hold), strict=True)):
-            if self._is_handed_on(tensor):
-                once[-index - 1] = tensor
-            elif home is not None and id(home) not in self._own:
-                once[id(home)] = tensor
-        return [*passing, *once.values()]
+    def relayed(self, *, hold: bool) -> Iterator[str]:
+        """What leaves and in whose gradient, as it came, lies that of an input."""
+        yield from (tensor.producer for tensor, _ in self.section.arriving if not self.section.giving(tensor))
+        yield from filter(None, (self._sent_view_of(tensor) for tensor, _ in self.section.given))
+        for home, tensors in self._by_home(hold=hold):
+            if home is not None and id(home) not in self._own:
+                yield from self._came_for(home, (self.lives.place[tensor.producer] for tensor in tensors))
 
-    def _is_handed_on(self, tensor: Tensor) -> bool:
-        """Whether the stage only takes views of it for later ones: what they give is in its order, if they are sent so.
+    @property
+    def _zeros(self) -> Iterator[Tensor]:
+        """What arrives and ends here, and is given no gradient: torch.distributed.pipelining then sends zeros."""
+        ends = {tensor.producer for tensor, _ in self.section.arriving} - {t.producer for t in self.section.leaving}
+        unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
+        return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
+
+    def _by_home(self, *, hold: bool) -> list[tuple[GradientLife | None, list[Tensor]]]:
+        """The inputs that are read, with what their gradients lie in, if that is no copy."""
+        found: dict[int, tuple[GradientLife | None, list[Tensor]]] = {}
+        for index, ((tensor, _), home) in enumerate(zip(self.section.given, self.homes(hold=hold), strict=True)):
+            if self._sent_view_of(tensor) is None:
+                found.setdefault(-index - 1 if home is None else id(home), (home, []))[1].append(tensor)
+        return list(found.values())
+
+    def _sent_view_of(self, tensor: Tensor) -> str | None:
+        """The view that the stage takes of it only for later ones, if what these give is in its order.
 
         A view that is not dense is sent in its dimensions' own order, which has to be that of all before it.
         """
         places = list(self.lives.views_of(tensor.producer, self.inside))
         if not places:
-            return False
+            return None
         last = self.lives.values.get(self.graph.nodes[places[-1]].name)
         if last is None or not last.consumers or any(self.lives.place[name] in self.inside for name in last.consumers):
-            return False
+            return None
         orderly = all(self.graph.nodes[place].operator in ORDERLY for place in places)
-        return orderly or (tensor.dense and last.dense)
+        return last.producer if orderly or (tensor.dense and last.dense) else None
 
     @cached_property
     def own(self) -> list[GradientLife]:
@@ -229,15 +261,35 @@ class Gradients:
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes = self.homes(hold=hold)
-        stay = {id(gradient) for gradient, _ in self.captured if hold}.union(map(id, homes))
+        homes, parts = self.homes(hold=hold), self._parts(hold=hold)
+        held = {id(gradient) for gradient, _ in self.captured if hold}
+        parted = {id(found) for _, found in parts} - held
+        stay = held.union(map(id, homes))
         for gradient in self.own:
             yield Change(gradient.producer, gradient.bytes, begins=True)
             if id(gradient) not in stay:
-                yield Change(self._last(gradient), gradient.bytes, begins=False)
-        for (tensor, place), home in zip(self.section.read, homes, strict=True):
+                last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
+                yield Change(last, gradient.bytes, begins=False)
+        late = {tensor.producer for tensor, _ in parts}
+        for (tensor, place), home in zip(self.section.given, homes, strict=True):
             if home is None:  # it lies in what others hold, or not in order: autograd copies it
-                yield Change(place, tensor.gradient_bytes, begins=True)
+                at = self.nodes[0] if tensor.producer in late else place
+                yield Change(at, tensor.gradient_bytes, begins=True)
+        for tensor in self._zeros:
+            yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
+
+    def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
+        """`sums`, and at the end what lives while parts are copied one by one, and so many bytes were `dropped`."""
+        parts, stay = self._parts(hold=hold), {id(gradient) for gradient, _ in self.captured if hold}
+        going = self._own - stay.union(map(id, self.homes(hold=hold)))
+        left = [sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values()) for i in range(len(parts))]
+        copied = list(accumulate(tensor.gradient_bytes for tensor, _ in parts))
+        sums, end = self.sums(hold=hold), self.nodes[0]
+        if parts:
+            before = sums.get(end, 0) + left[0]
+            meanwhile = max(map(add, left, copied)) - dropped
+            sums[end] = max(0, max(before, meanwhile) - copied[-1])
+        return sums
 
     def _last(self, gradient: GradientLife) -> int:
         """The node of the stage in whose backward it is let go."""
@@ -317,15 +369,15 @@ class Gradients:
         """
         sums: dict[int, int] = defaultdict(int)
         held = {id(each) for each, _ in self._captured if hold}
-        stay = held.union(map(id, self.homes(hold=hold)))
+        stay = held.union(map(id, self.homes(hold=hold)), (id(found) for _, found in self._parts(hold=hold)))
         for gradient in self.own:
             before = gradient.continues
             if gradient.sum and (before is None or self.section.is_later(before.producer) or id(before) in held):
                 sums[gradient.producer] += gradient.bytes
-        apart = {(each.producer, each.bytes) for each in self.own if each.sum and each.continues is None}
-        for place, size in apart:
+        apart = {each.producer: each.bytes for each in self.own if each.sum and each.continues is None}
+        for place, size in apart.items():
             others = (each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay)
-            sums[place] += sum(each.bytes for each in others if each.bytes == size)
+            sums[place] += sum(each.bytes for each in others if each.bytes >= size)  # larger if a part of it is added
         for place, size in self._added_anew(self.early if hold else self.section.trained):
             sums[place] += size
         return sums

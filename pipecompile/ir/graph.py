@@ -24,12 +24,14 @@ class Node(Value, frozen=True, kw_only=True):
 
     `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses` what for, by saved
     tensor, where that is known; `parameters` the canonical names that the node reads, `given_as_views` those of them
-    whose gradients are views, so that what others add is a new sum. The split of the backward is None
+    whose gradients are views, so that what others add is a new sum, `early` those whose gradients a first half of a
+    backward makes if that leads through the node. The split of the backward is None
     where it was not measured. `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs,
     above what lived when it began, `workspace_bytes` the scratch of its kernels beside that, `forward_height_bytes` and
-    `backward_height_bytes` the most of both together, where that is known to be less; `input_bytes` is what it reads of
-    the minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them, or
-    never. Only a node that may run `again` is computed twice. `written` are the sizes of the buffers of which a
+    `backward_height_bytes` the most of both together, where that is known to be less; `input_workspace_bytes` and
+    `input_height_bytes` are these of a first half of the backward, where that is known. `input_bytes` is what it reads
+    of the minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them,
+    or never. Only a node that may run `again` is computed twice. `written` are the sizes of the buffers of which a
     recompute needs copies, made before the forward, since nodes write to them; those of a group are with one of its
     nodes. `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
@@ -48,6 +50,8 @@ class Node(Value, frozen=True, kw_only=True):
     workspace_bytes: NonNegative = 0
     forward_height_bytes: NonNegative | None = None
     backward_height_bytes: NonNegative | None = None
+    input_workspace_bytes: NonNegative | None = None
+    input_height_bytes: NonNegative | None = None
     packs: Packs = "after"
     again: bool = True
     input_bytes: NonNegative = 0
@@ -56,6 +60,7 @@ class Node(Value, frozen=True, kw_only=True):
     written: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
     given_as_views: tuple[str, ...] = ()
+    early: tuple[str, ...] = ()
     module: str = ""
     operator: str = ""
     source: str = ""
@@ -79,7 +84,7 @@ class Tensor(Value, frozen=True, kw_only=True):
     that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; a stage that reads it makes
     another, laid out as it was, which takes `spread_bytes`. A gradient that is
     `expanded_by` the only reader that gives one repeats elements: as a message it would not, and sums over it would be
-    rounded otherwise.
+    rounded otherwise. Of the consumers the `silent` ones give none.
     """
 
     producer: str
@@ -91,6 +96,12 @@ class Tensor(Value, frozen=True, kw_only=True):
     dense: bool = True
     spread_bytes: NonNegative = 0
     expanded_by: str | None = None
+    silent: tuple[str, ...] = ()
+
+    @property
+    def givers(self) -> tuple[str, ...]:
+        """The consumers that give a gradient for it."""
+        return tuple(name for name in self.consumers if name not in self.silent) if self.gradient_bytes else ()
 
 
 class Gradient(Value, frozen=True, kw_only=True):

@@ -46,8 +46,8 @@ class Halves:
         return min(found)
 
     def is_aside(self, gradient: GradientLife) -> bool:
-        """Whether it leads to parameters alone, whose gradients are made in the second half."""
-        return gradient.last in self._later
+        """Whether it leads to parameters alone, whose gradients are made in the second half, as it is."""
+        return gradient.last in self._later and not self.captured_at(gradient)
 
     @cached_property
     def early(self) -> frozenset[str]:
@@ -122,9 +122,12 @@ class Halves:
     @cached_property
     def _begins(self) -> dict[str, Begin]:
         """By parameter where a walk to it begins."""
-        return {
-            name: _only({self._hanging.get(place, place) for place in places}) for name, places in self.readers.items()
-        }
+        return {name: _only({self._begin(name, place) for place in places}) for name, places in self.readers.items()}
+
+    def _begin(self, name: str, place: int) -> Begin:
+        """The same of a parameter that one node reads."""
+        is_early = name in self.lives.graph.nodes[place].early
+        return "first half" if is_early and place in self._on_the_way else self._hanging.get(place, place)
 
     @cached_property
     def _capturing(self) -> set[int]:

@@ -19,17 +19,17 @@ the backward of its last saver to that of its first. What is given to a run live
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.allocator import ZERO, Amount
-from pipecompile.ir.footprint import Footprint, Shared
+from pipecompile.ir.footprint import Footprint, Parcel, Shared
 from pipecompile.ir.forms import Form, Run
-from pipecompile.ir.graph import Parameter
+from pipecompile.ir.graph import Node, Parameter
 from pipecompile.ir.lives import Lives
 from pipecompile.ir.optimizer import optimizer_bytes
-from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part
+from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part, Scratch
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.section import Change
 
@@ -86,7 +86,7 @@ class _Stage(Part):
         stripped = [*second, *self._freed_outputs()]
         rises = list(self.gradients.second_rises()) if self.splits else whole
         first, later = (list(ways(half=True)) for ways in (self.gradients.making, self.gradients.adding))
-        sums = self.gradients.sums()
+        sums = self.gradients.last_sums()
         last = self.gradients.second_sums() if self.splits else sums
         return Footprint(
             parameters=amount([*(self.graph.parameter_by_name[name].bytes for name in self.readers), *anonymous]),
@@ -104,17 +104,8 @@ class _Stage(Part):
                     *(size for _, size in self._copied_by_regions(again=True)),
                 ]
             ),
-            outputs=amount([*self._sent, *(tensor.bytes for tensor in self.copied)]),
-            returned=amount(tensor.gradient_bytes for tensor in self.gradients.returned(hold=False)),
-            passed=amount(tensor.gradient_bytes for tensor in self.gradients.returned(hold=True)),
-            handed_on=amount(tensor.bytes for tensor in self.handed_on),
-            relayed=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=False)),
-            forwarded=amount(tensor.gradient_bytes for tensor in self.gradients.relayed(hold=True)),
             dropped=amount(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)),
-            remade=amount(self._remade),
             between=amount(self.gradients.between) if self.splits else ZERO,
-            lent=amount(gradient.bytes for gradient in self.gradients.lent) if self.splits else ZERO,
-            retained=amount(self.gradients.retained),
             forward_peak=self._peak(self._forward(), [n.forward_peak_bytes for n in self.own], forward=True),
             first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
             backward_peak=self._peak([*backward, *adding], whole, sums, again=True),
@@ -124,6 +115,14 @@ class _Stage(Part):
             first_stripped_peak=self._peak([*stripped, *first], rises, last),
             stripped_peak=self._peak([*stripped, *later], rises, last),
             written=amount(self.written(self.nodes)),
+            sent=tuple(self._parcels()),
+            returned=tuple(self._given_back(hold=False)),
+            passed=tuple(self._given_back(hold=True)),
+            handed_on=tuple(self.handed_on),
+            wanted=tuple(self._wanted()),
+            relayed=tuple(self.gradients.relayed(hold=False)),
+            forwarded=tuple(self.gradients.relayed(hold=True)),
+            retained=tuple(self.gradients.retained),
             shared=tuple(self._shared()),
         )
 
@@ -224,17 +223,27 @@ class _Stage(Part):
             return False
         return self.halves.passed_twice.isdisjoint(made.holders)
 
-    @property
-    def _sent(self) -> Iterator[int]:
-        return (made.storage.bytes for made in (*self.made, *self.spread) if self.is_sent(made.storage))
-
-    @property
-    def _remade(self) -> Iterator[int]:
-        """The outputs that no second half comes by; where it is the whole backward, that nothing needs."""
-        yield from (tensor.bytes for tensor in self.copied)
+    def _parcels(self) -> Iterator[Parcel]:
+        """What is sent; where there are no halves, all that the backward needs counts as needed by the second."""
         for made in (*self.made, *self.spread):
-            if self.is_sent(made.storage) and self._passed.isdisjoint(made.holders):
-                yield made.storage.bytes
+            if names := self.sent_in(made.storage):
+                is_needed = not self._passed.isdisjoint(made.holders)
+                yield Parcel(names=names, size=self.allocator.amount([made.storage.bytes]), needed=is_needed)
+        for tensor in self.copied:
+            yield Parcel(names=(tensor.producer,), size=self.allocator.amount([tensor.bytes]), needed=False)
+
+    def _given_back(self, *, hold: bool) -> Iterator[Parcel]:
+        """The gradients of inputs that take memory; what a first half lends, the second needs."""
+        for names, size, lent in self.gradients.returned(hold=hold):
+            yield Parcel(names=names, size=self.allocator.amount([size]), needed=lent)
+
+    def _wanted(self) -> Iterator[str]:
+        """What arrives and is needed in a second half: autograd's nodes hold inputs that they lead to."""
+        for tensor, _ in self.arriving:
+            saving = (place for place in self._passed if tensor.storage in self.graph.nodes[place].saved)
+            is_led_to = not self._passed.isdisjoint(self.giving(tensor))
+            if is_led_to or (tensor.storage is not None and not tensor.spread_bytes and any(True for _ in saving)):
+                yield tensor.producer
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
@@ -300,7 +309,8 @@ class _Stage(Part):
         ]
         changes = [change for made, held in here for change in self._once_more(made, again, held=held)]
         rises = [self.graph.nodes[place].forward_peak_bytes for place in nodes]
-        peak = self._highest(nodes, changes, rises, level, forward=True)
+        scratch = list(map(Scratch.of_forward, (self.graph.nodes[place] for place in nodes)))
+        peak = self._highest(nodes, changes, rises, scratch, level)
         return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
     def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
@@ -312,7 +322,15 @@ class _Stage(Part):
     def _input_peak(self) -> Amount:
         made = (Change(places[-1], parameter.bytes, begins=True) for parameter, places in self.gradients.early)
         changes = [*self.gradients.flowing(hold=True), *made]
-        return self._peak(changes, list(self.gradients.first_rises()), self.gradients.sums(hold=True))
+        dropped = sum(made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made))
+        early = {place for _, places in self.gradients.early for place in places}
+        whole = {node.name for place, node in zip(self.nodes, self.own, strict=True) if place in early}
+        return self._peak(
+            changes,
+            list(self.gradients.first_rises()),
+            self.gradients.last_sums(hold=True, dropped=dropped),
+            scratch=lambda node: (Scratch.of_backward if node.name in whole else Scratch.of_input)(node),
+        )
 
     def _peak(
         self,
@@ -320,6 +338,7 @@ class _Stage(Part):
         rises: Sequence[int],
         sums: Mapping[int, int] = NO_SUMS,
         *,
+        scratch: Callable[[Node], Scratch] = Scratch.of_backward,
         forward: bool = False,
         again: bool = False,
     ) -> Amount:
@@ -329,12 +348,13 @@ class _Stage(Part):
         """
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
+        taken = [(Scratch.of_forward if forward else scratch)(self.graph.nodes[place]) for place in nodes]
         found = []
         for level, entries in zip(self._levels, self._entries_by_level, strict=True):
             begun = self._packings(level) if forward else entries if again else NO_ENTRIES
             last = {place: level.size_of(size) for place, size in sums.items()}
             last |= self._settlings(level) if forward else {}
-            found.append(self._highest(nodes, changes, rises, level, last, begun, forward=forward))
+            found.append(self._highest(nodes, changes, rises, taken, level, last, begun))
         return Amount(expected=found[0], bound=found[1])
 
     def _highest(
@@ -342,11 +362,10 @@ class _Stage(Part):
         nodes: Sequence[int],
         changes: Iterable[Change],
         rises: Sequence[int],
+        scratch: Sequence[Scratch],
         level: Level,
         last: Mapping[int, int] = NO_SUMS,
         entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
-        *,
-        forward: bool,
     ) -> int:
         """What begins in a node is part of its rise, to which the scratch of its kernels comes; sums come `last`."""
         after: dict[int, int] = defaultdict(int)
@@ -359,16 +378,14 @@ class _Stage(Part):
             else:
                 after[place] -= counted
         now = highest = 0
-        for place, rise in zip(nodes, rises, strict=True):
+        for place, rise, taken in zip(nodes, rises, scratch, strict=True):
             begun = entries.get(place, ())
             for entry in begun:
                 highest = max(highest, now + entry.peak)
                 now += entry.left
             if rise or begun or place in padding:
                 beside = max((entry.beside for entry in begun), default=0) + padding.get(place, 0)
-                highest = max(
-                    highest, now + self.needed(self.graph.nodes[place], rise, level, forward=forward) + beside
-                )
+                highest = max(highest, now + self.needed(rise, taken, level) + beside)
             if place in after:
                 now += after[place]
             highest = max(highest, now + last.get(place, 0))

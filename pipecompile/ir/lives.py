@@ -151,9 +151,9 @@ class Lives:
     def sources(self) -> Mapping[int, Sequence[int]]:
         """By reader, where that was made of which it has a gradient."""
         found = defaultdict[int, list[int]](list)
-        for tensor, producer, readers in self.tensors:
-            for reader in readers if tensor.gradient_bytes else ():
-                found[reader].append(producer)
+        for tensor, producer, _ in self.tensors:
+            for name in tensor.givers:
+                found[self.place[name]].append(producer)
         return found
 
     def crossing(self, places: set[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:

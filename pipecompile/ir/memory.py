@@ -27,7 +27,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pipecompile.ir.allocator import ZERO, Allocator, Amount
-from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.footprint import Footprint, size_of
+from pipecompile.ir.handover import handed_over, most_handed_over, staying
 from pipecompile.ir.moments import Held, Moment, states
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serde import Value
@@ -169,16 +170,10 @@ def _arriving(stages: Mapping[int, Footprint], index: int) -> Amount:
 
 
 def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
-    """What was sent; between stages of one rank it is handed over, and lives no longer than what it is part of."""
+    """What was sent to other ranks, and what the next stage is handed over on the same one."""
     stage = stages[index]
-    if index + 1 in stages:
-        whole, half = stage.returned + stage.relayed, stage.passed + stage.forwarded
-        between = stage.retained * (held.halved + held.stripped)
-        return whole * held.returned + half * held.passed + stage.lent * held.lent + between
-    returned = stage.returned * held.returned + stage.passed * held.passed + stage.lent * held.lent
-    # What a stage of its own rank made waits in messages of this one.
-    sent = stage.outputs + (stage.handed_on if index - 1 in stages else ZERO)
-    return sent * held.sent + returned
+    sent = stage.outputs * held.sent + size_of(stage.returned) * held.returned + size_of(stage.passed) * held.passed
+    return sent + _sum(handed_over(stage, stages[index + 1], turn) * count for turn, count in held.turns.items())
 
 
 def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
@@ -191,11 +186,17 @@ def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocat
             return stage.backward_peak if summed else stage.first_backward_peak
         case Kind.BACKWARD_INPUT:
             return stage.input_peak
-        case Kind.BACKWARD_WEIGHT if moment.stripped:
+        case Kind.BACKWARD_WEIGHT if moment.stripped and not _stays(stages, moment):
             return stage.stripped_peak if summed else stage.first_stripped_peak
         case Kind.BACKWARD_WEIGHT:
             return stage.weight_peak if summed else stage.first_weight_peak
     return _scratch(stages, allocator)
+
+
+def _stays(stages: Mapping[int, Footprint], moment: Moment) -> bool:
+    """Whether something is handed over that its second half needs and does not let go: then all outputs stay."""
+    before, behind = stages[moment.stage], stages.get(moment.stage + 1)
+    return moment.turn is not None and behind is not None and staying(before, behind, moment.turn) != ZERO
 
 
 def _peers(stages: Mapping[int, Footprint]) -> int:
@@ -238,11 +239,11 @@ def room(
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + _scratch(stages, allocator)
-    done = Held(sent=microbatches, returned=microbatches)
-    always += _sum(_waiting(stages, index, done) for index in stages)
-    # Between halves this may lie in one with what is returned: not more than both.
-    always += _sum(stage.retained for index, stage in stages.items() if index + 1 in stages) * microbatches
-    always += _sum(stage.lent for index, stage in stages.items() if index - 1 in stages) * microbatches
+    for index in stages:
+        done = Held(sent=microbatches * (index + 1 not in stages), returned=microbatches * (index - 1 not in stages))
+        always += _waiting(stages, index, done)
+    pairs = [(stage, stages[index + 1]) for index, stage in stages.items() if index + 1 in stages]
+    always += _sum(most_handed_over(before, behind) for before, behind in pairs) * microbatches
     free = allocator.unpadded(memory_bytes, _peers(stages))
     left = free - always.bound - max(_most_above(stages, index, index in recomputed) for index in stages)
     return left if step.bound <= free else min(left, free - step.bound)

@@ -17,7 +17,7 @@ from pipecompile.ir.graph import Node, Tensor
 from pipecompile.ir.lives import Lives, Storage
 from pipecompile.ir.section import Section
 
-__all__ = ["BOUND_SCRATCH", "Level", "Made", "Part"]
+__all__ = ["BOUND_SCRATCH", "Level", "Made", "Part", "Scratch"]
 
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
@@ -57,6 +57,30 @@ class Level(NamedTuple):
     size_of: Callable[[int], int]
 
 
+class Scratch(NamedTuple):
+    """What a node's kernels take besides what it makes, and the most of both together where that is known."""
+
+    bytes: int
+    height: int | None
+
+    @staticmethod
+    def of_forward(node: Node) -> Scratch:
+        """While its forward runs."""
+        return Scratch(node.workspace_bytes, node.forward_height_bytes)
+
+    @staticmethod
+    def of_backward(node: Node) -> Scratch:
+        """While its backward runs, or a second half of it."""
+        return Scratch(node.workspace_bytes, node.backward_height_bytes)
+
+    @staticmethod
+    def of_input(node: Node) -> Scratch:
+        """While a first half of its backward runs, which makes but gradients of inputs."""
+        if node.input_workspace_bytes is None:
+            return Scratch.of_backward(node)
+        return Scratch(node.input_workspace_bytes, node.input_height_bytes)
+
+
 class Part(Section):
     """One stage with `regions` and `runs` of its nodes, which lie apart."""
 
@@ -78,7 +102,12 @@ class Part(Section):
 
     def is_sent(self, storage: Storage) -> bool:
         """Whether a message to a later stage is it itself."""
-        return any(giver in self.inside and self.is_later(reader) for giver, reader in storage.takers)
+        return bool(self.sent_in(storage))
+
+    def sent_in(self, storage: Storage) -> tuple[str, ...]:
+        """The tensors that lie in it and travel so."""
+        givers = {giver for giver, reader in storage.takers if giver in self.inside and self.is_later(reader)}
+        return tuple(self.graph.nodes[giver].name for giver in sorted(givers))
 
     def is_copied(self, storage: Storage) -> bool:
         """Whether later stages get copies of its views only."""
@@ -98,7 +127,7 @@ class Part(Section):
     @cached_property
     def spread(self) -> list[Made]:
         """What arrives dense and is brought into its layout again, with gaps, before the first node."""
-        return [self._made(-1, self._spread(tensor)) for tensor, _ in self.read if tensor.spread_bytes]
+        return [self._made(-1, self._spread(tensor)) for tensor in self.read if tensor.spread_bytes]
 
     def _spread(self, tensor: Tensor) -> Storage:
         """Its copy, for those that read it or a view that this stage takes of it."""
@@ -113,17 +142,21 @@ class Part(Section):
         savers = (place for place in readers & self.inside if tensor.storage in self.graph.nodes[place].saved)
         return Storage(tensor.spread_bytes, tuple(sorted(readers)), tuple(sorted(savers)), takers=tuple(takers))
 
-    @cached_property
-    def handed_on(self) -> list[Tensor]:
-        """What arrives and is sent on as it came."""
+    @property
+    def handed_on(self) -> Iterator[str]:
+        """What arrives and is sent on as it came, or in a view of it."""
         copied = {tensor.producer for tensor in self.copied}
-        arriving = {tensor.producer for tensor, _ in self.arriving}
-        return [t for t in self.leaving if t.producer in arriving - copied]
+        leaving = [tensor for tensor in self.leaving if tensor.producer not in copied]
+        names = {tensor.producer for tensor in leaving}
+        lying = {tensor.storage for tensor in leaving if tensor.dense} - {None}
+        for tensor, _ in self.arriving:
+            if tensor.producer in names or (tensor.storage in lying and not tensor.spread_bytes):
+                yield tensor.producer
 
     @cached_property
     def copied(self) -> list[Tensor]:
         """What is sent as a copy."""
-        read = {tensor.producer for tensor, _ in self.read}
+        read = {tensor.producer for tensor in self.read}
         return [
             tensor
             for tensor in self.leaving
@@ -193,15 +226,14 @@ class Part(Section):
         return bool(made.holders) or self.is_sent(made.storage)
 
     @staticmethod
-    def needed(node: Node, rise: int, level: Level, *, forward: bool) -> int:
+    def needed(rise: int, scratch: Scratch, level: Level) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
         if not rise:
             return 0
-        scratch = -(-node.workspace_bytes * level.scratch.numerator // level.scratch.denominator)
-        height = node.forward_height_bytes if forward else node.backward_height_bytes
-        if height is None:
-            return rise + scratch
-        return max(rise, min(rise, height - node.workspace_bytes) + scratch)
+        counted = -(-scratch.bytes * level.scratch.numerator // level.scratch.denominator)
+        if scratch.height is None:
+            return rise + counted
+        return max(rise, min(rise, scratch.height - scratch.bytes) + counted)
 
 
 def _around(nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:

@@ -22,7 +22,6 @@ __all__ = [
     "Use",
     "cost_by_policy",
     "costs_by_use",
-    "saving_cost",
 ]
 
 Policy = Literal["mask", "relu", "pool", "offload", "half"]
@@ -81,35 +80,6 @@ class SavingCost:
     unpacking_bytes: int = 0
     scratch_bytes: int = 0
 
-    def __add__(self, other: SavingCost) -> SavingCost:
-        return SavingCost(
-            self.kept_bytes + other.kept_bytes,
-            self.host_bytes + other.host_bytes,
-            self.packing_bytes + other.packing_bytes,
-            self.unpacking_bytes + other.unpacking_bytes,
-            max(self.scratch_bytes, other.scratch_bytes),
-        )
-
-    def compute_ns(self, memory_bytes_per_s: int) -> tuple[int, int]:
-        """The time of the forward's and of the backward's kernels, which nothing else can use."""
-        return _ns(self.packing_bytes, memory_bytes_per_s), _ns(self.unpacking_bytes, memory_bytes_per_s)
-
-    def link_ns(self, link_bytes_per_s: int) -> tuple[int, int]:
-        """The time on the link to the host, out and back; computation may go on beside it."""
-        one_way = _ns(self.host_bytes, link_bytes_per_s)
-        return one_way, one_way
-
-
-def saving_cost(policies: Collection[Policy], storage: SavedStorage, memory: Memory) -> SavingCost:
-    """What `storage` takes under `policies`, given in the order of `saving`, on a device of this kind.
-
-    A storage that others keep outside the block, or that is spared, is kept besides.
-    """
-    if (costs := costs_by_use(policies, storage, memory)) is not None:
-        return sum(costs, SavingCost(0))
-    found = cost_by_policy(policies, storage, memory)
-    return SavingCost(storage.bytes) if found is None else found[1]
-
 
 def costs_by_use(policies: Collection[Policy], storage: SavedStorage, memory: Memory) -> list[SavingCost] | None:
     """What each saved tensor in it leaves, as its backward reads it; None if that is not known of one of them."""
@@ -165,7 +135,3 @@ def _bits(count: int, memory: Memory, *, packing: int, unpacking: int, wide: int
 
 def _cast(size: int, kept: int) -> SavingCost:
     return SavingCost(kept, packing_bytes=size + kept, unpacking_bytes=size + kept)
-
-
-def _ns(size: int, bytes_per_s: int) -> int:
-    return -(-size * 10**9 // bytes_per_s)

@@ -43,11 +43,20 @@ class Section:
         """What a later stage reads of this stage or of an earlier one."""
         return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
 
+    @property
+    def read(self) -> Iterator[Tensor]:
+        """What arrives and is read here."""
+        return (tensor for tensor, readers in self.arriving if not self.inside.isdisjoint(readers))
+
     @cached_property
-    def read(self) -> list[tuple[Tensor, int]]:
-        """What arrives and is read here, with the place where its gradient is complete."""
-        places = [(tensor, self.inside.intersection(readers)) for tensor, readers in self.arriving]
+    def given(self) -> list[tuple[Tensor, int]]:
+        """What arrives and is given a gradient here, with the place where that is complete."""
+        places = [(tensor, self.giving(tensor)) for tensor, _ in self.arriving]
         return [(tensor, min(inside)) for tensor, inside in places if inside]
+
+    def giving(self, tensor: Tensor) -> set[int]:
+        """The nodes of the stage that give a gradient for it."""
+        return self.inside.intersection(map(self.lives.place.__getitem__, tensor.givers))
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:

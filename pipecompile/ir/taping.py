@@ -8,7 +8,7 @@ from operator import add
 
 from pipecompile.ir.forms import Run
 from pipecompile.ir.lives import Lives
-from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part
+from pipecompile.ir.part import BOUND_SCRATCH, Level, Made, Part, Scratch
 from pipecompile.ir.saving import Policy
 from pipecompile.ir.section import Change
 from pipecompile.ir.tape import Held, Tape
@@ -45,7 +45,7 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         ns=tuple(node.forward_ns for node in part.own),
         packs=tuple(node.packs for node in part.own),
         forward=tuple(
-            part.needed(node, node.forward_peak_bytes, level, forward=True) + sum(more)
+            part.needed(node.forward_peak_bytes, Scratch.of_forward(node), level) + sum(more)
             for node, *more in zip(part.own, padding, forms.forward, strict=True)
         ),
         flowing=tuple(map(add, flowing, forms.flowing)),
@@ -101,14 +101,14 @@ def _gradient_levels(part: Part, changes: Sequence[Change], level: Level) -> Ite
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
     now = 0
-    sums = part.gradients.sums()
+    sums = part.gradients.last_sums()
     by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
     for at, size, begins in changes:
         by_place[at].append((level.size_of(size), size, begins))
     for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
         here = by_place[place]
         padding = sum(counted - size for counted, size, begins in here if begins)
-        needed = part.needed(node, node.backward_peak_bytes, level, forward=False) + padding
+        needed = part.needed(node.backward_peak_bytes, Scratch.of_backward(node), level) + padding
         done = now + sum(counted if begins else -counted for counted, _, begins in here)
         found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
         now = done

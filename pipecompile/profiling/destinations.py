@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -30,6 +30,8 @@ class Destinations:
     value, the pair is turned.
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
+    `early` are those whose gradients a first half of a backward makes, since they hang off several autograd nodes on
+    the way to the node's inputs, or off a custom Function (runtime/halves.py).
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -40,6 +42,7 @@ class Destinations:
         self.readers: dict[str, set[str]] = defaultdict(set)
         self.expanded: set[tuple[str, str]] = set()
         self.given_as_views: dict[str, list[int]] = defaultdict(list)
+        self.early: dict[str, list[int]] = {}
         self._ledger = ledger
         self._strides: dict[str, Strides] = {}
         self._hooks: list[RemovableHandle] = []
@@ -52,7 +55,9 @@ class Destinations:
         for output in {value.grad_fn for value in values if value.grad_fn is not None}:
             # One that returns what it was given: who reads it has a gradient for both.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
-        capturing, joining = _branching(made, sources)
+        reached = _reached(made, sources)
+        capturing, joining = _branching(made, reached)
+        self.early[name] = list(_early(made, reached))
         for kind, nodes in ((self.captured, capturing), (self.joined, joining)):
             self._hooks += [node.register_prehook(partial(self._note, kind, name)) for node in nodes]
         for node in made:
@@ -104,22 +109,43 @@ def _strides(value: Tensor) -> Strides:
     return tuple((size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
 
 
-def _branching(made: Iterable[Node], sources: Sources) -> tuple[list[Node], list[Node]]:
-    """Of the autograd nodes that one call made: where parameters branch off the way to what it was given, or others.
+def _reached(made: Iterable[Node], sources: Sources) -> dict[Node, set[Node | None]]:
+    """Of the autograd nodes that one call made, those on the way to what it was given, with what of that they reach."""
+    reached: dict[Node | None, set[Node | None]] = {source: {source} for source in sources}
+    for node in sorted(made, key=_age):
+        ways = [reached[child] for child in _children(node) if child in reached]
+        if ways:
+            reached[node] = set().union(*ways)
+    return {node: ends for node, ends in reached.items() if node is not None}
+
+
+def _branching(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> tuple[list[Node], list[Node]]:
+    """Where parameters branch off the way to what a call was given, or several ways.
 
     None of custom Functions, which make all of their gradients at once (runtime/halves.py).
     """
-    reached: dict[Node | None, set[Node | None]] = {source: {source} for source in sources}
-    capturing, joining = [], []
-    for node in sorted(made, key=_age):
-        children = {child for child, _ in node.next_functions if child is not None}
-        ways = [reached[child] for child in children if child in reached]
-        if ways:
-            reached[node] = set().union(*ways)
-            if not isinstance(node, BackwardCFunction):
-                capturing += [node] * (len(ways) < len(children))
-                joining += [node] * (len(ways) > 1 and len(reached[node]) > 1)
-    return capturing, joining
+    own = [node for node in made if node in reached and not isinstance(node, BackwardCFunction)]
+    capturing = [node for node in own if any(child not in reached for child in _children(node))]
+    several = [node for node in own if sum(child in reached for child in _children(node)) > 1]
+    return capturing, [node for node in several if len(reached[node]) > 1]
+
+
+def _early(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> Iterator[int]:
+    """The parameters, by id, that hang off several of these nodes on the way, or off a custom Function."""
+    begins: dict[Node, set[Node | None]] = defaultdict(set)
+    for node in sorted(made, key=_age, reverse=True):
+        is_custom = isinstance(node, BackwardCFunction)
+        own: set[Node | None] = ({None, node} if is_custom else {node}) if node in reached else begins[node]
+        for child in _children(node) - reached.keys():
+            begins[child] |= own
+    for node, ways in begins.items():
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and len(ways) > 1:
+            yield id(leaf)
+
+
+def _children(node: Node) -> set[Node]:
+    return {child for child, _ in node.next_functions if child is not None}
 
 
 def _age(node: Node) -> int:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecompile.cost_models.protocol import tensors
-from pipecompile.profiling.scratch import Scratch, hidden_bytes
+from pipecompile.cost_models.protocol import size_bytes, tensors
+from pipecompile.profiling.scratch import Scratch, first_half, hidden_bytes
 
 __all__ = ["Ledger", "Life"]
 
@@ -47,22 +47,35 @@ class Life:
     continues: int | None = None
 
 
+@dataclass
+class Scratched:
+    """Per tick the most scratch of an operator in it, and the most that rose in the tick with that."""
+
+    scratch: dict[int, int] = field(default_factory=dict)
+    heights: dict[int, int] = field(default_factory=dict)
+
+    def note(self, tick: int, scratch: int, risen: int) -> None:
+        """An operator that takes `scratch` when so much has `risen`."""
+        if scratch:
+            self.scratch[tick] = max(self.scratch.get(tick, 0), scratch)
+            self.heights[tick] = max(self.heights.get(tick, 0), risen + scratch)
+
+
 class Ledger(TorchDispatchMode):
     """Follows every storage that operators return while it is active; `excluded` ones are not counted.
 
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
     from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
-    which `tick_of` tells from its sequence number (None: as before). `scratch` is, per tick, the most that `scratch_of`
-    says of an operator in it, and `heights` are rises with it, while such operators run. `masks` are lives, as indices,
-    whose elements are zero or one constant: drawn as such, and at most scaled since; `copies` are made by copying
-    another. `kernels` counts operators that compute, views aside. `shared` are the shapes of parameters with several
-    readers.
+    which `tick_of` tells from its sequence number (None: as before). `whole` has the scratch that `scratch_of` says of
+    operators, and `half` what of that a first half of a backward takes, for gradients of inputs alone. `masks` are
+    lives, as indices, whose elements are zero or one constant: drawn as such, and at most scaled since; `copies` are
+    made by copying another. `kernels` counts operators that compute, views aside. `shared` are the shapes of parameters
+    with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.scratch: dict[int, int] = {}
-        self.heights: dict[int, int] = {}
+        self.whole, self.half = Scratched(), Scratched()
         self.kernels = 0
         self.masks: set[int] = set()
         self.copies: set[int] = set()
@@ -125,11 +138,15 @@ class Ledger(TorchDispatchMode):
         self.copies.update(made_now if func is aten.clone.default else ())
         self._note_mask(func, args, result)
         self.kernels += len(self.lives) > made or func._schema.is_mutable
-        if scratch := self._scratch_of(func, args, result):
-            self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), scratch)
-            height = self._now - self._began + scratch
-            self.heights[self.tick] = max(self.heights.get(self.tick, 0), height)
+        self._note_scratch(func, args, result)
         return result
+
+    def _note_scratch(self, func: Any, arguments: Any, result: Any) -> None:
+        risen = self._now - self._began
+        self.whole.note(self.tick, self._scratch_of(func, arguments, result), risen)
+        asked, given = first_half(func, arguments, result)
+        absent = size_bytes(tensors(result)) - size_bytes(tensors(given))
+        self.half.note(self.tick, self._scratch_of(func, asked, given), risen - absent)
 
     def _read(self, arguments: Any) -> None:
         for value in tensors(arguments):

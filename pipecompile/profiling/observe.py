@@ -37,9 +37,11 @@ class Facts:
     it lies in, `permuted`, `dense` and `spread_bytes` are as in the cost graph's `Tensor`. `saved` is in order of first
     use, `uses` has what for, by saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and
     `backward_peak` are the most bytes that live while it runs, above what lived when it began; `scratch` is what its
-    kernels take beside that, the heights the most that lives while they do, with it. `packs` is as in the cost graph's
-    `Node`. `parameters` are the canonical names of what it reads, `given_as_views` some of these; `differentiable` and
-    `mutates` are as in `Call`.
+    kernels take beside that, the heights the most that lives while they do, with it; `input_scratch` and `input_height`
+    are those of a backward for the gradients of inputs alone. `packs` is as in the cost graph's
+    `Node`. `parameters` are the canonical names of what it reads, `given_as_views` and `early` some of these, `silent`
+    the readers of its value that give no gradient for it, if others do; `differentiable` and `mutates` are as in
+    `Call`.
     """
 
     operator: str
@@ -56,9 +58,13 @@ class Facts:
     scratch: int
     forward_height: int
     backward_height: int
+    input_scratch: int
+    input_height: int
     packs: Packs
     parameters: tuple[str, ...]
     given_as_views: tuple[str, ...]
+    early: tuple[str, ...]
+    silent: tuple[str, ...]
     differentiable: tuple[bool, ...]
     mutates: bool
 
@@ -165,9 +171,13 @@ class _Observer(Caller):
             scratch=0,
             forward_height=0,
             backward_height=0,
+            input_scratch=0,
+            input_height=0,
             packs=packs,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             given_as_views=(),
+            early=(),
+            silent=(),
             differentiable=call.differentiable,
             mutates=versions != [argument._version for argument in call.arguments],
         )
@@ -264,17 +274,22 @@ class _Observer(Caller):
         gradients = self._gradients()  # before those of parameters, which are not among them, are let go
         for value in self.state:
             value.grad = None
-        rises, scratch, heights = self.ledger.rises, self.ledger.scratch, self.ledger.heights
+        rises, whole, half = self.ledger.rises, self.ledger.whole, self.ledger.half
+        users = {node.name: tuple(node.users) for node in self.workload.graph.nodes}
         nodes = {
             name: replace(
                 facts,
                 # What arrives is of the minibatch, which is there before.
                 forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),
-                scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
-                forward_height=heights.get(place, 0),
-                backward_height=heights.get(back, 0),
+                scratch=max(whole.scratch.get(place, 0), whole.scratch.get(back, 0)),
+                forward_height=whole.heights.get(place, 0),
+                backward_height=whole.heights.get(back, 0),
+                input_scratch=half.scratch.get(back, 0),
+                input_height=half.heights.get(back, 0),
                 given_as_views=tuple(self._named(self.destinations.given_as_views[name])),
+                early=tuple(self._named(self.destinations.early[name])),
+                silent=self._silent(name, users[name]),
             )
             for place, (name, facts) in enumerate(self.facts)
             for back in [self._backward_tick(place)]
@@ -284,6 +299,11 @@ class _Observer(Caller):
         expanded = {name: reader for name, reader in self.destinations.expanded if readers[name] == {reader}}
         storages = tuple(life.bytes for life in self.ledger.lives)
         return Observation(nodes, storages, contents, gradients, expanded)
+
+    def _silent(self, name: str, users: Iterable[fx.Node]) -> tuple[str, ...]:
+        """The readers of a node that give no gradient for it, if others do."""
+        giving = self.destinations.readers[name]
+        return tuple(user.name for user in users if user.name not in giving) if giving else ()
 
     def _named(self, ids: Iterable[int]) -> Iterator[str]:
         """The parameters among these leaves of the graph; others are inputs."""

@@ -136,9 +136,12 @@ def _nodes(
             workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
             forward_height_bytes=facts.forward_height if own_scratch else None,
             backward_height_bytes=facts.backward_height if own_scratch else None,
+            input_workspace_bytes=facts.input_scratch if own_scratch else None,
+            input_height_bytes=facts.input_height if own_scratch else None,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
             given_as_views=facts.given_as_views,
+            early=facts.early,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
             operator=facts.operator,
@@ -167,6 +170,7 @@ def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -
                 dense=facts.dense,
                 spread_bytes=facts.spread_bytes,
                 expanded_by=observation.expanded.get(node.name),
+                silent=facts.silent,
             )
 
 

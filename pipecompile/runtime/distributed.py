@@ -130,14 +130,14 @@ class _Stage(PipelineStage):
     ) -> None:
         self.fwd_cache.pop(bwd_chunk_id)
         received = () if self.is_last else self._taken(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1)
-        saved = self._saved.pop(bwd_chunk_id)
+        pop = self._saved.pop  # what nothing else holds goes before parts of gradients are copied
         if full_backward:
-            gradients = self._core.backward(saved, received, {})
+            gradients = self._core.backward(pop(bwd_chunk_id), received, {})
         else:
-            gradients, self._live[bwd_chunk_id] = self._core.backward_input(saved, received)
+            gradients, self._live[bwd_chunk_id] = self._core.backward_input(pop(bwd_chunk_id), received)
         # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
         for index, gradient in enumerate(gradients):
-            gradients[index] = None if self.is_first or gradient is None else gradient.contiguous()
+            gradients[index] = None if self.is_first or gradient is None else _whole(gradient)
         self.bwd_cache[bwd_chunk_id] = () if self.is_first else tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -152,6 +152,12 @@ class _Stage(PipelineStage):
         if self._is_local(source):
             _emptied(notes)
         return tensors
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """In order, and no part of something larger, which would live as long."""
+    ordered = gradient.contiguous()
+    return ordered if ordered.untyped_storage().nbytes() == ordered.nbytes else ordered.clone()
 
 
 def _emptied(notes: Any) -> Any:

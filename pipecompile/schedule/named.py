@@ -85,22 +85,24 @@ def generate(
     microbatches: int,
     recompute: Sequence[bool] | bool = False,
     *,
-    but_last: bool = False,
+    but_last: Sequence[bool] | bool = False,
 ) -> Schedule:
     """The compute actions of schedule `name`, and the optimizer's steps if it is asynchronous.
 
     `placement[stage]` is the stage's rank. `recompute` says for each stage, or for all, whether the forward runs
-    again before the backward; `but_last`: not that of the step's last microbatch. InputError says what does not fit and
-    what would.
+    again before the backward; `but_last`, alike: not that of the step's last microbatch. InputError says what does not
+    fit and what would.
     """
     stages, policy = len(placement), _named(name).policy
-    again = [recompute] * stages if isinstance(recompute, bool) else list(recompute)
-    assert len(again) == stages, "one entry for each stage"
+    again, spared = ([each] * stages if isinstance(each, bool) else list(each) for each in (recompute, but_last))
+    assert len(again) == len(spared) == stages, "one entry for each stage"
     again[-1] = False
-    spared = microbatches - 1 if but_last else None
+    last = microbatches - 1
     rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
     by_rank = {
-        placement[held[0]]: list(recomputing(row, lambda a: again[a.stage] and a.microbatch != spared))
+        placement[held[0]]: list(
+            recomputing(row, lambda a: again[a.stage] and not (spared[a.stage] and a.microbatch == last))
+        )
         for held, row in rows
     }
     return Schedule.of(

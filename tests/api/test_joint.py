@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
@@ -84,7 +83,11 @@ def best(graph: CostGraph, options: Options, problem: Problem) -> int | None:
 
 
 def compared(graph: CostGraph, schedule: str, share: float) -> str:
-    """What came of it: "equal" to the best of all cuts with all choices, or rightly refused; never anything else."""
+    """What came of it: "equal" to the best of all cuts with all choices, or rightly refused; never anything else.
+
+    But for "nested" where one microbatch is in flight: regions within regions, which are not among these choices, may
+    let stages fit that else would not.
+    """
     loose = options_of(schedule, 10**9, "none")
     cuts = list(every_cut(problem_of(graph, loose, FREE)))
     assume(cuts)
@@ -96,13 +99,16 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     options = options_of(schedule, int(min(sizes) + share * (max(sizes) - min(sizes))))
     problem = problem_of(graph, options, FREE)
     expected = best(graph, options, problem)
-    if expected is None:
-        with pytest.raises(InfeasibleError):
-            solve(problem)
+    try:
+        found = solve(problem).search
+    except InfeasibleError:
+        assert expected is None
         return "refused"
-    found = solve(problem).search
+    assert found.bound <= found.value
+    if expected is None or found.value < expected:
+        assert schedule == "1f1b"
+        return "nested"
     assert found.value == expected
-    assert found.bound <= expected
     return "equal"
 
 

@@ -106,8 +106,12 @@ def test_every_policy_is_exact_under_every_schedule_that_allows_it(policy: str, 
     options |= {"loss_fn": target.loss_fn, "sample_target": target.targets, "self_check": False}
     pipeline = pipecompile(target.model, target.call, **options)
     kinds = {stage.recompute for stage in pipeline.plan.stages} - {"none"}
-    chosen = "regions" if schedule in WHOLE_BACKWARDS else "stage"
-    assert kinds == {policy if policy in ("stage", "except-last") else chosen}
+    if policy in ("stage", "except-last"):
+        assert kinds == {policy}
+    elif policy == "auto":  # all but for the last microbatch takes less, where that fits
+        assert "regions" in kinds if schedule in WHOLE_BACKWARDS else kinds and kinds <= {"stage", "except-last"}
+    else:
+        assert kinds == {"regions"}
     loss = pipeline.step(target.call, target.targets)
     gradients = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
     assert same((loss, gradients, dict(pipeline.named_buffers())), unsplit())
@@ -195,7 +199,11 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     plain, again = peaks(planned("gpt2", **options)), peaks(planned("gpt2", **options, recompute="stage"))
     assert again[0] < plain[0] and max(plain) == plain[0]
     plan = planned("gpt2", **options, memory=max(again), recompute="auto")
-    assert not plan.regions and plan.stages[0].recompute == "stage" and plan.stages[-1].recompute == "none"
+    assert (
+        not plan.regions
+        and plan.stages[0].recompute in ("stage", "except-last")
+        and plan.stages[-1].recompute == "none"
+    )
     assert max(peaks(plan)) <= max(again)
 
 

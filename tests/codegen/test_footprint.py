@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.allocator import ALLOCATORS
-from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.footprint import Footprint, size_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
@@ -31,6 +32,7 @@ from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
+from pipecompile.runtime.distributed import _whole
 from pipecompile.runtime.stage import EagerStage, Live, Saved
 from tests.sweeps import sweep
 
@@ -220,6 +222,42 @@ class Several(nn.Module):
         return (value @ self.weight + found).tanh()
 
 
+class _Scaling(torch.autograd.Function):
+    """Makes the gradients of its input and of a parameter at once."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(value, scale)
+        return value * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        value, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * value).sum(0)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24, 32))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return _Scaling.apply(value, self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Straight(nn.Module):
+    """Rounded values whose gradient goes straight through; a codebook is read beside, through which none goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.book = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.inner(value)
+        rounded = self.book(value.detach().round())
+        return value + (rounded - value).tanh()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
@@ -235,6 +273,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "permuted": lambda: nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8)),
     "mixed": lambda: nn.Sequential(nn.Linear(32, 32), Mixed(), nn.Linear(32, 8)),
     "parts": lambda: nn.Sequential(nn.Linear(32, 32), Parts(), nn.Linear(32, 8)),
+    "scaling": lambda: nn.Sequential(nn.Linear(32, 32), Scaling(), nn.Linear(32, 32), nn.Tanh()),
+    "straight": lambda: nn.Sequential(nn.Linear(32, 32), Straight(), nn.Linear(32, 32), nn.Tanh()),
     "lstm": lambda: nn.Sequential(nn.Linear(32, 32), Recurrent(), nn.Linear(32, 8)),
     "skip": lambda: nn.Sequential(nn.Linear(32, 32), Skip(), nn.Tanh()),
 }
@@ -252,6 +292,7 @@ MORE = {
     "turned": VALUE,
     "parts": VALUE,
     "several": VALUE,
+    "straight": VALUE,
     "lstm": 1 << 12,
 }
 LESS = {"attention": 2 * VALUE, "mixed": VALUE, "turned": VALUE, "lstm": 1 << 12}
@@ -261,7 +302,6 @@ UNORDERED = {
     "attention": 2 * VALUE,
     "permuted": VALUE,
     "views": VALUE,
-    "join": 2 * VALUE,
     "turned": VALUE,
     "mixed": VALUE + (1 << 13),
     "parts": VALUE,
@@ -308,50 +348,56 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
 
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rank_at_the_turn_of_a_v_holds_what_is_expected(name: str, most: int) -> None:
-    """The last two of three stages, which hand each other what they make."""
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_rank_of_stages_that_follow_each_other_holds_what_is_expected(first: int, name: str, most: int) -> None:
+    """The last two of three stages, as at the turn of a V, or all: they hand each other what they make."""
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
-    predicted = {str(number): (turning(graph, cut), 0) for number, cut in enumerate(cuts)}
-
-    assert_held(
-        name, cuts, predicted, lambda number, cut: turn(captured, sample, cut, label=str(number)), is_near_turning
-    )
+    predicted = {str(number): (turning(graph, cut, first), 0) for number, cut in enumerate(cuts)}
+    run = partial(turn, captured, sample, first=first)
+    assert_held(name, cuts, predicted, lambda number, cut: run(cut, label=str(number)), is_near_turning)
 
 
-TURNING = [
-    Action(stage, kind, microbatch)
-    for kind, stages in ((Kind.FORWARD, (1, 2)), (Kind.BACKWARD_INPUT, (2, 1)), (Kind.BACKWARD_WEIGHT, (2, 1)))
-    for microbatch in range(2)
-    for stage in stages
-]
+def turns(first: int) -> list[Action]:
+    """What a rank does that holds the stages from this one on."""
+    stages = range(first, 3)
+    backward = (Kind.BACKWARD_INPUT, stages[::-1]), (Kind.BACKWARD_WEIGHT, stages[::-1])
+    return [
+        Action(stage, kind, microbatch)
+        for kind, chosen in ((Kind.FORWARD, stages), *backward)
+        for microbatch in range(2)
+        for stage in chosen
+    ]
 
 
-def turning(graph: CostGraph, cut: Cut) -> int:
+def turning(graph: CostGraph, cut: Cut, first: int) -> int:
     """The most that is expected to live above parameters, and what arrives."""
-    stages = {index: footprint_of(Lives(graph), chain(*cut[:index]), cut[index]) for index in (1, 2)}
-    found = rank_memory(stages, moments(TURNING), microbatches=2, allocator=ALLOCATORS["cpu"])
-    return found.total.expected - found.parameters.expected - 2 * stages[1].received.expected
+    stages = {index: footprint_of(Lives(graph), chain(*cut[:index]), cut[index]) for index in range(first, 3)}
+    found = rank_memory(stages, moments(turns(first)), microbatches=2, allocator=ALLOCATORS["cpu"])
+    arrives = stages[first].received.expected + stages[first].inputs.expected
+    return found.total.expected - found.parameters.expected - 2 * arrives
 
 
-def turn(captured: Capture, sample: Arguments, cut: Cut, *, label: str) -> None:
-    """The row on stages that run by hand; what goes to stage 0 stays."""
+def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: str) -> None:
+    """The row on stages that run by hand; what goes to an earlier stage stays."""
     runs = stages_of(captured, sample, cut)
     values: dict[tuple[int, int], Sequence[Tensor | None]] = {}
     saved: dict[tuple[int, int], Saved] = {}
     live: dict[tuple[int, int], Live] = {}
     for microbatch in range(2):
-        values[1, microbatch], _ = runs[0].forward(sample.args, Moment(0, 0, microbatch))
+        values[0, microbatch] = sample.args
+        for stage in range(first):
+            values[stage + 1, microbatch], _ = runs[stage].forward(values[stage, microbatch], Moment(0, 0, microbatch))
     with record_function(label):
-        for action in TURNING:
+        for action in turns(first):
             stage, microbatch = key = action.stage, action.microbatch or 0
             if action.kind is Kind.FORWARD:
-                given = values.pop(key) if stage == 2 else values[key]
+                given = values.pop(key) if stage > first else values[key]
                 values[stage + 1, microbatch], saved[key] = runs[stage].forward(given, Moment(0, 0, microbatch))
             elif action.kind is Kind.BACKWARD_INPUT:
                 given = values.pop((stage + 1, microbatch))
-                gradients, live[key] = runs[stage].backward_input(saved.pop(key), given if stage == 1 else ())
-                values[stage, microbatch] = [None if each is None else each.contiguous() for each in gradients]
+                gradients, live[key] = runs[stage].backward_input(saved.pop(key), given if stage < 2 else ())
+                values[stage, microbatch] = [None if each is None else _whole(each) for each in gradients]
                 del gradients
             else:
                 runs[stage].backward_weight(live.pop(key), {})
@@ -402,7 +448,7 @@ def is_near_halved(name: str, label: str, predicted: tuple[int, int], measured: 
 def is_near_turning(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
     """Never less than is held; more by what goes while second halves run, and what lies in one storage with others."""
     over, unordered = predicted[0] - measured[0], 2 * UNORDERED.get(name, 0)
-    return -unordered - SMALL <= over <= 3 * VALUE + unordered + SMALL
+    return -unordered - SMALL <= over <= 2 * VALUE + unordered + SMALL
 
 
 def assert_held(
@@ -444,7 +490,7 @@ def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
     """The most that lives in each action, and what it leaves, above what there was when it began."""
     kept = footprint.kept.expected
-    left = footprint.returned.expected + footprint.outputs.expected - kept  # outputs are sent, and wait
+    left = size_of(footprint.returned).expected + footprint.outputs.expected - kept  # outputs are sent, and wait
     made = footprint.gradients.expected
     return {
         "forward 0": (footprint.forward_peak.expected, kept),
@@ -459,8 +505,8 @@ def in_halves(footprint: Footprint) -> Figures:
     first = footprint.between.expected - footprint.dropped.expected
     second = footprint.outputs.expected - footprint.kept.expected - first
     return {
-        "input 0": (footprint.input_peak.expected, first + footprint.passed.expected),
-        "input 1": (footprint.input_peak.expected, first + footprint.passed.expected),
+        "input 0": (footprint.input_peak.expected, first + size_of(footprint.passed).expected),
+        "input 1": (footprint.input_peak.expected, first + size_of(footprint.passed).expected),
         "weight 0": (footprint.first_weight_peak.expected, second + footprint.gradients.expected),
         "weight 1": (footprint.weight_peak.expected, second),
     }
@@ -623,7 +669,7 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
             with record_function(f"{label} {index} input {microbatch}"):
                 gradients, live = stage.backward_input(saved.pop(), given)
                 for place, gradient in enumerate(gradients):
-                    gradients[place] = None if gradient is None else gradient.contiguous()
+                    gradients[place] = None if gradient is None else _whole(gradient)
                 del gradient
             left.append(live)
             given = [None if gradient is None else gradient.clone() for gradient in gradients]  # received

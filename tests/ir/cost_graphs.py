@@ -99,6 +99,8 @@ def _node(
         workspace_bytes=draw(SIZES),
         forward_height_bytes=draw(st.none() | SIZES),
         backward_height_bytes=draw(st.none() | SIZES),
+        input_workspace_bytes=draw(st.none() | SIZES),
+        input_height_bytes=draw(st.none() | SIZES),
         input_bytes=draw(SIZES) if placeholder else 0,
         packs=draw(st.sampled_from(packs)),
         saved=saved,
@@ -106,6 +108,7 @@ def _node(
         written=tuple(draw(st.lists(SIZES, max_size=2))),
         parameters=tuple(sorted(read)),
         given_as_views=tuple(sorted(name for name in read if draw(st.booleans()))),
+        early=tuple(sorted(name for name in read if not draw(st.integers(0, 3)))),
         operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
     )
 
@@ -122,6 +125,7 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         permuted=draw(st.booleans()),
         dense=dense,
         spread_bytes=0 if dense else draw(SIZES),
+        silent=tuple(names[place] for place in consumers if not draw(st.integers(0, 3))),
     )
 
 

@@ -196,12 +196,33 @@ class _Stage:
         storages: dict[Key, int] = {(s,): self.graph.storages[s] for s in filter(self.sent, self.own())}
         return storages | self.copies | {spread.key: spread.size for spread in self.spreads if spread.sent}
 
-    @property
-    def handed_on(self) -> dict[str, int]:
-        """What came and is sent as it came."""
-        leaving = (tensor for tensor in self.graph.tensors if self.leaves(tensor.producer, tensor.consumers))
-        others = (t for t in leaving if self.of[t.producer] < self.index and ("copy", t.producer) not in self.copies)
-        return {tensor.producer: tensor.bytes for tensor in others}
+    def lying_in(self, key: Key) -> list[str]:
+        """The tensors that travel as a message of this stage."""
+        if key[0] in ("copy", "spread"):
+            (tensor,) = [t for t in self.graph.tensors if t.producer == key[1]]
+            if key[0] == "copy":
+                return [key[1]]
+        storage = key[0] if key[0] != "spread" else tensor.storage
+        alike = [t for t in self.graph.tensors if t.storage == storage and t.dense and self.later(t.consumers)]
+        return [t.producer for t in alike if self.of[t.producer] == self.index]
+
+    def hands_on(self, name: str) -> bool:
+        """Whether what came is sent as it came, or as a view of it."""
+        (tensor,) = [t for t in self.graph.tensors if t.producer == name]
+        leaving = [t for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
+        plain = [t for t in leaving if ("copy", t.producer) not in self.copies]
+        alike = [t for t in plain if t.storage == tensor.storage is not None and t.dense and not tensor.spread_bytes]
+        return tensor in [*plain, *alike] or bool(alike)
+
+    def wants(self, name: str) -> bool:
+        """Whether the second half of a backward needs what came: saved, or as autograd's node where a way ends."""
+        (tensor,) = [t for t in self.graph.tensors if t.producer == name]
+        is_all = self.begun_at_outputs or not self.splits
+        passed = [node.name for node in self.nodes if is_all or node.name in self.passed]
+        if any(reader in passed for reader in tensor.givers):
+            return True
+        saved = [self.graph.by_name[name].saved for name in passed]
+        return not tensor.spread_bytes and any(tensor.storage in each for each in saved)
 
     @cached_property
     def spreads(self) -> list[_Spread]:
@@ -332,19 +353,22 @@ class _Stage:
 
         Without the latter where it is returned; a first half, which is to `hold`, returns also what others have.
         """
-        homes = self.homes(hold=hold)
+        homes, parts = self.homes(hold=hold), self.parts(hold=hold)
         for number, gradient in self.gradients():
             last: str | None = gradient.last
-            if number in homes.values():
+            is_held = hold and self.splits and self.captors(gradient)
+            if number in homes.values() or (number in parts.values() and not is_held):
                 last = None
             elif self.of[gradient.last] != self.index:
                 last = next(
                     iter(self.inside([*gradient.readers, *gradient.captured, *gradient.joined])), gradient.producer
                 )
             yield ("complete" if last is None else "own", number), gradient.bytes, gradient.producer, last
-        for tensor in self.read():
-            if tensor.producer not in homes:
-                reader = self.inside(tensor.consumers)[0]
+        for tensor in self.zeros():
+            yield ("complete", "zeros", tensor.producer), tensor.gradient_bytes, self.nodes[0].name, None
+        for tensor in self.given():
+            if tensor.producer not in homes and tensor.producer not in parts:
+                reader = self.completing(tensor)
                 yield ("complete", "copy", tensor.producer), tensor.gradient_bytes, reader, None
 
     def gradients(self) -> list[tuple[int, Gradient]]:
@@ -395,7 +419,7 @@ class _Stage:
     def from_later(self, name: str) -> bool:
         """Whether all of a node's gradient comes from later stages, through views at the most."""
         tensors = [tensor for tensor in self.graph.tensors if tensor.producer == name]
-        read = self.inside(reader for tensor in tensors if tensor.gradient_bytes for reader in tensor.consumers)
+        read = self.inside(reader for tensor in tensors for reader in tensor.givers)
         if not read:
             return self.later(reader for tensor in tensors for reader in tensor.consumers)
         (tensor,) = tensors
@@ -407,10 +431,10 @@ class _Stage:
         """By input that is read the gradient of this stage in which its own lies; others are copies."""
         found: dict[str, int] = {}
         own = self.gradients()
-        for tensor in self.read():
+        for tensor in self.given():
             if not (hold or tensor.permuted or self.is_seen(tensor)):
                 continue
-            pair = (tensor.producer, self.inside(tensor.consumers)[0])
+            pair = (tensor.producer, self.completing(tensor))
             in_whole = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
             fits = [n for n in in_whole if self.graph.gradients[n].bytes == tensor.gradient_bytes]
             is_own = fits in [[n] for n, _ in own]
@@ -423,20 +447,36 @@ class _Stage:
             if cuts and all(sent.storage != tensor.storage or sent.dense for sent in cuts):
                 turned = False
             turned = turned or any(sent.storage != tensor.storage for sent in cuts)
-            if (
-                fits == in_whole
-                and len(fits) == 1
-                and not turned
-                and all(self.of[name] < self.index for name in set(tensor.consumers) - {pair[1]})
-            ):
+            if fits == in_whole and len(fits) == 1 and not turned and self.is_sole(tensor):
                 found[tensor.producer] = fits[0]
         free = [n for n, gradient in own if n not in found.values() and self.of[gradient.last] != self.index]
         for number in free:
             wanted = dict(own)[number].producer, dict(own)[number].bytes
-            for tensor in self.read():
+            for tensor in self.given():
                 is_open = tensor.producer not in found and number not in found.values()
-                if is_open and (self.inside(tensor.consumers)[0], tensor.gradient_bytes) == wanted:
+                if is_open and (self.completing(tensor), tensor.gradient_bytes) == wanted:
                     found[tensor.producer] = number
+        return found
+
+    def parts(self, *, hold: bool) -> dict[str, int]:
+        """By input the larger gradient of which its own is a part until the backward is done, which copies it then.
+
+        A whole backward copies at once what has gaps.
+        """
+        found: dict[str, int] = {}
+        for tensor in sorted(self.given(), key=lambda tensor: self.order.index(tensor.producer)):
+            pair = (tensor.producer, self.completing(tensor))
+            lying = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
+            turned = any(pair in gradient.turned for gradient in self.graph.gradients)
+            larger = [n for n in lying if self.graph.gradients[n].bytes > tensor.gradient_bytes]
+            if (
+                self.is_sole(tensor)
+                and lying == larger
+                and len(lying) == 1
+                and not tensor.spread_bytes
+                and (hold or not turned)
+            ):
+                found[tensor.producer] = lying[0]
         return found
 
     def is_seen(self, tensor: Tensor) -> bool:
@@ -448,6 +488,18 @@ class _Stage:
         """What arrives and is read."""
         arriving = [tensor for tensor in self.graph.tensors if self.arrives(tensor.producer, tensor.consumers)]
         return [tensor for tensor in arriving if self.inside(tensor.consumers)]
+
+    def completing(self, tensor: Tensor) -> str:
+        """The node of the stage in whose backward the gradient of an input is complete."""
+        return self.inside(tensor.givers)[0]
+
+    def is_sole(self, tensor: Tensor) -> bool:
+        """Whether one node alone gives its gradient, here or later: one of the stage."""
+        return [name for name in tensor.givers if self.of[name] >= self.index] == [self.completing(tensor)]
+
+    def given(self) -> list[Tensor]:
+        """What arrives and is given a gradient."""
+        return [tensor for tensor in self.read() if self.inside(tensor.givers)]
 
     def is_turned(self, tensor: Tensor, reader: str) -> bool:
         """Whether a view is read that is not known to be in order, or what should be one is none."""
@@ -474,13 +526,13 @@ class _Stage:
         Those in place are so if the first part came from later, or if it is to be held.
         """
         waiting = {number for number, gradient in self.gradients() if hold and self.captors(gradient)}
-        sizes = {g.bytes for _, g in self.gradients() if g.producer == node and g.sum and g.continues is None}
-        staying = waiting.union(self.homes(hold=hold).values())
-        read = {t.producer for t in self.graph.tensors if t.gradient_bytes and node in t.consumers}
+        sizes = [g.bytes for _, g in self.gradients() if g.producer == node and g.sum and g.continues is None]
+        staying = waiting.union(self.homes(hold=hold).values(), self.parts(hold=hold).values())
+        read = {t.producer for t in self.graph.tensors if node in t.givers}
         first = sum(
             gradient.bytes
             for number, gradient in self.gradients()
-            if gradient.last == node and gradient.bytes in sizes and number not in staying
+            if gradient.last == node and sizes and gradient.bytes >= sizes[-1] and number not in staying
             if any(name in read and reader != node for name, reader in gradient.given)
         )
         summed = self.trained() if not hold else self.early()
@@ -519,20 +571,70 @@ class _Stage:
             else None
         )
 
-    def retained(self) -> dict[Any, int]:
-        """What the first half holds of what it received; all of that if the second begins with it."""
+    def retains(self, name: str) -> bool:
+        """Whether the first half holds the gradient that it received of what leaves."""
         if not self.splits or self.begun_at_outputs:
-            leaving = (t for t in self.graph.tensors if self.leaves(t.producer, t.consumers))
-            return {tensor.producer: tensor.gradient_bytes for tensor in leaving}
-        elsewhere = {number for number, _ in self.gradients()}.union(self.homes(hold=True).values())
-        others = [pair for pair in enumerate(self.graph.gradients) if pair[0] not in elsewhere]
+            return True
+        own = {number for number, _ in self.gradients()}
         copied = {(number, copy.last) for number, copy in self.brought_in_order}
-        return {n: g.bytes for n, g in others if any((n, name) not in copied for name in self.captors(g))}
+        for number, gradient in enumerate(self.graph.gradients):
+            captors = self.captors(gradient)
+            is_held = number not in own and any((number, captor) not in copied for captor in captors)
+            if is_held and name in self.came_for(number, [*gradient.captured, *gradient.joined]):
+                return True
+        return False
 
-    def lent(self) -> dict[int, int]:
-        """What the first half holds of what it made and returns."""
-        returned = self.homes(hold=True).values() if self.splits else ()
-        return {n: gradient.bytes for n, gradient in self.gradients() if n in returned and self.captors(gradient)}
+    def came_for(self, number: int, users: Sequence[str]) -> list[str]:
+        """The leaving tensors whose gradient a received one may be that comes to these nodes; all if none is known."""
+        names = [t.producer for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
+        met = [name for name in names if {name, *self.ways(number, name)} & set(users)]
+        return met or names
+
+    def relays(self, name: str, *, hold: bool) -> bool:
+        """Whether an input's gradient is what was received of what leaves."""
+        own = {number for number, _ in self.gradients()}
+        homes = {who: home for who, home in self.homes(hold=hold).items() if home not in own}
+        for tensor in self.graph.tensors:
+            if not self.arrives(tensor.producer, tensor.consumers):
+                continue
+            if not self.inside(tensor.givers):
+                lying = [tensor.producer]
+            elif self.only_views(tensor):
+                lying = [self.last_view(tensor)]
+            elif tensor.producer in homes:
+                lying = self.came_for(homes[tensor.producer], [tensor.producer])
+            else:
+                lying = []
+            if name in lying:
+                return True
+        return False
+
+    def last_view(self, tensor: Tensor) -> str:
+        """Of what only views are taken of for later stages, the one that is sent."""
+        while self.inside(tensor.consumers):
+            (tensor,) = [view for view in self.graph.tensors if [view.producer] == list(tensor.consumers)]
+        return tensor.producer
+
+    def given_back(self, *, hold: bool) -> dict[Any, tuple[int, list[str]]]:
+        """The gradients of inputs that are memory of their own: size, and the inputs whose gradients lie in it."""
+        homes = self.homes(hold=hold)
+        received = set(homes.values()) - {number for number, _ in self.gradients()}
+        found: dict[Any, tuple[int, list[str]]] = {}
+        for tensor in self.given():
+            home = homes.get(tensor.producer, tensor.producer)
+            if home not in received and not self.only_views(tensor):
+                _, names = found.get(home, (0, []))
+                found[home] = tensor.gradient_bytes, [*names, tensor.producer]
+        return found | {tensor.producer: (tensor.gradient_bytes, [tensor.producer]) for tensor in self.zeros()}
+
+    def zeros(self) -> list[Tensor]:
+        """What arrives, is read by no later stage and gets no gradient: zeros are sent for that."""
+        arriving = [t for t in self.graph.tensors if self.arrives(t.producer, t.consumers) and t.gradient_bytes]
+        return [t for t in arriving if not self.inside(t.givers) and not self.later(t.consumers)]
+
+    def lends(self, home: Any) -> bool:
+        """Whether the first half holds what it returns."""
+        return self.splits and any(home == n and self.captors(gradient) for n, gradient in self.gradients())
 
     def behind(self, name: str) -> list[str]:
         """What runs in the second half because of a node: those that lead to parameters alone."""
@@ -558,7 +660,7 @@ class _Stage:
     def ways_in(self, name: str) -> set[str]:
         """The nodes on the way to inputs by which a backward comes to one that is aside; "" for the outputs."""
         tensors = [t for t in self.graph.tensors if t.producer == name and t.gradient_bytes]
-        readers = self.inside(reader for tensor in tensors for reader in tensor.consumers)
+        readers = self.inside(reader for tensor in tensors for reader in tensor.givers)
         is_sent = any(self.later(tensor.consumers) for tensor in tensors)
         found = {""} if is_sent or not readers else set[str]()
         for reader in readers:
@@ -568,7 +670,9 @@ class _Stage:
     def roots(self, parameter: str) -> set[str]:
         """The same of a parameter's gradient; it is made in the first half if there are several."""
         names = self.trained()[parameter]
-        return {way for name in names for way in ({name} if name in self.to_inputs else self.ways_in(name))}
+        found = {way for name in names for way in ({name} if name in self.to_inputs else self.ways_in(name))}
+        at_once = any(name in self.to_inputs and parameter in self.graph.by_name[name].early for name in names)
+        return found | ({"one of them", "another"} if at_once else set())
 
     def early(self) -> list[str]:
         """The parameters whose gradients the first half makes, and holds."""
@@ -587,7 +691,7 @@ class _Stage:
 
     def read_by_node(self, name: str) -> list[str]:
         """The stage's nodes that it has a gradient for."""
-        tensors = (t for t in self.graph.tensors if name in t.consumers and t.gradient_bytes)
+        tensors = (t for t in self.graph.tensors if name in t.givers)
         return self.inside(tensor.producer for tensor in tensors)
 
     @cached_property
@@ -595,7 +699,7 @@ class _Stage:
         """The nodes whose gradients lead to inputs."""
         found: set[str] = set()
         for node in self.nodes:
-            sources = [t.producer for t in self.graph.tensors if node.name in t.consumers and t.gradient_bytes]
+            sources = [t.producer for t in self.graph.tensors if node.name in t.givers]
             if any(self.of[source] < self.index or source in found for source in sources):
                 found.add(node.name)
         return found
@@ -615,9 +719,7 @@ class _Stage:
         """The nodes where the second half begins, and those that such depend on."""
         found: set[str] = set()
         for node in reversed(self.nodes):
-            readers = [
-                r for t in self.graph.tensors if t.producer == node.name and t.gradient_bytes for r in t.consumers
-            ]
+            readers = [r for t in self.graph.tensors if t.producer == node.name for r in t.givers]
             begins = self.begins_by_its_own(node.name) or self.begins_by_others(node.name)
             if begins or not found.isdisjoint(readers):
                 found.add(node.name)
@@ -637,6 +739,7 @@ class _Rank:
     live: _Live = field(default_factory=_Live)
     summed: set[int] = field(default_factory=set)
     halved: set[tuple[int, int]] = field(default_factory=set)
+    split: set[tuple[int, int]] = field(default_factory=set)
     done: set[tuple[int, int]] = field(default_factory=set)
     frames: dict[Key, set[tuple[Key, int]]] = field(default_factory=dict)
 
@@ -653,7 +756,7 @@ class _Rank:
                 if not form.waits:
                     self.live.hold((stage.index, microbatch, "form", *key), form.size)
             beside = max((form.beside for _, form in made if not form.waits), default=0)
-            self._work(node, node.forward_peak_bytes, node.forward_height_bytes, beside)
+            self._work(node.forward_peak_bytes, node.workspace_bytes, node.forward_height_bytes, beside)
             done.add(node.name)
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, run, storage), stage.graph.storages[storage])
@@ -698,9 +801,9 @@ class _Rank:
             if form.storage in gone and form.storage not in (*given, *waiting):
                 self.live.drop(stage.index, microbatch, kind, form.storage)
 
-    def _work(self, node: Node, rise: int, height: int | None, beside: int = 0) -> None:
+    def _work(self, rise: int, scratch: int, height: int | None, beside: int = 0) -> None:
         """What begins to live in a node is part of its rise; one that takes nothing does not run."""
-        both = rise + node.workspace_bytes
+        both = rise + scratch
         self.live.need(beside + (max(rise, both if height is None else min(both, height)) if rise else 0))
 
     def forget(self, stage: _Stage, microbatch: int) -> None:
@@ -725,7 +828,11 @@ class _Rank:
                 if form.back == node.name:
                     self.live.hold((stage.index, microbatch, "copy", *key), stage.graph.storages[form.storage])
                     self.live.need(form.beside)
-            self._work(node, self._rise(stage, node, whole, kind), node.backward_height_bytes)
+            height, scratch = node.backward_height_bytes, node.workspace_bytes
+            is_input = kind is Kind.BACKWARD_INPUT and not set(node.parameters) & set(stage.early())
+            if is_input and node.input_workspace_bytes is not None:
+                height, scratch = node.input_height_bytes, node.input_workspace_bytes
+            self._work(self._rise(stage, node, whole, kind), scratch, height)
             if first or (second and whole):
                 self._flow(stage, microbatch, node.name, hold=not whole)
             elif second:
@@ -755,25 +862,21 @@ class _Rank:
             if second and not whole:
                 late = (name for name in stage.trained() if name not in stage.early())
                 self.live.need(sum(2 * stage.size(name) for name in late if stage.adds_anew(name, node.name)))
+        if kind is Kind.BACKWARD_INPUT:
+            self._drop(stage, microbatch)
         if first or (second and whole):
             self._return(stage, microbatch, hold=not whole)
         if kind is Kind.BACKWARD_INPUT:
-            self._drop(stage, microbatch)
+            self._drop_outputs(stage, microbatch)
         if second:
             self.done.add((stage.index, microbatch))
-            if (stage.index - 1, microbatch) in self.done:
-                self.live.drop(stage.index - 1, microbatch, "bare")
-            before = self.stages.get(stage.index - 1)
-            if before is not None and (before.index, microbatch) in self.halved:
-                self._drop(before, microbatch)
-        if kind is Kind.BACKWARD_WEIGHT:
             self.halved.discard((stage.index, microbatch))
-            self.live.drop(stage.index, microbatch, "retained")
-            self.live.drop(stage.index, microbatch, "lent")
-        else:
-            self._pass_back(stage, microbatch, kind)
-        if second:
             self._finish(stage, microbatch)
+        else:
+            self.halved.add((stage.index, microbatch))
+            self.split.add((stage.index, microbatch))
+        self._hand_over(stage.index, microbatch)
+        self._hand_over(stage.index - 1, microbatch)
 
     def _recompute(self, stage: _Stage, microbatch: int, frame: int | None) -> None:
         """The forward of a region, unless it ran again before; first that of the region around it: it has its inputs.
@@ -792,7 +895,7 @@ class _Rank:
             if not packs:
                 break
             node = stage.graph.by_name[name]
-            self._work(node, node.forward_peak_bytes, node.forward_height_bytes)
+            self._work(node.forward_peak_bytes, node.workspace_bytes, node.forward_height_bytes)
             done.add(name)
             for storage in stage.made(node):
                 self.live.hold((stage.index, microbatch, "again", frame, storage), stage.graph.storages[storage])
@@ -842,7 +945,7 @@ class _Rank:
             later = set(node.parameters) - set(stage.early())
             return max(0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in later))
         own = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
-        fresh = (g for g in own if g.last not in stage.aside)
+        fresh = (g for g in own if g.last not in stage.aside or stage.captors(g))
         made = sum(gradient.bytes for gradient in fresh)
         made += sum(stage.size(parameter) for parameter in stage.early() if parameter in node.parameters)
         name = node.name
@@ -862,7 +965,8 @@ class _Rank:
         for key, _, _, _ in stage.flows(hold=True):
             if stage.waits(key) == node:
                 self.live.drop(stage.index, microbatch, *key)
-        aside = [(number, g) for number, g in stage.gradients() if g.last in stage.aside]
+        found = [(number, g) for number, g in stage.gradients() if g.last in stage.aside]
+        aside = [(number, g) for number, g in found if not stage.captors(g)]
         for number, gradient in aside:
             if gradient.producer == node:
                 self.live.sizes[stage.index, microbatch, "aside", number] = gradient.bytes
@@ -888,64 +992,81 @@ class _Rank:
                 self.live.drop(*key)
 
     def _drop(self, stage: _Stage, microbatch: int) -> None:
-        """No second half comes by but at nodes with parameters and those before: what only others saved is let go.
-
-        So are outputs that were computed again, as what was sent are those of the first forward, and those that
-        the next stage, on the same rank, no longer needs.
-        """
-        remade = self._is_stripped(stage, microbatch)
-        if (stage.index + 1, microbatch) in self.done:
-            self.live.drop(stage.index, microbatch, "bare")
-        at_outputs = stage.begun_at_outputs or not stage.splits
+        """No second half comes by but at nodes with parameters and those before: what only others saved is let go."""
         for storage in stage.own():
             savers = stage.savers(storage)
-            is_free = remade if stage.sent(storage) else bool(savers)
-            is_passed = at_outputs or any(saver in stage.passed for saver in savers)
-            if is_free and not (savers and is_passed):
+            if savers and not stage.sent(storage) and not self._is_passed(stage, savers):
                 self.live.drop(stage.index, microbatch, "kept", storage)
         for spread in stage.spreads:
-            is_free = remade if spread.sent else bool(spread.savers)
-            is_passed = at_outputs or any(saver in stage.passed for saver in spread.savers)
-            if is_free and not (spread.savers and is_passed):
+            if spread.savers and not spread.sent and not self._is_passed(stage, spread.savers):
                 self.live.drop(stage.index, microbatch, "kept", *spread.key)
-        for key in stage.copies if remade else ():
+
+    def _drop_outputs(self, stage: _Stage, microbatch: int) -> None:
+        """Those that no second half needs and that were computed again: what was sent are those of the first forward.
+
+        And those that are handed over to the next stage, on the same rank: it may need them longer.
+        """
+        if (stage.index, microbatch) not in self.recomputed and stage.index + 1 not in self.stages:
+            return
+        for storage in filter(stage.sent, stage.own()):
+            if not self._is_passed(stage, stage.savers(storage)):
+                self.live.drop(stage.index, microbatch, "kept", storage)
+        for spread in stage.spreads:
+            if spread.sent and not self._is_passed(stage, spread.savers):
+                self.live.drop(stage.index, microbatch, "kept", *spread.key)
+        for key in stage.copies:
             self.live.drop(stage.index, microbatch, "kept", *key)
 
+    @staticmethod
+    def _is_passed(stage: _Stage, savers: Sequence[str]) -> bool:
+        at_outputs = stage.begun_at_outputs or not stage.splits
+        return bool(savers) and (at_outputs or any(saver in stage.passed for saver in savers))
+
     def _is_stripped(self, stage: _Stage, microbatch: int) -> bool:
-        is_done = (stage.index + 1, microbatch) in self.done
-        return is_done or (stage.index, microbatch) in self.recomputed
+        """Whether outputs go as what else was kept: they are no messages, or all of them do."""
+        if (stage.index, microbatch) in self.recomputed:
+            return True
+        here = (key for key in stage.messages if (stage.index, microbatch, "kept", *key) in self.live.sizes)
+        return stage.index + 1 in self.stages and not any(self._is_wanted(stage, microbatch, key) for key in here)
+
+    def _is_wanted(self, stage: _Stage, microbatch: int, key: Key) -> bool:
+        """Whether the next stage of the rank needs an output in its second half, or sends it on."""
+        behind = self.stages[stage.index + 1]
+        is_half = (behind.index, microbatch) in self.halved
+        return any(behind.hands_on(name) or (is_half and behind.wants(name)) for name in stage.lying_in(key))
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""
+        parts = stage.parts(hold=hold)
+        sizes = {tensor.producer: tensor.gradient_bytes for tensor in stage.graph.tensors}
+        for index, (name, number) in enumerate(parts.items()):
+            self.live.hold((stage.index, microbatch, "part", name), sizes[name])
+            self.live.need(0)
+            if number not in [*list(parts.values())[index + 1 :], *stage.homes(hold=hold).values()]:
+                self.live.drop(stage.index, microbatch, "complete", number)
+        self.live.drop(stage.index, microbatch, "part")
         self.live.drop(stage.index, microbatch, "complete")
-        homes = stage.homes(hold=hold)
-        received = set(homes.values()) - {number for number, _ in stage.gradients()}
-        is_local = stage.index + 1 in self.stages  # which is about to let go of what it gave
-        lying: dict[Key, int] = {}  # in what was received
-        for tensor in stage.graph.tensors:
-            if stage.arrives(tensor.producer, tensor.consumers):
-                is_read = stage.inside(tensor.consumers) and not stage.only_views(tensor)
-                home = homes.get(tensor.producer, tensor.producer) if is_read else tensor.producer
-                is_new = is_read and home not in received
-                (self.live.sizes if is_new else lying)[stage.index, microbatch, "returned", home] = (
-                    tensor.gradient_bytes
-                )
+        for home, (size, _) in stage.given_back(hold=hold).items():
+            self.live.sizes[stage.index, microbatch, "returned", home] = size
         self.live.need(0)
-        self.live.sizes |= lying if is_local else {}
 
-    def _pass_back(self, stage: _Stage, microbatch: int, kind: Kind) -> None:
-        """Those that a stage of its own rank gave it are let go, but for what a second half still needs."""
-        if kind is Kind.BACKWARD_INPUT:
-            self.halved.add((stage.index, microbatch))
-        if stage.index + 1 not in self.stages:
+    def _hand_over(self, index: int, microbatch: int) -> None:
+        """Of what this stage and the next, on the same rank, gave each other stays what one of them still needs."""
+        here, there = (index, microbatch), (index + 1, microbatch)
+        before, behind = self.stages.get(index), self.stages.get(index + 1)
+        if before is None or behind is None or not {here} & (self.halved | self.done):
             return
-        self.live.drop(stage.index + 1, microbatch, "returned")
-        if (stage.index + 1, microbatch) in self.halved:
-            for number, size in self.stages[stage.index + 1].lent().items():
-                self.live.hold((stage.index + 1, microbatch, "lent", number), size)
-        if kind is Kind.BACKWARD_INPUT:
-            for number, size in stage.retained().items():
-                self.live.hold((stage.index, microbatch, "retained", number), size)
+        self.live.drop(index, microbatch, "bare")
+        for key, size in before.messages.items():
+            is_own = (*here, "kept", *key) in self.live.sizes and here not in self.recomputed
+            self.live.drop(*here, "handed", *key)
+            if self._is_wanted(before, microbatch, key) and not is_own:
+                self.live.hold((*here, "handed", *key), size)
+        for home, (_, names) in behind.given_back(hold=there in self.split).items():
+            relayed = any(before.relays(name, hold=here in self.split) for name in names)
+            retained = here in self.halved and any(map(before.retains, names))
+            if not (relayed or retained or (there in self.halved and behind.lends(home))):
+                self.live.drop(*there, "returned", home)
 
     def _finish(self, stage: _Stage, microbatch: int) -> None:
         """The microbatch is done: only what went to another rank stays until the step ends."""
@@ -961,12 +1082,8 @@ class _Rank:
         self.live.drop(stage.index, microbatch, "early")
         self.live.drop(stage.index, microbatch, "bare")
         self.live.drop(stage.index, microbatch, "stage's copies")
-        is_local, is_waiting = stage.index + 1 in self.stages, (stage.index + 1, microbatch) not in self.done
-        for key, size in stage.messages.items() if not is_local or is_waiting else ():
-            self.live.hold((stage.index, microbatch, "bare" if is_local else "sent", *key), size)
-        if stage.index - 1 in self.stages and not is_local:
-            for name, size in stage.handed_on.items():
-                self.live.hold((stage.index, microbatch, "sent", "on", name), size)
+        for key, size in stage.messages.items() if stage.index + 1 not in self.stages else ():
+            self.live.hold((stage.index, microbatch, "sent", *key), size)
 
     def perform(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pipecompile.ir.allocator import ALLOCATORS, ZERO, Amount
 from pipecompile.ir.floors import floors
-from pipecompile.ir.footprint import AMOUNTS, Footprint
+from pipecompile.ir.footprint import AMOUNTS, Footprint, Parcel
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.lives import Lives
@@ -234,7 +234,8 @@ def test_what_stages_hold_of_a_graph_adds_up(graph: CostGraph, data: st.DataObje
     tied = sum(graph.parameter_by_name[name].bytes * (stages - 1) for name, stages in read.items() if stages > 1)
     assert sum(f.parameters.expected for f in footprints) == whole.parameters.expected + tied
     assert sum(f.inputs.expected for f in footprints) == whole.inputs.expected
-    assert whole.received == whole.received_gradients == whole.outputs == whole.returned == ZERO
+    assert whole.received == whole.received_gradients == ZERO
+    assert whole.sent == whole.returned == whole.passed == ()
     if len(cut) == 1:
         assert footprints == [whole]
 
@@ -263,13 +264,9 @@ FOOTPRINT = msgspec.structs.replace(
     received=_amount(4),
     received_gradients=_amount(2),
     kept=_amount(10),
-    outputs=_amount(3),
-    returned=_amount(2),
-    passed=_amount(1),
-    relayed=_amount(0),
-    forwarded=_amount(0),
-    lent=_amount(0),
-    retained=_amount(0),
+    sent=(Parcel(names=("value",), size=_amount(3), needed=False),),
+    returned=(Parcel(names=("value",), size=_amount(2), needed=False),),
+    passed=(Parcel(names=("value",), size=_amount(1), needed=False),),
     between=_amount(1),
     forward_peak=_amount(11),
     first_backward_peak=_amount(97),

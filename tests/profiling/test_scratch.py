@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.ir.part import BOUND_SCRATCH
-from pipecompile.profiling.scratch import hidden_bytes, own_instructions, scratch_on
+from pipecompile.profiling.scratch import first_half, hidden_bytes, own_instructions, scratch_on
 
 SCRATCH = scratch_on("cpu", own_instructions())
 NEAR = 0.02
@@ -44,6 +44,31 @@ def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of
     backward = torch.ops.aten.convolution_backward.default
     said = scratch(backward, given, None)
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="was measured with AVX2")
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "size", "kernel", "stride", "groups"),
+    [
+        (32, 64, 16, 3, 1, 1), (64, 64, 16, 3, 2, 1), (64, 128, 16, 1, 2, 1), (32, 16, 32, 3, 1, 1),
+        (256, 256, 8, 3, 1, 1), (64, 64, 16, 3, 1, 4), (64, 64, 16, 1, 1, 4), (96, 96, 16, 7, 1, 96),
+        (64, 64, 16, 3, 2, 64), (32, 1, 32, 3, 1, 1), (96, 192, 16, 2, 2, 1)
+    ],
+)  # fmt: skip
+def test_the_gradient_of_an_input_alone_takes_the_scratch_that_is_said(
+    inputs: int, outputs: int, size: int, kernel: int, stride: int, groups: int, channels_last: bool
+) -> None:
+    """As in a first half of a backward."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    value = torch.randn(4, inputs, size, size).to(memory_format=layout)
+    weight, rest = torch.randn(outputs, inputs // groups, kernel, kernel), ([kernel // 2] * 2, [1, 1], False, [0, 0])
+    gradient = torch.randn_like(torch.convolution(value, weight, None, [stride] * 2, *rest, groups))
+    backward = torch.ops.aten.convolution_backward.default
+    whole = (gradient, value, weight, [outputs], [stride] * 2, *rest, groups, [True, True, True])
+    half, _ = first_half(backward, whole, backward(*whole))
+    found = taken(lambda: backward(*half))
+    assert 0 <= SCRATCH(backward, half, None) - found <= 0.02 * found + 90_112 * channels_last
 
 
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float64, 1), (torch.float64, 4)], ids=str)

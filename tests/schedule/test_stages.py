@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.allocator import ALLOCATORS, Amount
-from pipecompile.ir.footprint import AMOUNTS, Footprint
+from pipecompile.ir.footprint import AMOUNTS, Footprint, Parcel
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Boundary, Stage
@@ -20,9 +20,19 @@ LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 
 def _footprint(kept: int, outputs: int) -> Footprint:
-    sizes = dict.fromkeys(AMOUNTS, 100) | {"kept": kept, "outputs": outputs}
-    sizes |= {"between": 7, "dropped": 5, "remade": 2, "optimizer_scratch": 0, "written": 3}
-    return Footprint(**{name: Amount(expected=size, bound=size) for name, size in sizes.items()})
+    sizes = dict.fromkeys(AMOUNTS, 100) | {"kept": kept}
+    sizes |= {"between": 7, "dropped": 5, "optimizer_scratch": 0, "written": 3}
+    amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
+    return Footprint(
+        **amounts,
+        sent=(_parcel(outputs - 2, needed=True), _parcel(2, needed=False)),
+        returned=(_parcel(100, needed=False),),
+        passed=(_parcel(100, needed=False),),
+    )
+
+
+def _parcel(size: int, *, needed: bool) -> Parcel:
+    return Parcel(names=(), size=Amount(expected=size, bound=size), needed=needed)
 
 
 def _boundary(size: int, gradient: int) -> tuple[Boundary, ...]:

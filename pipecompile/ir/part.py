@@ -131,7 +131,7 @@ class Part(Section):
 
     def _spread(self, tensor: Tensor) -> Storage:
         """Its copy, for those that read it or a view that this stage takes of it."""
-        readers = set(map(self.lives.place.__getitem__, tensor.consumers))
+        readers = set(map(self.lives.place.__getitem__, tensor.consumers)) - self.before
         takers: list[tuple[int, int]] = []
         for place in self.nodes:
             view = self.lives.values.get(self.graph.nodes[place].name) if place in readers else None

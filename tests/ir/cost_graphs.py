@@ -24,14 +24,14 @@ CONTENTS = st.none() | st.builds(
 
 
 @st.composite
-def cost_graphs(draw: st.DrawFn, most: int = 7, *, wild: bool = False) -> CostGraph:
-    """Up to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
+def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = False) -> CostGraph:
+    """From `least` to `most` nodes: views, tied parameters, skips, values that nobody reads, what a node saves for itself.
 
     Nodes save what they read, what they make (which is part of their peak), and storages of their own; they write to
     buffers. In a `wild` graph any value may lie in any storage, any node may save it, and nodes may have parameters
     without names.
     """
-    names = [f"n{index}" for index in range(draw(st.integers(1, most)))]
+    names = [f"n{index}" for index in range(draw(st.integers(least, most)))]
     parameters = [
         Parameter(name=f"p{i}", bytes=4 * draw(SIZES), trainable=draw(st.booleans()))
         for i in range(draw(st.integers(0, 3)))
@@ -163,8 +163,11 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
 
 
 @st.composite
-def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[str, ...]]:
-    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order."""
+def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4, least: int = 1) -> list[tuple[str, ...]]:
+    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order.
+
+    Where there would be less than the `least`, large ones are halved.
+    """
     before: dict[str, set[str]] = {node.name: set() for node in graph.nodes}
     for tensor in graph.tensors:
         for name in tensor.consumers:
@@ -173,7 +176,12 @@ def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4) -> list[tuple[st
     for node in graph.nodes:
         stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), most - 1))
     members = [tuple(name for name in stage if stage[name] == index) for index in range(most)]
-    return [names for names in members if names]
+    found = [names for names in members if names]
+    while len(found) < least:
+        index = max(range(len(found)), key=lambda index: len(found[index]))
+        half = len(found[index]) // 2
+        found[index : index + 1] = [found[index][:half], found[index][half:]]
+    return found
 
 
 @st.composite

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pipecompile.api.again import Piece, moments_of
 from pipecompile.api.ordering import flights, named_schedule, placements, stand_in
-from pipecompile.api.recomputing import Recomputing, moments_of
+from pipecompile.api.recomputing import Recomputing
 from pipecompile.api.staging import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.allocator import ALLOCATORS
@@ -282,7 +283,7 @@ def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Pri
     graph, options, placement = recomputing.graph, recomputing.options, recomputing.placement
 
     def price(candidate: Candidate) -> Price:
-        found = recomputing.of(candidate.stage, candidate.before, candidate.nodes, candidate.budget)
+        found = recomputing.of(Piece(candidate.stage, candidate.before, candidate.nodes), candidate.budget)
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
             return Price(None, 0 if options.recompute == "auto" or options.saving else None)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from pipecompile.api.recomputing import NOTHING_AGAIN, Again, Recomputing
+from pipecompile.api.again import NOTHING_AGAIN, Again
+from pipecompile.api.recomputing import Recomputing
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.modules import block_of

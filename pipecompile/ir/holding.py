@@ -240,9 +240,9 @@ class _Stage(Part):
     def _wanted(self) -> Iterator[str]:
         """What arrives and is needed in a second half: autograd's nodes hold inputs that they lead to."""
         for tensor, _ in self.arriving:
-            saving = (place for place in self._passed if tensor.storage in self.graph.nodes[place].saved)
             is_led_to = not self._passed.isdisjoint(self.giving(tensor))
-            if is_led_to or (tensor.storage is not None and not tensor.spread_bytes and any(True for _ in saving)):
+            lies_as_sent = tensor.storage is not None and not tensor.spread_bytes
+            if is_led_to or (lies_as_sent and any(tensor.storage in self.graph.nodes[p].saved for p in self._passed)):
                 yield tensor.producer
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:

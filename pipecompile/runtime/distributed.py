@@ -130,11 +130,12 @@ class _Stage(PipelineStage):
     ) -> None:
         self.fwd_cache.pop(bwd_chunk_id)
         received = () if self.is_last else self._taken(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1)
-        pop = self._saved.pop  # what nothing else holds goes before parts of gradients are copied
+        # Popped as it is given, since what nothing else holds goes before parts of gradients are copied.
         if full_backward:
-            gradients = self._core.backward(pop(bwd_chunk_id), received, {})
+            gradients = self._core.backward(self._saved.pop(bwd_chunk_id), received, {})
         else:
-            gradients, self._live[bwd_chunk_id] = self._core.backward_input(pop(bwd_chunk_id), received)
+            saved = self._core.backward_input(self._saved.pop(bwd_chunk_id), received)
+            gradients, self._live[bwd_chunk_id] = saved
         # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
         for index, gradient in enumerate(gradients):
             gradients[index] = None if self.is_first or gradient is None else _whole(gradient)

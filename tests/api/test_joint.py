@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
 
+from pipecompile.api.again import Piece, moments_of
 from pipecompile.api.cutting import problem_of
-from pipecompile.api.recomputing import Recomputing, moments_of
+from pipecompile.api.recomputing import Recomputing
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.graph import CostGraph, Node, Tensor
@@ -150,7 +151,7 @@ def test_regions_within_regions_prove_nothing() -> None:
     nested = 0
     for cap in range(76_000, 66_000, -128):
         options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
-        found = Recomputing(graph, options, (0,), settled=True).of(0, (), names, cap)
+        found = Recomputing(graph, options, (0,), settled=True).of(Piece(0, (), names), cap)
         inner = found is not None and any(set(a) < set(b) for a in found.regions for b in found.regions)
         if found is not None and inner:
             nested += 1

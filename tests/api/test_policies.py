@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.recomputing import Again, Recomputing
+from pipecompile.api.again import Again
+from pipecompile.api.recomputing import Recomputing
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Recompute
 from pipecompile.schedule.named import MAY_SPLIT
@@ -74,9 +75,9 @@ def test_no_policy_takes_less_at_its_own_peak(
 
     by_hand = choosing(policy, (1, 1))
     theirs = [of_rank(by_hand.of_all(names), rank) for rank in range(2)]
-    peaks = tuple(max(1, by_hand._total(stages)) for stages in theirs)
+    peaks = tuple(max(1, by_hand.policies.total(stages)) for stages in theirs)
     auto = choosing("auto", peaks)
     ours = [of_rank(auto.of_all(names), rank) for rank in range(2)]
     for own, other, peak in zip(ours, theirs, peaks, strict=True):
-        assert own.keys() == other.keys() and auto._total(own) <= peak
-        assert auto._mean_ns(own) <= auto._mean_ns(other)
+        assert own.keys() == other.keys() and auto.policies.total(own) <= peak
+        assert auto.policies.mean_ns(own) <= auto.policies.mean_ns(other)

@@ -55,7 +55,7 @@ NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
 class Piece(NamedTuple):
     """The nodes of a stage by its index, and those of all stages before it."""
 
-    index: int
+    stage: int
     before: tuple[str, ...]
     nodes: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Policies:
 
     def by_hand(self, piece: Piece, policy: ByHand, plain: Again) -> Again:
         """By this policy: nothing in the last, whose backward follows at once, or if the one microbatch is spared."""
-        if piece.index == self.options.k - 1 or (policy, self.options.microbatches) == ("except-last", 1):
+        if piece.stage == self.options.k - 1 or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
         match policy:
             case "none":
@@ -136,7 +136,7 @@ class Policies:
 
     def spare(self, piece: Piece, plain: Again, cap: int) -> list[Spare]:
         """What a stage that is alone on its rank may take as each of its backwards begins."""
-        return list(spare({piece.index: plain.footprint}, piece.index, cap, self._moments(piece.index), **self._step))
+        return list(spare({piece.stage: plain.footprint}, piece.stage, cap, self._moments(piece.stage), **self._step))
 
     def _moments(self, index: int, again: bool = False, but_last: bool = False) -> tuple[Moment, ...]:
         """Of the rank of a stage."""

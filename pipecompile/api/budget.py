@@ -52,7 +52,7 @@ class Budget:
 
     def over(self, again: Again) -> int:
         """How many bytes the rank has too many; at most 0 if it fits."""
-        return self.policies.total({self.piece.index: again}) - self.bytes
+        return self.policies.total({self.piece.stage: again}) - self.bytes
 
     def fits(self, again: Again) -> bool:
         """Whether the rank fits."""

@@ -47,23 +47,23 @@ class Recomputing:
         if self.options.recompute == "auto" and caps is not None and ranks < len(names):
             chosen: dict[int, Again | None] = {}
             for rank, cap in enumerate(caps):
-                chosen |= self._of_rank([piece for piece in every if self.placement[piece.index] == rank], cap)
-            return [chosen[piece.index] for piece in every]
+                chosen |= self._of_rank([piece for piece in every if self.placement[piece.stage] == rank], cap)
+            return [chosen[piece.stage] for piece in every]
         given = (None,) * ranks if caps is None else caps
-        return [self.of(piece, given[self.placement[piece.index]]) for piece in every]
+        return [self.of(piece, given[self.placement[piece.stage]]) for piece in every]
 
     def _of_rank(self, held: Sequence[Piece], cap: int) -> Mapping[int, Again]:
         """Of the stages of a rank: what takes least, by any policy for all of them or each byte at one price.
 
         If nothing lets the rank fit, as little as there is.
         """
-        plain = {piece.index: self.policies.plain(piece) for piece in held}
+        plain = {piece.stage: self.policies.plain(piece) for piece in held}
         if self.policies.total(plain) <= cap:
             return plain
         by_hand: list[ByHand] = ["stage", *(("except-last",) if self._may_spare else ())]
         choices = [] if self.policies.split else [self._priced_alike(held, cap)]
         for policy in by_hand if self.policies.split else [*by_hand, "block", "sqrt"]:
-            every = {piece.index: self.policies.by_hand(piece, policy, plain[piece.index]) for piece in held}
+            every = {piece.stage: self.policies.by_hand(piece, policy, plain[piece.stage]) for piece in held}
             choices.append({index: again._replace(least=0) for index, again in every.items()})
         fitting = [each for each in choices if self.policies.total(each) <= cap]
         return min(fitting, key=self.policies.mean_ns) if fitting else min(choices, key=self.policies.total)
@@ -84,9 +84,9 @@ class Recomputing:
         found: dict[int, Again] = {}
         in_flight = flights(self.options, self.placement)
         for piece in held:
-            tape = self.policies.tape(piece, summed=self.options.microbatches > in_flight[piece.index])
-            choice = weighed(tape, self.policies.blocks(piece), in_flight[piece.index], 2 ** (exponent / 2))
-            found[piece.index] = self.policies.again(piece, choice.regions, choice.ns, 0)
+            tape = self.policies.tape(piece, summed=self.options.microbatches > in_flight[piece.stage])
+            choice = weighed(tape, self.policies.blocks(piece), in_flight[piece.stage], 2 ** (exponent / 2))
+            found[piece.stage] = self.policies.again(piece, choice.regions, choice.ns, 0)
         return found
 
     def of(self, piece: Piece, cap: int | None) -> Again | None:

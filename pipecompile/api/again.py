@@ -48,6 +48,13 @@ class Again(NamedTuple):
         spared = self.kind == "except-last"
         return Fraction(self.ns * (microbatches - spared), microbatches)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The bound of what a microbatch keeps until it is computed again, or until its backward."""
+        if self.kind in ("stage", "except-last"):
+            return self.footprint.outputs.bound + self.footprint.written.bound
+        return self.footprint.kept.bound
+
 
 NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
 
@@ -81,7 +88,7 @@ class Policies:
     placement: tuple[int, ...]
 
     def by_hand(self, piece: Piece, policy: ByHand, plain: Again) -> Again:
-        """By this policy: nothing in the last, whose backward follows at once, or if the one microbatch is spared."""
+        """By policy: nothing in the last stage, which no schedule recomputes, or if the only microbatch is spared."""
         if piece.stage == self.options.k - 1 or (policy, self.options.microbatches) == ("except-last", 1):
             return plain
         match policy:
@@ -112,13 +119,13 @@ class Policies:
         """Regions that take `ns`, and at least `least`, and runs of nodes that save in other forms."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(saving, key=lambda run: self.lives.place[run.nodes[0]]))
-        footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _policies(runs))
+        footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _forms(runs))
         more = ns_of(runs)
         return Again("regions" if named else "none", named, ns + more, least + more, footprint, runs)
 
     def tape(self, piece: Piece, *, summed: bool, saving: Iterable[Saving] = ()) -> Tape:
         """The stage for a choice of regions."""
-        return tape_of(self.lives, piece.before, piece.nodes, summed=summed, saving=_policies(saving))
+        return tape_of(self.lives, piece.before, piece.nodes, summed=summed, saving=_forms(saving))
 
     def blocks(self, piece: Piece) -> list[str]:
         """The block of the model that each of its nodes lies in."""
@@ -163,7 +170,7 @@ def ns_of(saving: Iterable[Saving]) -> int:
     return sum(run.ns for run in saving)
 
 
-def _policies(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
+def _forms(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
     return [(run.nodes, run.policies) for run in saving]
 
 

@@ -119,14 +119,15 @@ class Budget:
                 return other
         return found._replace(least=min(least + saving_ns, found.ns))
 
-    def _by_program(self, fit: _Fit, found: Again) -> tuple[Choice | None, int]:
+    def _by_program(self, fit: _Fit, found: Again) -> tuple[Choice, int]:
         from pipecompile.memory.choose import priced
         from pipecompile.memory.refine import refined
 
         place = {name: position for position, name in enumerate(self.piece.nodes)}
         known = [Region(place[region[0]], place[region[-1]] + 1) for region in found.regions]
         regions, bound = refined(fit.tape, fit.in_flight, fit.available, known, REFINING_SECONDS)
-        return None if regions is None else priced(fit.tape, regions), bound
+        assert regions is not None, "those that are known fit"
+        return priced(fit.tape, regions), bound
 
     def or_saved(self, recomputed: Again | None, plain: Again) -> Again | None:
         """What takes least: that, or other forms; None if nothing fits. That no mixture takes less is not proven."""
@@ -134,8 +135,8 @@ class Budget:
 
         options = self.policies.options
         exact = tuple(policy for policy in options.saving if policy != "half")
-        for policies in dict.fromkeys((exact, options.saving)):
-            offered = offers(self.policies.lives, self.piece.before, self.piece.nodes, policies)
+        for forms in dict.fromkeys((exact, options.saving)):
+            offered = offers(self.policies.lives, self.piece.before, self.piece.nodes, forms)
             known = [recomputed, *self._saved(offered, plain, recomputed)]
             fitting = [again for again in known if again is not None and self.fits(again)]
             if fitting:  # what is not exact is for stages that nothing else lets fit
@@ -152,7 +153,7 @@ class Budget:
         yield in_forms(bisect_left(range(len(runs)), True, key=lambda count: self.fits(in_forms(count))))
         count = len(runs)
         if recomputed is not None:
-            freed = plain.footprint.kept.bound - recomputed.footprint.kept.bound
-            count = sum(offer.ns_per_byte * freed < recomputed.ns for offer in offers)
+            freed, ns = plain.kept_bytes - recomputed.kept_bytes, recomputed.mean_ns(self.policies.options.microbatches)
+            count = sum(offer.ns_per_byte * freed < ns for offer in offers)
         if self.policies.options.recompute == "auto" and count:
             yield self.regions(in_forms(count))

@@ -227,7 +227,7 @@ def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     alone = ranks == options.k
     in_flight = (1,) * options.k if sparing else flights(options, placement)
     summed = options.microbatches > max(in_flight)  # a backward has been when most microbatches are in flight
-    may_free, rate = options.recompute == "auto" or bool(options.saving), recomputing.lives.bytes_per_ns
+    may_free, rate = options.recompute == "auto" or bool(options.saving), recomputing.policies.lives.bytes_per_ns
     return Memory(
         caps,
         tuple(in_flight),

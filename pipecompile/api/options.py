@@ -35,10 +35,10 @@ class Choices(TypedDict, total=False):
     memory                  the cap of each rank, "16GiB" or bytes, or a list of one for each (default: none)
     optimizer               whose state counts: sgd, momentum, rmsprop, adam, adamw or adafactor (default: none)
     master_weights          count float32 copies of parameters of fewer bits (default: no)
-    recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage as a
-                            whole), "except-last" (so for all microbatches but a step's last), "block" or "sqrt" (each
-                            block of the model, or about √n of n together), "auto" (what lets each rank fit `memory` at
-                            the least extra time)
+    recompute               what is computed again instead of kept: "none" (the default), "stage" (each stage but the
+                            last, as a whole), "except-last" (so for all microbatches but a step's last), "block" or
+                            "sqrt" (each block of these stages, or about √n of n together), "auto" (what lets each rank
+                            fit `memory` at the least extra time)
     saving                  forms in which stages that do not fit `memory` may besides keep what backwards need, of
                             "mask", "relu", "pool", "offload" and "half" (docs/recompute.md); gradients stay the
                             same bit for bit but with "half" (default: none)

@@ -13,7 +13,6 @@ from pipecompile.api.again import Again, ByHand, Piece, Policies, pieces
 from pipecompile.api.budget import Budget
 from pipecompile.api.ordering import flights
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.lives import Lives
 from pipecompile.ir.plan import Options
 
 __all__ = ["Recomputing"]
@@ -60,13 +59,18 @@ class Recomputing:
         plain = {piece.stage: self.policies.plain(piece) for piece in held}
         if self.policies.total(plain) <= cap:
             return plain
-        by_hand: list[ByHand] = ["stage", *(("except-last",) if self._may_spare else ())]
-        choices = [] if self.policies.split else [self._priced_alike(held, cap)]
-        for policy in by_hand if self.policies.split else [*by_hand, "block", "sqrt"]:
-            every = {piece.stage: self.policies.by_hand(piece, policy, plain[piece.stage]) for piece in held}
-            choices.append({index: again._replace(least=0) for index, again in every.items()})
-        fitting = [each for each in choices if self.policies.total(each) <= cap]
-        return min(fitting, key=self.policies.mean_ns) if fitting else min(choices, key=self.policies.total)
+        choices = [plain, self._all(held, plain, "stage")]
+        if self.waiting and self.policies.total(choices[-1]) <= cap:
+            return choices[-1]
+        choices += [self._all(held, plain, "except-last")] if self._may_spare else []
+        if not self.policies.split:
+            choices += [self._all(held, plain, "block"), self._all(held, plain, "sqrt"), self._priced_alike(held, cap)]
+        return min(choices, key=lambda each: (max(0, self.policies.total(each) - cap), self.policies.mean_ns(each)))
+
+    def _all(self, held: Sequence[Piece], plain: Mapping[int, Again], policy: ByHand) -> dict[int, Again]:
+        """The stages of a rank by a policy; that nothing takes less is not proven."""
+        every = {piece.stage: self.policies.by_hand(piece, policy, plain[piece.stage]) for piece in held}
+        return {index: again._replace(least=0) for index, again in every.items()}
 
     def _priced_alike(self, held: Sequence[Piece], cap: int) -> dict[int, Again]:
         """Each byte costs the same in all of them, as little as lets the rank fit."""
@@ -90,7 +94,10 @@ class Recomputing:
         return found
 
     def of(self, piece: Piece, cap: int | None) -> Again | None:
-        """What a stage computes again, or saves how, so that its rank holds at most `cap` bytes; None if it cannot."""
+        """What a stage computes again, or saves how, where its rank may hold `cap` bytes.
+
+        None if `auto`, or forms, find nothing that does; a policy by hand is what it is.
+        """
         if (piece, cap) not in self.known:
             self.known[piece, cap] = self._of(piece, cap)
         return self.known[piece, cap]
@@ -102,23 +109,22 @@ class Recomputing:
             found: Again | None = self.policies.by_hand(piece, policy, plain)
         else:
             found = plain if budget is None or budget.fits(plain) else self._cheapest(budget, plain)
-        if not self.options.saving or budget is None or self.policies.split or budget.fits(plain):
+        if not self.options.saving or budget is None or budget.fits(plain):
             return found
         return budget.or_saved(found, plain)
 
     def _cheapest(self, budget: Budget, plain: Again) -> Again | None:
-        """The whole stage, the whole for all microbatches but a step's last, or regions: whichever takes least."""
-        whole = self.policies.by_hand(budget.piece, "stage", plain)
-        found = whole if budget.fits(whole) else None
-        if not self.policies.split:
-            found = found and found._replace(least=0)  # regions may take less
-            if found is None or not self.waiting:
-                found = budget.regions(plain) or found
-        if found is None or not self._may_spare:
-            return found
-        spared = self.policies.by_hand(budget.piece, "except-last", plain)._replace(least=0)
-        takes_less = self.policies.mean_ns({0: spared}) < self.policies.mean_ns({0: found})
-        return spared if takes_less and budget.fits(spared) else found
+        """The whole stage, the whole for all microbatches but a step's last, or regions: what fits and takes least."""
+        whole = self.policies.by_hand(budget.piece, "stage", plain)  # of the last stage `plain`, which does not fit
+        whole = whole if self.policies.split else whole._replace(least=0)  # regions may take less
+        fitting = [whole] if budget.fits(whole) else []
+        if not self.policies.split and not (fitting and self.waiting):
+            regions = budget.regions(plain)
+            fitting = fitting if regions is None else [regions, *fitting]
+        if fitting and self._may_spare:
+            spared = self.policies.by_hand(budget.piece, "except-last", plain)._replace(least=0)
+            fitting += [spared] if budget.fits(spared) else []
+        return min(fitting, key=lambda again: again.mean_ns(self.options.microbatches), default=None)
 
     @property
     def _may_spare(self) -> bool:
@@ -129,8 +135,3 @@ class Recomputing:
     def policies(self) -> Policies:
         """What stages compute again by a policy, and what their ranks hold then."""
         return Policies(self.graph, self.options, self.placement)
-
-    @property
-    def lives(self) -> Lives:
-        """The storages of the graph."""
-        return self.policies.lives

@@ -240,9 +240,9 @@ class _Stage(Part):
     def _wanted(self) -> Iterator[str]:
         """What arrives and is needed in a second half: autograd's nodes hold inputs that they lead to."""
         for tensor, _ in self.arriving:
-            is_led_to = not self._passed.isdisjoint(self.giving(tensor))
-            lies_as_sent = tensor.storage is not None and not tensor.spread_bytes
-            if is_led_to or (lies_as_sent and any(tensor.storage in self.graph.nodes[p].saved for p in self._passed)):
+            savers = {place for place in self._passed if tensor.storage in self.graph.nodes[place].saved}
+            is_saved = savers and tensor.storage is not None and not tensor.spread_bytes
+            if is_saved or not self._passed.isdisjoint(self.giving(tensor)):
                 yield tensor.producer
 
     def _freed(self, *, half: bool = False) -> Iterator[Change]:

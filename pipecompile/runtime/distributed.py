@@ -134,8 +134,7 @@ class _Stage(PipelineStage):
         if full_backward:
             gradients = self._core.backward(self._saved.pop(bwd_chunk_id), received, {})
         else:
-            saved = self._core.backward_input(self._saved.pop(bwd_chunk_id), received)
-            gradients, self._live[bwd_chunk_id] = saved
+            gradients, self._live[bwd_chunk_id] = self._core.backward_input(self._saved.pop(bwd_chunk_id), received)
         # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
         for index, gradient in enumerate(gradients):
             gradients[index] = None if self.is_first or gradient is None else _whole(gradient)

@@ -40,7 +40,7 @@ def in_blocks(graph: CostGraph, size: int) -> CostGraph:
     st.data(),
     st.sampled_from(POLICIES),
     st.sampled_from(ORDERS),
-    st.sampled_from([2, 4]),
+    st.sampled_from([1, 2, 4]),
     st.booleans(),
 )
 def test_no_policy_takes_less_at_its_own_peak(

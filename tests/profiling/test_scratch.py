@@ -46,7 +46,6 @@ def test_a_convolution_takes_the_scratch_that_is_said(shape: tuple[int, ...], of
     assert said == pytest.approx(taken(lambda: backward(*given)), rel=NEAR, abs=SMALL)
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="was measured with AVX2")
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     ("inputs", "outputs", "size", "kernel", "stride", "groups"),

@@ -6,8 +6,8 @@ or as they are; those of groups are taken as they are. A backward makes the grad
 that of the weight. With channels last images stay as they are and weights are copied; their gradient is summed in
 blocks of 16 channels, also where a group has one channel; there AVX2 has blocks of 8, and on images lower than the
 kernel a few sums beside each other. What is pointwise works in place. Of what else is known to differ between
-instruction sets the larger counts. In float64, which oneDNN has not, the input is unfolded. A transposed convolution
-has a margin.
+instruction sets the larger counts. In float64, which oneDNN has not, and for one small image the input is unfolded. A
+transposed convolution has a margin, and so has what is not float32 or float64.
 The backward of a batch norm takes as much as its input where both that and the gradient are in one layout, that of an
 upsampling a copy of a gradient that is not in order.
 
@@ -30,6 +30,8 @@ from pipecompile.ir.allocator import AllocatorName, Instructions
 
 __all__ = ["Scratch", "first_half", "hidden_bytes", "own_instructions", "scratch_on"]
 
+SMALL_IMAGE = 20_480  # elements
+HALF_MARGINS = 5, 2  # how often what the rules say the gradient of a weight takes in half precision; if `dense`
 PARTS = 4  # sums of a weight's gradient beside each other, with AVX2 where images are less high than the kernel
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
@@ -41,7 +43,9 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any, *, instruction
         value, weight, stride, transposed, groups = *arguments[:2], arguments[3], arguments[6], arguments[8]
         if transposed:
             return 2 * size_bytes([result]) + size_bytes([value, weight])
-        return 0 if _is_free(value, weight, stride, groups) else _cpu_convolution(value, weight, groups, result)
+        if _is_pointwise(value, weight, stride, groups):
+            return _pointwise(value, weight, result)
+        return _cpu_convolution(value, weight, groups, result)
     if operator is torch.ops.aten.convolution_backward.default:
         return _cpu_convolution_backward(arguments, instructions)
     if operator is torch.ops.aten.native_batch_norm_backward.default:
@@ -64,8 +68,8 @@ _UPSAMPLING = (
 
 
 def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:
-    if value.dtype is torch.float64:
-        return _columns_bytes(value, weight, groups, result)
+    if _is_unfolded(value, weight, groups):
+        return _unfolded(value, weight, groups, result)
     if _is_channels_last(value):
         return size_bytes([weight]) * (1 if _is_depthwise(value, groups) else 2)
     if groups > 1:
@@ -79,16 +83,20 @@ def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor)
 def _cpu_convolution_backward(arguments: Sequence[Any], instructions: Instructions) -> int:
     """Above what it returns: first the gradient of the input is made, then that of the weight."""
     gradient, value, weight, stride, groups, wanted = *arguments[:3], arguments[4], arguments[9], arguments[10]
-    if _is_free(value, weight, stride, groups):
-        return 0
-    if value.dtype is torch.float64:
-        return _columns_bytes(value, weight, groups, gradient)
+    if _is_pointwise(value, weight, stride, groups):
+        return _pointwise(value, weight, gradient)
+    if _is_unfolded(value, weight, groups):
+        return _unfolded(value, weight, groups, gradient, weight_wanted=wanted[1])
     first = _input_scratch(gradient, value, weight, stride, groups) if wanted[0] else 0
     if not wanted[1]:
         return first
     if instructions == "avx2" and _is_spread(value, weight, groups):
         return _avx2_depthwise_backward(value, weight)
-    return max(first - size_bytes([weight]), _weight_scratch(gradient, value, weight, groups))
+    second = _weight_scratch(gradient, value, weight, groups, instructions)
+    if value.element_size() == 2:
+        dense = _is_channels_last(value) and not _is_spread(value, weight, groups)
+        second *= HALF_MARGINS[dense]
+    return max(first - size_bytes([weight]), second)
 
 
 def _input_scratch(gradient: Tensor, value: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> int:
@@ -106,7 +114,7 @@ def _input_scratch(gradient: Tensor, value: Tensor, weight: Tensor, stride: Sequ
     return max(read + made - size_bytes([value]), times * made)
 
 
-def _weight_scratch(gradient: Tensor, value: Tensor, weight: Tensor, groups: int) -> int:
+def _weight_scratch(gradient: Tensor, value: Tensor, weight: Tensor, groups: int, instructions: Instructions) -> int:
     """For the gradient of the weight."""
     own, blocked = size_bytes([weight]), _blocked_bytes(weight, groups)
     if _is_spread(value, weight, groups):
@@ -120,8 +128,9 @@ def _weight_scratch(gradient: Tensor, value: Tensor, weight: Tensor, groups: int
     block, given = _block(value), _padded_bytes(gradient, 16)
     copied = _padded_bytes(value, block) if block > 1 else 0
     summed = _blocked_bytes(weight, 1, block)
-    low = given + copied + PARTS * summed if value.shape[2] < weight.shape[2] else 0
-    return max(given + copied + summed - own, summed, low)
+    if instructions == "avx2" and value.shape[2] < weight.shape[2]:
+        return max(given + copied + PARTS * summed, summed)
+    return max(given + copied + summed - own, summed)
 
 
 def _is_spread(value: Tensor, weight: Tensor, groups: int) -> bool:
@@ -134,10 +143,23 @@ def _avx2_depthwise_backward(value: Tensor, weight: Tensor) -> int:
     return size_bytes([weight]) * (PARTS if value.shape[2] < weight.shape[2] else 1 + 8 * 8)
 
 
-def _columns_bytes(value: Tensor, weight: Tensor, groups: int, outcome: Tensor) -> int:
-    """The input with every element as often as the kernel reads it; groups come one by one, and are then joined."""
+def _is_unfolded(value: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether PyTorch's own convolution runs: in float64, and for one small image (use_mkldnn in Convolution.cpp)."""
+    is_small = value.shape[0] == groups == 1 and prod(value.shape[:4]) <= SMALL_IMAGE
+    is_small = is_small and min((1, *weight.shape[2:])[-2:]) <= 3
+    return value.dtype is torch.float64 or (value.dtype is torch.float32 and is_small)
+
+
+def _unfolded(value: Tensor, weight: Tensor, groups: int, outcome: Tensor, *, weight_wanted: bool = True) -> int:
+    """The input with every element as often as the kernel reads it, but for the gradient of the input alone.
+
+    With channels last the weight is copied. Groups come one by one, as copies, and are then joined.
+    """
     columns = size_bytes([value]) // prod(value.shape[2:]) * prod(weight.shape[2:]) * prod(outcome.shape[2:]) // groups
-    return columns + (size_bytes([outcome]) if groups > 1 else 0)
+    copied = [weight] if _is_channels_last(value) and prod(weight.shape[2:]) > 1 else []
+    if groups > 1:
+        return columns + size_bytes([outcome, *copied, *copied, *([value] if copied else [])])
+    return columns * weight_wanted + size_bytes(copied)
 
 
 def _block(value: Tensor) -> int:
@@ -161,9 +183,16 @@ def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
     return groups * outputs * inputs * prod(weight.shape[2:]) * weight.element_size()
 
 
-def _is_free(value: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> bool:
-    """Whether it is pointwise, or there is nothing to do."""
+def _is_pointwise(value: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> bool:
+    """Whether it is, or there is nothing to do."""
     return not value.numel() or (prod(weight.shape[2:]) == 1 and prod(stride) == groups == 1)
+
+
+def _pointwise(value: Tensor, weight: Tensor, outcome: Tensor) -> int:
+    """It works in place, but in half precision: there a margin, of copies of everything."""
+    if not value.numel() or value.element_size() > 2:
+        return 0
+    return size_bytes([value, outcome, weight, weight, weight]) + 4 * _PAGE
 
 
 def _is_depthwise(value: Tensor, groups: int) -> bool:

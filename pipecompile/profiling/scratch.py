@@ -40,14 +40,9 @@ Scratch = Callable[[Any, Sequence[Any], Any], int]
 
 def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any, *, instructions: Instructions) -> int:
     if operator is torch.ops.aten.convolution.default:
-        value, weight, stride, transposed, groups = *arguments[:2], arguments[3], arguments[6], arguments[8]
-        if transposed:
-            return 2 * size_bytes([result]) + size_bytes([value, weight])
-        if _is_pointwise(value, weight, stride, groups):
-            return _pointwise(value, weight, result)
-        return _cpu_convolution(value, weight, groups, result)
+        return _cpu_convolution(arguments, result) if arguments[0].numel() else 0
     if operator is torch.ops.aten.convolution_backward.default:
-        return _cpu_convolution_backward(arguments, instructions)
+        return _cpu_convolution_backward(arguments, instructions) if arguments[1].numel() else 0
     if operator is torch.ops.aten.native_batch_norm_backward.default:
         (gradient, value), wanted = arguments[:2], arguments[-1]
         return size_bytes([value]) if wanted[0] and _are_alike(gradient, value) else 0
@@ -67,9 +62,14 @@ _UPSAMPLING = (
 )
 
 
-def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor) -> int:
+def _cpu_convolution(arguments: Sequence[Any], result: Tensor) -> int:
+    value, weight, stride, transposed, groups = *arguments[:2], arguments[3], arguments[6], arguments[8]
+    if not transposed and _is_pointwise(weight, stride, groups):
+        return _pointwise(value, weight, result)
     if _is_unfolded(value, weight, groups):
-        return _unfolded(value, weight, groups, result)
+        return _unfolded(*((result, value) if transposed else (value, result)), weight, groups)
+    if transposed:
+        return 2 * size_bytes([result]) + size_bytes([value, weight])
     if _is_channels_last(value):
         return size_bytes([weight]) * (1 if _is_depthwise(value, groups) else 2)
     if groups > 1:
@@ -83,10 +83,10 @@ def _cpu_convolution(value: Tensor, weight: Tensor, groups: int, result: Tensor)
 def _cpu_convolution_backward(arguments: Sequence[Any], instructions: Instructions) -> int:
     """Above what it returns: first the gradient of the input is made, then that of the weight."""
     gradient, value, weight, stride, groups, wanted = *arguments[:3], arguments[4], arguments[9], arguments[10]
-    if _is_pointwise(value, weight, stride, groups):
+    if _is_pointwise(weight, stride, groups):
         return _pointwise(value, weight, gradient)
     if _is_unfolded(value, weight, groups):
-        return _unfolded(value, weight, groups, gradient, weight_wanted=wanted[1])
+        return _unfolded_backward(arguments)
     first = _input_scratch(gradient, value, weight, stride, groups) if wanted[0] else 0
     if not wanted[1]:
         return first
@@ -150,16 +150,31 @@ def _is_unfolded(value: Tensor, weight: Tensor, groups: int) -> bool:
     return value.dtype is torch.float64 or (value.dtype is torch.float32 and is_small)
 
 
-def _unfolded(value: Tensor, weight: Tensor, groups: int, outcome: Tensor, *, weight_wanted: bool = True) -> int:
-    """The input with every element as often as the kernel reads it, but for the gradient of the input alone.
+def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int) -> int:
+    """The input with every element as often as the kernel reads it; a transposed convolution's result is its input.
 
-    With channels last the weight is copied. Groups come one by one, as copies, and are then joined.
+    Groups come one by one, as copies, and are then joined.
     """
     columns = size_bytes([value]) // prod(value.shape[2:]) * prod(weight.shape[2:]) * prod(outcome.shape[2:]) // groups
-    copied = [weight] if _is_channels_last(value) and prod(weight.shape[2:]) > 1 else []
+    copied = _copied(value, weight)
     if groups > 1:
-        return columns + size_bytes([outcome, *copied, *copied, *([value] if copied else [])])
-    return columns * weight_wanted + size_bytes(copied)
+        return columns + 2 * copied + size_bytes([outcome, *([value] if copied else [])])
+    return columns + copied
+
+
+def _unfolded_backward(arguments: Sequence[Any]) -> int:
+    """Of PyTorch's own convolutions slow_conv2d alone unfolds nothing for the gradient of the input."""
+    (gradient, value, weight), dilation, transposed = arguments[:3], arguments[6], arguments[7]
+    groups, wanted = arguments[9], arguments[10]
+    is_slow_2d = weight.dim() < 5 and groups == 1 and not transposed and set(dilation) == {1}
+    if is_slow_2d and not wanted[1]:
+        return _copied(value, weight)
+    return _unfolded(*((gradient, value) if transposed else (value, gradient)), weight, groups)
+
+
+def _copied(value: Tensor, weight: Tensor) -> int:
+    """With channels last the weight is copied."""
+    return size_bytes([weight]) if _is_channels_last(value) and prod(weight.shape[2:]) > 1 else 0
 
 
 def _block(value: Tensor) -> int:
@@ -183,14 +198,13 @@ def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
     return groups * outputs * inputs * prod(weight.shape[2:]) * weight.element_size()
 
 
-def _is_pointwise(value: Tensor, weight: Tensor, stride: Sequence[int], groups: int) -> bool:
-    """Whether it is, or there is nothing to do."""
-    return not value.numel() or (prod(weight.shape[2:]) == 1 and prod(stride) == groups == 1)
+def _is_pointwise(weight: Tensor, stride: Sequence[int], groups: int) -> bool:
+    return prod(weight.shape[2:]) == 1 and prod(stride) == groups == 1
 
 
 def _pointwise(value: Tensor, weight: Tensor, outcome: Tensor) -> int:
     """It works in place, but in half precision: there a margin, of copies of everything."""
-    if not value.numel() or value.element_size() > 2:
+    if value.element_size() > 2:
         return 0
     return size_bytes([value, outcome, weight, weight, weight]) + 4 * _PAGE
 

@@ -95,6 +95,30 @@ def test_a_convolution_that_onednn_has_not_unfolds_its_input(
         assert scratch_of("convolution_backward", given) == taken(partial(backward, *given)), wanted
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "dilation", "transposed"),
+    [
+        ((64,), (5,), 1, 1, False), ((64,), (1,), 1, 1, False), ((8, 8), (3, 3), 1, 2, False),
+        ((4, 8, 8), (3, 3, 3), 1, 1, False), ((8, 8), (3, 3), 2, 1, True), ((64,), (4,), 2, 1, True),
+    ],
+)  # fmt: skip
+def test_other_convolutions_take_the_scratch_that_is_said(
+    images: int, size: tuple[int, ...], kernel: tuple[int, ...], stride: int, dilation: int, transposed: bool
+) -> None:
+    """Of one, two and three dimensions; one image by PyTorch itself, two by oneDNN, transposed ones with a margin."""
+    value, weight = torch.randn(images, 32, *size), torch.randn(32, 32, *kernel)
+    steps, padding = [stride] * len(size), [dilation * (each // 2) for each in kernel]
+    arguments = (value, weight, None, steps, padding, [dilation] * len(size), transposed, [0] * len(size), 1)
+    result, backward = torch.convolution(*arguments), torch.ops.aten.convolution_backward.default
+    said, found = scratch_of("convolution", arguments, result), taken(lambda: torch.convolution(*arguments))
+    assert said * BOUND_SCRATCH >= found if transposed and images > 1 else said == found
+    for wanted in ([True, True, False], [False, True, False], [True, False, False]):
+        given = (torch.randn_like(result), value, weight, [0], *arguments[3:], wanted)
+        said, found = scratch_of("convolution_backward", given), taken(partial(backward, *given))
+        assert said == pytest.approx(found, rel=0.001), wanted
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "images", "channels", "kernel", "stride", "groups"),

@@ -6,8 +6,8 @@ or as they are; those of groups are taken as they are. A backward makes the grad
 that of the weight. With channels last images stay as they are and weights are copied; their gradient is summed in
 blocks of 16 channels, also where a group has one channel; there AVX2 has blocks of 8, and on images lower than the
 kernel a few sums beside each other. What is pointwise works in place. Of what else is known to differ between
-instruction sets the larger counts. In float64, which oneDNN has not, and for one small image the input is unfolded. A
-transposed convolution has a margin, and so has what is not float32 or float64.
+instruction sets the larger counts. In float64 and float16, which oneDNN has not, and for one small image the input is
+unfolded. Transposed convolutions have a margin, and so have groups of odd channels and bfloat16.
 The backward of a batch norm takes as much as its input where both that and the gradient are in one layout, that of an
 upsampling a copy of a gradient that is not in order.
 
@@ -31,7 +31,7 @@ from pipecompile.ir.allocator import AllocatorName, Instructions
 __all__ = ["Scratch", "first_half", "hidden_bytes", "own_instructions", "scratch_on"]
 
 SMALL_IMAGE = 20_480  # elements
-HALF_MARGINS = 5, 2  # how often what the rules say the gradient of a weight takes in half precision; if `dense`
+HALF, HALF_DENSE = 5, 2  # how often the gradient of a weight takes in bfloat16 what rules say; dense with channels last
 PARTS = 4  # sums of a weight's gradient beside each other, with AVX2 where images are less high than the kernel
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
@@ -40,9 +40,12 @@ Scratch = Callable[[Any, Sequence[Any], Any], int]
 
 def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any, *, instructions: Instructions) -> int:
     if operator is torch.ops.aten.convolution.default:
-        return _cpu_convolution(arguments, result) if arguments[0].numel() else 0
+        value = arguments[0]
+        return _copied(value, value) + _cpu_convolution(arguments, result, instructions) if value.numel() else 0
     if operator is torch.ops.aten.convolution_backward.default:
-        return _cpu_convolution_backward(arguments, instructions) if arguments[1].numel() else 0
+        gradient, value = arguments[:2]
+        copied = _copied(value, value) + _copied(gradient, value)
+        return copied + _cpu_convolution_backward(arguments, instructions) if value.numel() else 0
     if operator is torch.ops.aten.native_batch_norm_backward.default:
         (gradient, value), wanted = arguments[:2], arguments[-1]
         return size_bytes([value]) if wanted[0] and _are_alike(gradient, value) else 0
@@ -62,11 +65,17 @@ _UPSAMPLING = (
 )
 
 
-def _cpu_convolution(arguments: Sequence[Any], result: Tensor) -> int:
-    value, weight, stride, transposed, groups = *arguments[:2], arguments[3], arguments[6], arguments[8]
-    if not transposed and _is_pointwise(weight, stride, groups):
+def _copied(read: Tensor, value: Tensor) -> int:
+    """What a convolution reads is copied first if it is not in order, channels last if its input is so."""
+    layout = torch.channels_last if _is_channels_last(value) else torch.contiguous_format
+    return 0 if read.is_contiguous(memory_format=layout) else size_bytes([read])
+
+
+def _cpu_convolution(arguments: Sequence[Any], result: Tensor, instructions: Instructions) -> int:
+    (value, weight, _, stride, padding), transposed, groups = arguments[:5], arguments[6], arguments[8]
+    if not transposed and _is_pointwise(weight, stride, padding, groups):
         return _pointwise(value, weight, result)
-    if _is_unfolded(value, weight, groups):
+    if _is_unfolded(value, weight, groups, instructions):
         return _unfolded(*((result, value) if transposed else (value, result)), weight, groups)
     if transposed:
         return 2 * size_bytes([result]) + size_bytes([value, weight])
@@ -82,10 +91,10 @@ def _cpu_convolution(arguments: Sequence[Any], result: Tensor) -> int:
 
 def _cpu_convolution_backward(arguments: Sequence[Any], instructions: Instructions) -> int:
     """Above what it returns: first the gradient of the input is made, then that of the weight."""
-    gradient, value, weight, stride, groups, wanted = *arguments[:3], arguments[4], arguments[9], arguments[10]
-    if _is_pointwise(weight, stride, groups):
+    (gradient, value, weight, _, stride, padding), groups, wanted = arguments[:6], arguments[9], arguments[10]
+    if _is_pointwise(weight, stride, padding, groups):
         return _pointwise(value, weight, gradient)
-    if _is_unfolded(value, weight, groups):
+    if _is_unfolded(value, weight, groups, instructions):
         return _unfolded_backward(arguments)
     first = _input_scratch(gradient, value, weight, stride, groups) if wanted[0] else 0
     if not wanted[1]:
@@ -94,8 +103,8 @@ def _cpu_convolution_backward(arguments: Sequence[Any], instructions: Instructio
         return _avx2_depthwise_backward(value, weight)
     second = _weight_scratch(gradient, value, weight, groups, instructions)
     if value.element_size() == 2:
-        dense = _is_channels_last(value) and not _is_spread(value, weight, groups)
-        second *= HALF_MARGINS[dense]
+        is_dense = _is_channels_last(value) and not _is_spread(value, weight, groups)
+        second *= HALF_DENSE if is_dense else HALF
     return max(first - size_bytes([weight]), second)
 
 
@@ -124,13 +133,22 @@ def _weight_scratch(gradient: Tensor, value: Tensor, weight: Tensor, groups: int
     if _is_channels_last(value):
         return 2 * own + blocked
     if groups > 1:
-        return max(size_bytes([gradient, value]), own)
+        return _grouped(size_bytes([gradient, value]), weight, groups)
     block, given = _block(value), _padded_bytes(gradient, 16)
     copied = _padded_bytes(value, block) if block > 1 else 0
     summed = _blocked_bytes(weight, 1, block)
     if instructions == "avx2" and value.shape[2] < weight.shape[2]:
         return max(given + copied + PARTS * summed, summed)
     return max(given + copied + summed - own, summed)
+
+
+def _grouped(given: int, weight: Tensor, groups: int) -> int:
+    """Groups are taken as they are; of 8, 24, … channels weights are summed in blocks; of 9, 10, … a margin."""
+    own, blocked = size_bytes([weight]), _blocked_bytes(weight, groups)
+    parted = [number for number in (weight.shape[0] // groups, weight.shape[1]) if number >= 8 and number % 16]
+    if any(number % 8 for number in parted):
+        return given + 5 * blocked
+    return max(given, own + blocked if parted else own)
 
 
 def _is_spread(value: Tensor, weight: Tensor, groups: int) -> bool:
@@ -143,11 +161,12 @@ def _avx2_depthwise_backward(value: Tensor, weight: Tensor) -> int:
     return size_bytes([weight]) * (PARTS if value.shape[2] < weight.shape[2] else 1 + 8 * 8)
 
 
-def _is_unfolded(value: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether PyTorch's own convolution runs: in float64, and for one small image (use_mkldnn in Convolution.cpp)."""
+def _is_unfolded(value: Tensor, weight: Tensor, groups: int, instructions: Instructions) -> bool:
+    """Whether PyTorch's own convolution runs, as for one small image (use_mkldnn in Convolution.cpp)."""
     is_small = value.shape[0] == groups == 1 and prod(value.shape[:4]) <= SMALL_IMAGE
     is_small = is_small and min((1, *weight.shape[2:])[-2:]) <= 3
-    return value.dtype is torch.float64 or (value.dtype is torch.float32 and is_small)
+    own = (torch.float64, torch.float16, *((torch.bfloat16,) if instructions == "avx2" else ()))
+    return value.dtype in own or (value.dtype is torch.float32 and is_small)
 
 
 def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int) -> int:
@@ -156,10 +175,10 @@ def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int) -> in
     Groups come one by one, as copies, and are then joined.
     """
     columns = size_bytes([value]) // prod(value.shape[2:]) * prod(weight.shape[2:]) * prod(outcome.shape[2:]) // groups
-    copied = _copied(value, weight)
+    turned = _turned(value, weight)
     if groups > 1:
-        return columns + 2 * copied + size_bytes([outcome, *([value] if copied else [])])
-    return columns + copied
+        return columns + 2 * turned + size_bytes([outcome, *([value] if turned else [])])
+    return columns + turned
 
 
 def _unfolded_backward(arguments: Sequence[Any]) -> int:
@@ -168,11 +187,11 @@ def _unfolded_backward(arguments: Sequence[Any]) -> int:
     groups, wanted = arguments[9], arguments[10]
     is_slow_2d = weight.dim() < 5 and groups == 1 and not transposed and set(dilation) == {1}
     if is_slow_2d and not wanted[1]:
-        return _copied(value, weight)
+        return _turned(value, weight)
     return _unfolded(*((gradient, value) if transposed else (value, gradient)), weight, groups)
 
 
-def _copied(value: Tensor, weight: Tensor) -> int:
+def _turned(value: Tensor, weight: Tensor) -> int:
     """With channels last the weight is copied."""
     return size_bytes([weight]) if _is_channels_last(value) and prod(weight.shape[2:]) > 1 else 0
 
@@ -198,8 +217,8 @@ def _blocked_bytes(weight: Tensor, groups: int, block: int = 16) -> int:
     return groups * outputs * inputs * prod(weight.shape[2:]) * weight.element_size()
 
 
-def _is_pointwise(weight: Tensor, stride: Sequence[int], groups: int) -> bool:
-    return prod(weight.shape[2:]) == 1 and prod(stride) == groups == 1
+def _is_pointwise(weight: Tensor, stride: Sequence[int], padding: Sequence[int], groups: int) -> bool:
+    return prod(weight.shape[2:]) == prod(stride) == groups == 1 and not any(padding)
 
 
 def _pointwise(value: Tensor, weight: Tensor, outcome: Tensor) -> int:

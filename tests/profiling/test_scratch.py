@@ -95,6 +95,44 @@ def test_a_convolution_that_onednn_has_not_unfolds_its_input(
         assert scratch_of("convolution_backward", given) == taken(partial(backward, *given)), wanted
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "groups"),
+    [(128, (128,), 127, 16), (64, (64,), 15, 8), (64, (4, 4), 5, 8), (64, (16, 16), 3, 4), (48, (16, 16), 7, 4)],
+    ids=str,
+)
+def test_gradients_of_grouped_weights_take_no_more_than_is_said(
+    channels: int, size: tuple[int, ...], kernel: int, groups: int
+) -> None:
+    """Of a few channels each, as in a convolution of positions."""
+    value, weight = torch.randn(2, channels, *size), torch.randn(channels, channels // groups, *[kernel] * len(size))
+    ones, padding = [1] * len(size), [kernel // 2] * len(size)
+    rest = [0], ones, padding, ones, False, [0] * len(size), groups, [True, True, False]
+    given = (torch.randn_like(value), value, weight, *rest)
+    found = taken(lambda: torch.ops.aten.convolution_backward.default(*given))
+    assert found <= scratch_of("convolution_backward", given) * BOUND_SCRATCH <= 1.4 * found
+
+
+@pytest.mark.parametrize("images", [1, 4])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_is_not_in_order_is_copied_first(images: int, kernel: int, channels_last: bool) -> None:
+    def given(value: Tensor, gradient: Tensor) -> tuple[Any, ...]:
+        rest = [0], [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+        return gradient, value, torch.randn(64, 64, kernel, kernel), *rest, [True, True, False]
+
+    plain = torch.randn(images, 64, 16, 16)
+    value = plain.to(memory_format=torch.channels_last) if channels_last else plain
+    last, apart = (
+        torch.randn_like(plain).to(memory_format=torch.channels_last),
+        torch.randn(images, 64, 16, 32)[..., ::2],
+    )
+    gradients = [plain, last, apart, torch.randn(1, 1, 1, 1).expand(plain.shape)]
+    cases = [given(value, gradient) for gradient in gradients] + [given(apart, plain)]
+    for case in cases:
+        found = taken(partial(torch.ops.aten.convolution_backward.default, *case))
+        assert scratch_of("convolution_backward", case) == found
+
+
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "dilation", "transposed"),
@@ -123,7 +161,8 @@ def test_other_convolutions_take_the_scratch_that_is_said(
 @pytest.mark.parametrize(
     ("dtype", "images", "channels", "kernel", "stride", "groups"),
     [
-        (torch.float64, 2, 32, 3, 1, 4), (torch.bfloat16, 2, 64, 1, 1, 1), (torch.bfloat16, 1, 64, 3, 1, 1),
+        (torch.float64, 2, 32, 3, 1, 4), (torch.float16, 2, 64, 3, 1, 1),
+        (torch.bfloat16, 2, 64, 1, 1, 1), (torch.bfloat16, 1, 64, 3, 1, 1),
         (torch.bfloat16, 4, 128, 3, 2, 1), (torch.bfloat16, 2, 96, 7, 1, 96), (torch.bfloat16, 2, 64, 3, 1, 4),
     ],
 )  # fmt: skip

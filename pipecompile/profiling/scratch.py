@@ -76,7 +76,7 @@ def _cpu_convolution(arguments: Sequence[Any], result: Tensor, instructions: Ins
     if not transposed and _is_pointwise(weight, stride, padding, groups):
         return _pointwise(value, weight, result)
     if _is_unfolded(value, weight, groups, instructions):
-        return _unfolded(*((result, value) if transposed else (value, result)), weight, groups)
+        return _unfolded(value, result, weight, groups, transposed=transposed)
     if transposed:
         return 2 * size_bytes([result]) + size_bytes([value, weight])
     if _is_channels_last(value):
@@ -169,12 +169,13 @@ def _is_unfolded(value: Tensor, weight: Tensor, groups: int, instructions: Instr
     return value.dtype in own or (value.dtype is torch.float32 and is_small)
 
 
-def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int) -> int:
+def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> int:
     """The input with every element as often as the kernel reads it; a transposed convolution's result is its input.
 
     Groups come one by one, as copies, and are then joined.
     """
-    columns = size_bytes([value]) // prod(value.shape[2:]) * prod(weight.shape[2:]) * prod(outcome.shape[2:]) // groups
+    read, made = (outcome, value) if transposed else (value, outcome)
+    columns = size_bytes([read]) // prod(read.shape[2:]) * prod(weight.shape[2:]) * prod(made.shape[2:]) // groups
     turned = _turned(value, weight)
     if groups > 1:
         return columns + 2 * turned + size_bytes([outcome, *([value] if turned else [])])
@@ -188,7 +189,7 @@ def _unfolded_backward(arguments: Sequence[Any]) -> int:
     is_slow_2d = weight.dim() < 5 and groups == 1 and not transposed and set(dilation) == {1}
     if is_slow_2d and not wanted[1]:
         return _turned(value, weight)
-    return _unfolded(*((gradient, value) if transposed else (value, gradient)), weight, groups)
+    return _unfolded(value, gradient, weight, groups, transposed=transposed)
 
 
 def _turned(value: Tensor, weight: Tensor) -> int:

@@ -59,7 +59,6 @@ def main() -> None:
     result = {
         "graphs_by_nodes": {str(size): sizes[size] for size in sorted(sizes)},
         "outcomes": dict(sorted(outcomes.items())),
-        "different": 0,
         "seconds": round(time.perf_counter() - began, 1),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n")

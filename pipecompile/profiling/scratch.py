@@ -31,7 +31,7 @@ from pipecompile.ir.allocator import AllocatorName, Instructions
 __all__ = ["Scratch", "first_half", "hidden_bytes", "own_instructions", "scratch_on"]
 
 SMALL_IMAGE = 20_480  # elements
-HALF, HALF_DENSE = 5, 2  # how often the gradient of a weight takes in bfloat16 what rules say; dense with channels last
+HALF, HALF_DENSE = 5, 2  # times what the rules say, for gradients of weights in bfloat16; dense are channels last
 PARTS = 4  # sums of a weight's gradient beside each other, with AVX2 where images are less high than the kernel
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
@@ -163,10 +163,10 @@ def _avx2_depthwise_backward(value: Tensor, weight: Tensor) -> int:
 
 def _is_unfolded(value: Tensor, weight: Tensor, groups: int, instructions: Instructions) -> bool:
     """Whether PyTorch's own convolution runs, as for one small image (use_mkldnn in Convolution.cpp)."""
-    is_small = value.shape[0] == groups == 1 and prod(value.shape[:4]) <= SMALL_IMAGE
-    is_small = is_small and min((1, *weight.shape[2:])[-2:]) <= 3
+    is_one, is_small = value.shape[0] == groups == 1, prod(value.shape[:4]) <= SMALL_IMAGE
+    is_native = is_one and is_small and min((1, *weight.shape[2:])[-2:]) <= 3
     own = (torch.float64, torch.float16, *((torch.bfloat16,) if instructions == "avx2" else ()))
-    return value.dtype in own or (value.dtype is torch.float32 and is_small)
+    return value.dtype in own or (value.dtype is torch.float32 and is_native)
 
 
 def _unfolded(value: Tensor, outcome: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> int:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 Operation = Callable[[int, int], nn.Module]
 
 
-def convolution(inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1) -> nn.Sequential:
+def convolution(
+    inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1
+) -> nn.Sequential:
     """ReLU, convolution, batch normalisation."""
     sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
     padding = (sizes[0] // 2, sizes[1] // 2)
@@ -42,7 +44,9 @@ def square(width: int, stride: int) -> nn.Module:
     """3×3 at a quarter of the width."""
     quarter = width // 4
     return nn.Sequential(
-        convolution(width, quarter, 1), convolution(quarter, quarter, 3, stride), convolution(quarter, width, 1)
+        convolution(width, quarter, 1),
+        convolution(quarter, quarter, 3, stride),
+        convolution(quarter, width, 1),
     )
 
 
@@ -109,19 +113,26 @@ class Reduce(nn.Module):
 class Cell(nn.Module):
     """From the states of the two cells before to (the state before, the own)."""
 
-    def __init__(self, before: int, last: int, width: int, *, reduces: bool, was_reduced: bool) -> None:
+    def __init__(
+        self, before: int, last: int, width: int, *, reduces: bool, was_reduced: bool
+    ) -> None:
         super().__init__()
         genes, self.output = (REDUCTION, REDUCTION_OUTPUT) if reduces else (NORMAL, NORMAL_OUTPUT)
         self.fit_last = convolution(last, width, 1)
         self.fit_before = Reduce(before, width) if was_reduced else convolution(before, width, 1)
         self.places = [place for place, _ in genes]
-        self.operations = nn.ModuleList(make(width, 2 if reduces and place < 2 else 1) for place, make in genes)
+        self.operations = nn.ModuleList(
+            make(width, 2 if reduces and place < 2 else 1) for place, make in genes
+        )
         self.width = len(self.output) * width
 
     def forward(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         before, last = states
         found = [self.fit_last(last), self.fit_before(before)]
-        values = [(place, operation) for place, operation in zip(self.places, self.operations, strict=True)]
+        values = [
+            (place, operation)
+            for place, operation in zip(self.places, self.operations, strict=True)
+        ]
         for (left, first), (right, second) in zip(values[::2], values[1::2], strict=True):
             found.append(first(found[left]) + second(found[right]))
         return last, torch.cat([found[place] for place in self.output], 1)
@@ -138,7 +149,12 @@ class AmoebaNet(nn.Module):
         made: list[Cell] = []
         before = last = width
         was_reduced = False
-        for reduces in (True, True, *([False] * (cells // 3) + [True]) * 2, *[False] * (cells // 3)):
+        for reduces in (
+            True,
+            True,
+            *([False] * (cells // 3) + [True]) * 2,
+            *[False] * (cells // 3),
+        ):
             width = width * 2 if reduces else width
             made.append(Cell(before, last, width, reduces=reduces, was_reduced=was_reduced))
             before, last, was_reduced = last, made[-1].width, reduces

@@ -74,7 +74,11 @@ def _block_sizes(weights: Sequence[int], parts: int) -> list[int]:
     path = Path(package.submodule_search_locations[0]) / "balance" / "blockpartition.py"
     given = json.dumps([list(weights), parts]).encode()
     answer = subprocess.run(
-        [sys.executable, "-c", BLOCK_SIZES, path], input=given, stdout=subprocess.PIPE, timeout=ENDLESS_S, check=True
+        [sys.executable, "-c", BLOCK_SIZES, path],
+        input=given,
+        stdout=subprocess.PIPE,
+        timeout=ENDLESS_S,
+        check=True,
     )
     sizes: list[int] = json.loads(answer.stdout)
     return sizes
@@ -121,7 +125,11 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
         part = (sums[stop] - sums[:stop])[:, None]
         most, least = np.maximum(largest[:stop, :-1], part), np.minimum(smallest[:stop, :-1], part)
         start = stop - 1 - (most - least)[::-1].argmin(axis=0)  # of equals the last
-        largest[stop, 1:], smallest[stop, 1:], starts[stop, 1:] = most[start, columns], least[start, columns], start
+        largest[stop, 1:], smallest[stop, 1:], starts[stop, 1:] = (
+            most[start, columns],
+            least[start, columns],
+            start,
+        )
     ends = [count]
     for part_count in range(parts, 1, -1):
         ends.append(int(starts[ends[-1], part_count]))

@@ -27,7 +27,7 @@ import torch
 from benchmarks.capture_rivals import RIVALS, judged
 from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.self_check import check_capture
 from tests.zoo import first
 from tests.zoo.judge import BATCHES, by_pipecompile, verdict
 from tests.zoo.models import MODELS
@@ -49,7 +49,10 @@ def main(names: list[str]) -> None:
     """Prints and writes the figures of these models, or of all."""
     torch.set_num_threads(1)
     kept = json.loads(RESULT.read_text())["models"] if names and RESULT.exists() else {}
-    print(f"{'model':18} {'nodes':>5} {'seconds':>7} {'checked':>7}  " + " ".join(f"{way:20}" for way in WAYS))
+    print(
+        f"{'model':18} {'nodes':>5} {'seconds':>7} {'checked':>7}  "
+        + " ".join(f"{way:20}" for way in WAYS)
+    )
     for name in names or MODELS:
         kept[name] = {way: attempt(way, name) for way in WAYS}
         print(_line(name, kept[name]), flush=True)
@@ -77,7 +80,15 @@ def table(models: dict[str, Row]) -> str:
     """The totals and all models, in Markdown."""
     heads = ("model", "nodes", "s", "s with the self-check", *WAYS)
     rows = [_markdown(name, row) for name, row in models.items()]
-    summary = ("way", "captured", "train", "another batch", "after `.eval()`", "captured for eval", "silently wrong")
+    summary = (
+        "way",
+        "captured",
+        "train",
+        "another batch",
+        "after `.eval()`",
+        "captured for eval",
+        "silently wrong",
+    )
     return "\n".join(
         [
             *_head(summary),
@@ -104,13 +115,17 @@ def _markdown(name: str, row: Row) -> str:
 def totals(models: dict[str, Row]) -> Iterator[str]:
     """A line for each way."""
     for way in WAYS:
-        yield f"{way:20} " + ", ".join(f"{key} {value}" for key, value in _total(models, way).items())
+        yield f"{way:20} " + ", ".join(
+            f"{key} {value}" for key, value in _total(models, way).items()
+        )
 
 
 def _total(models: dict[str, Row], way: str) -> dict[str, Any]:
     found = [row[way] for row in models.values()]
     checks = [one["checks"] for one in found if one["captured"]]
-    exact = {check: sum(one.get(check) == "exact" for one in checks) for check in (*CHECKS, "eval anew")}
+    exact = {
+        check: sum(one.get(check) == "exact" for one in checks) for check in (*CHECKS, "eval anew")
+    }
     wrong = sum(any(answer.startswith("wrong") for answer in one.values()) for one in checks)
     # Ours is captured for each mode; it is not switched afterwards.
     after, anew = ("–", exact["eval"]) if way == OURS else (exact["eval"], exact["eval anew"])
@@ -132,7 +147,11 @@ def attempt(way: str, name: str) -> Row:
     child.start()
     sender.close()
     try:
-        found = receiver.recv() if receiver.poll(SECONDS) else _failed(f"no answer within {SECONDS:.0f} s")
+        found = (
+            receiver.recv()
+            if receiver.poll(SECONDS)
+            else _failed(f"no answer within {SECONDS:.0f} s")
+        )
     except EOFError:
         child.join()
         found = _failed(f"the process ended with code {child.exitcode}")
@@ -167,14 +186,20 @@ def ours(target: Target) -> Row:
     seconds = time.perf_counter() - began
     check_capture(found, module, call)
     checked = time.perf_counter() - began
-    parts = {"train": (BATCHES[:1], ("train",)), "batch": (BATCHES, ("train",)), "eval": (BATCHES, ("eval",))}
+    parts = {
+        "train": (BATCHES[:1], ("train",)),
+        "batch": (BATCHES, ("train",)),
+        "eval": (BATCHES, ("eval",)),
+    }
     return {
         "method": found.method,
         "notes": [note.text for note in found.notes],
         "nodes": sum(node.op != "get_attr" for node in module.graph.nodes),
         "seconds": round(seconds, 2),
         "seconds_with_check": round(checked, 2),
-        "checks": {part: _check(partial(_verdict, target, *where)) for part, where in parts.items()},
+        "checks": {
+            part: _check(partial(_verdict, target, *where)) for part, where in parts.items()
+        },
     }
 
 
@@ -198,7 +223,9 @@ def rivalled(way: str, target: Target) -> Row:
         "train": _check(lambda: judged(model, rival, captured_at)),
         "batch": _check(lambda: judged(model, rival, first(ANOTHER, target.call))),
         "eval": _check(in_eval),
-        "eval anew": _check(lambda: judged(model, RIVALS[way](model.eval(), captured_at), captured_at)),
+        "eval anew": _check(
+            lambda: judged(model, RIVALS[way](model.eval(), captured_at), captured_at)
+        ),
     }
     return {"seconds": round(seconds, 2), "checks": checks}
 

@@ -45,7 +45,9 @@ def main() -> None:
         "peak_mib_before": before,
     }
     print(f"Llama, {LAYERS} layers: {row} (limits {LIMIT_SECONDS} s, {LIMIT_MIB} MiB)")
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "layers": LAYERS} | row, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"torch": torch.__version__, "layers": LAYERS} | row, indent=1) + "\n"
+    )
 
 
 def _peak_mib() -> int:

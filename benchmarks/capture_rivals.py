@@ -32,8 +32,12 @@ class Rival:
 def exported(model: nn.Module, call: Arguments) -> Rival:
     """torch.export in its default way, with a batch that stays open as far as it finds it to."""
     given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
-    shapes = pytree.tree_map(lambda leaf: {0: torch.export.Dim.AUTO} if _is_batched(leaf) else None, given)
-    program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
+    shapes = pytree.tree_map(
+        lambda leaf: {0: torch.export.Dim.AUTO} if _is_batched(leaf) else None, given
+    )
+    program = torch.export.export(
+        model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False
+    )
     module = program.module()
     return Rival(module, lambda call: module(*call.args, **call.kwargs))
 
@@ -47,7 +51,11 @@ def traced(model: nn.Module, call: Arguments) -> Rival:
     signature = inspect.signature(model.forward)
     given = signature.bind(*call.args, **call.kwargs).arguments
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    absent = {n: p.default for n, p in signature.parameters.items() if n not in given and p.kind not in kinds}
+    absent = {
+        n: p.default
+        for n, p in signature.parameters.items()
+        if n not in given and p.kind not in kinds
+    }
     try:
         module = fx.symbolic_trace(model)
     except Exception:
@@ -77,12 +85,16 @@ def pipelined(model: nn.Module, call: Arguments) -> Rival:
 def _one_after_the_other(stages: fx.GraphModule) -> Rival:
     """Runs the stages; the pipe itself would detach what goes from one to the next."""
     interpreter = fx.Interpreter(stages)
-    return Rival(stages, lambda call: interpreter.run(*pytree.tree_leaves((call.args, call.kwargs))))
+    return Rival(
+        stages, lambda call: interpreter.run(*pytree.tree_leaves((call.args, call.kwargs)))
+    )
 
 
 def _places(model: nn.Module) -> list[str]:
     """The middle blocks of the longest containers, or of the model itself."""
-    containers = [(name, module) for name, module in model.named_modules() if isinstance(module, CONTAINERS)]
+    containers = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, CONTAINERS)
+    ]
     longest = sorted(containers, key=lambda container: -len(list(container[1].children())))
     found = []
     for path, module in (*longest, ("", model)):
@@ -121,7 +133,11 @@ def _under_names_of(model: nn.Module, step: Step) -> Step:
         step,
         gradients=_completed(step.gradients, dict(model.named_parameters(remove_duplicate=False))),
         buffers={name: value.detach() for name, value in buffers.items()}
-        | {name: value for name, value in _completed(step.buffers, buffers).items() if name in buffers},
+        | {
+            name: value
+            for name, value in _completed(step.buffers, buffers).items()
+            if name in buffers
+        },
     )
 
 

@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.ir.serde import encode, read, write
+from pipecompile.ir.serialization import encode, read, write
 
 if TYPE_CHECKING:
     from pipecompile.api.target import Target
@@ -120,7 +120,9 @@ def _moe(nodes: int, random: Random) -> list[Operation]:
     while len(operations) < nodes:
         source = _join(operations, (source, _chain(operations, source, 4)))
         router = _chain(operations, source, 1, 0.1)
-        experts = [_chain(operations, _join(operations, (source, router), 0.25), 1, 0.25) for _ in range(8)]
+        experts = [
+            _chain(operations, _join(operations, (source, router), 0.25), 1, 0.25) for _ in range(8)
+        ]
         source = _join(operations, (source, *experts))
     return operations
 
@@ -205,11 +207,13 @@ def _gpt2(layers: int) -> Any:
 
 def _costed(made: object, name: str) -> CostGraph:
     """The cost graph of one microbatch by the `flops` model; the self-check would add a training step of the model."""
-    from pipecompile.api.capturing import capture_target
-    from pipecompile.api.costing import cost_graph
+    from pipecompile.api.capture import capture_target
+    from pipecompile.api.costs import cost_graph
     from pipecompile.api.options import options_for
     from pipecompile.api.target import Target
 
     target: Target = Target.of(made, name)
     options = options_for(target, k=1, microbatches=MICROBATCHES, costs="flops")
-    return cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=False))
+    return cost_graph(
+        target, options.costs, options.microbatches, capture_target(target, options, verify=False)
+    )

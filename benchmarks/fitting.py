@@ -13,15 +13,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from benchmarks.tiling import LEAST, tiled
-from pipecompile.api.cutting import problem_of
-from pipecompile.api.ordering import placements
-from pipecompile.api.planning import scheduled
-from pipecompile.api.recomputing import Recomputing
+from pipecompile.api.partition import problem_of
+from pipecompile.api.plan import scheduled
+from pipecompile.api.recompute import recomputing_for
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
-from pipecompile.ir.modules import block_of
+from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, Prediction, Stage
 from pipecompile.partition.problem import Candidate
+from pipecompile.schedule.selection import placements
 
 __all__ = ["Fitting", "Whole", "composed", "planned"]
 
@@ -52,7 +52,11 @@ class Fitting:
         if low == high or not between:
             return (low,) * between
         here = self._most(middle, low, high + 1)
-        return (*self._rising(first, middle, low, here), here, *self._rising(middle, last, here, high))
+        return (
+            *self._rising(first, middle, low, here),
+            here,
+            *self._rising(middle, last, here, high),
+        )
 
     def _most(self, stage: int, least: int, beyond: int) -> int:
         """By bisection, as more layers hold more: not fewer than `least`, fewer than `beyond`."""
@@ -62,7 +66,9 @@ class Fitting:
     @cached_property
     def _beyond(self) -> int:
         """So many layers are too many for their parameters and gradients alone."""
-        layer = sum(each.bytes for each in self.shallow.parameters if block_of(each.name) == "layers.1")
+        layer = sum(
+            each.bytes for each in self.shallow.parameters if block_of(each.name) == "layers.1"
+        )
         return self._memory_bytes // (2 * layer) + 2
 
     @property
@@ -81,7 +87,9 @@ class Fitting:
         memory = problem_of(graph, self.options, FREE).memory
         assert memory is not None and memory.price is not None
         earlier = tuple(name for run in runs[:before] for name in run)
-        candidate = Candidate(stage, earlier, runs[before], memory.in_flight[stage], self._memory_bytes)
+        candidate = Candidate(
+            stage, earlier, runs[before], memory.in_flight[stage], self._memory_bytes
+        )
         return memory.price(candidate).ns is not None
 
 
@@ -100,20 +108,27 @@ class Whole(NamedTuple):
     def parameters(self) -> int:
         """Expected bytes of parameters, their gradients and the optimizer's state on all ranks."""
         return sum(
-            (stage.footprint.parameters + stage.footprint.gradients + stage.footprint.optimizer).expected
+            (
+                stage.footprint.parameters + stage.footprint.gradients + stage.footprint.optimizer
+            ).expected
             for stage in self.stages
         )
 
     @property
     def others(self) -> int:
         """Expected bytes of all else at the peaks of all ranks: activations, buffers, scratch."""
-        held = [memory.activations + memory.buffers + memory.workspace for memory in self.prediction.memory]
+        held = [
+            memory.activations + memory.buffers + memory.workspace
+            for memory in self.prediction.memory
+        ]
         return sum(amount.expected for amount in held)
 
     @property
     def again(self) -> float:
         """What is computed again as a share of a forward."""
-        return sum(stage.recompute_ns for stage in self.stages) / sum(stage.forward_ns for stage in self.stages)
+        return sum(stage.recompute_ns for stage in self.stages) / sum(
+            stage.forward_ns for stage in self.stages
+        )
 
 
 def planned(shallow: CostGraph, options: Options, layers: Sequence[int]) -> Whole:
@@ -126,7 +141,7 @@ def planned(shallow: CostGraph, options: Options, layers: Sequence[int]) -> Whol
 def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) -> Whole:
     """The plan of a cut that is given; InfeasibleError if a rank does not fit its memory."""
     placement = placements(options)[0]
-    made = scheduled(Recomputing(graph, options, placement), FREE, assignment)
+    made = scheduled(recomputing_for(graph, options, placement), FREE, assignment)
     return Whole(made.stages, made.prediction)
 
 

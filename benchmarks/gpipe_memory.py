@@ -36,10 +36,10 @@ from benchmarks.amoebanet import AmoebaNet
 from benchmarks.fitting import Fitting, composed, planned
 from benchmarks.gpipe_models import TOKENS, FusedLayer, Layer, Transformer, token_loss
 from benchmarks.tiling import LEAST, tiled
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
-from pipecompile.api.cutting import problem_of
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
+from pipecompile.api.partition import problem_of
 from pipecompile.api.target import Target
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.signature import arguments_of
@@ -47,14 +47,19 @@ from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Options
-from pipecompile.partition.front import solve
+from pipecompile.partition.solver import solve
 
 RESULT = Path(__file__).parent / "results" / "gpipe_memory.json"
 COSTS = "roofline:h100"  # times only weigh what is computed again; bytes are those of PyTorch on any GPU
 GIB = 1 << 30
 SMALL = 8 * GIB
 BATCH, IMAGES = 32, 128
-SETTINGS = (("1f1b", 32), ("1f1b", 16), ("1f1b", 8), ("gpipe", 32))  # schedule and microbatches, to choose among
+SETTINGS = (
+    ("1f1b", 32),
+    ("1f1b", 16),
+    ("1f1b", 8),
+    ("gpipe", 32),
+)  # schedule and microbatches, to choose among
 MOST_TO_CUT = 8  # stages for which the partitioner is asked too
 
 
@@ -111,7 +116,9 @@ class Format:
     def graph(self, microbatches: int) -> CostGraph:
         """What one of so many microbatches costs."""
         if microbatches not in self.graphs:
-            self.graphs[microbatches] = costs_of(self.target, self.options(1, microbatches, "1f1b", "none"))
+            self.graphs[microbatches] = costs_of(
+                self.target, self.options(1, microbatches, "1f1b", "none")
+            )
         return self.graphs[microbatches]
 
 
@@ -123,7 +130,9 @@ FORMATS = (
 
 def costs_of(target: Target, options: Options) -> CostGraph:
     """The costs of a microbatch; the self-check would allocate the model."""
-    return cost_graph(target, COSTS, options.microbatches, capture_target(target, options, verify=False))
+    return cost_graph(
+        target, COSTS, options.microbatches, capture_target(target, options, verify=False)
+    )
 
 
 def main() -> None:
@@ -146,7 +155,9 @@ def transformers(format: Format) -> list[dict[str, Any]]:
     print(f"{'K':>4} {'L':>5}  {'L':>5} {'parameters':>10} {'fullest':>9}  {'order':17}  ", end="")
     print(f"{'L':>5} {'parameters':>10} {'fullest':>9} {'again':>5}")
     rows = [{"format": format.name, "k": k, **largest(format, k)} for k in PAPER]
-    print("The paper's L: memory on all accelerators beside the paper's, and the step of 32 sequences")
+    print(
+        "The paper's L: memory on all accelerators beside the paper's, and the step of 32 sequences"
+    )
     print(f"{'K':>4} {'L':>5}  {'parameters':>19} {'all else':>20}  {'step':>8}", end="")
     print(f" {'again':>5}  {'auto':>8} {'again':>5}")
     return [row | {"paper": compared(format, k)} for row, k in zip(rows, PAPER, strict=True)]
@@ -155,7 +166,10 @@ def transformers(format: Format) -> list[dict[str, Any]]:
 def largest(format: Format, k: int) -> dict[str, Any]:
     """The largest L with whole stages computed again, under the order that allows most, and with regions by cost."""
     print(f"{k:4} {PAPER[k].layers:5}  ", end="", flush=True)
-    fitting = {(order, m): Fitting(format.graph(m), format.options(k, m, order, "stage")) for order, m in SETTINGS}
+    fitting = {
+        (order, m): Fitting(format.graph(m), format.options(k, m, order, "stage"))
+        for order, m in SETTINGS
+    }
     order, m = max(SETTINGS, key=lambda setting: sum(fitting[setting].most))
     best = fitting[order, m]
     stages = described(best, f"{order}, m = {m:2}")
@@ -211,9 +225,15 @@ def compared(format: Format, k: int) -> dict[str, Any]:
         planned(graph, format.options(k, BATCH, "1f1b", recompute), evenly(paper.layers, k))
         for recompute in ("stage", "auto")
     )
-    print(f"{k:4} {paper.layers:5}  {stage.parameters / GIB:6.1f} GiB ({paper.parameters:5}G) ", end="")
+    print(
+        f"{k:4} {paper.layers:5}  {stage.parameters / GIB:6.1f} GiB ({paper.parameters:5}G) ",
+        end="",
+    )
     print(f"{stage.others / GIB:7.1f} GiB ({paper.activations:5}G)  ", end="")
-    print(" ".join(f"{w.prediction.step_ns / 1e9:6.2f} s {w.again:5.0%} " for w in (stage, auto)), flush=True)
+    print(
+        " ".join(f"{w.prediction.step_ns / 1e9:6.2f} s {w.again:5.0%} " for w in (stage, auto)),
+        flush=True,
+    )
     return {
         "layers": paper.layers,
         "parameter_bytes": stage.parameters,
@@ -241,15 +261,22 @@ def evenly(layers: int, k: int) -> list[int]:
 
 def amoebanets() -> list[dict[str, Any]]:
     """AmoebaNet-D on one accelerator, as the table compares it."""
-    print("\nAmoebaNet-D (18, D), float32, on one accelerator of 8 GiB, so many of 128 images at once")
-    print(f"{'D':>4} {'images':>6} {'recompute':9} {'parameters':>10} {'their memory':>12} {'activations':>11}", end="")
+    print(
+        "\nAmoebaNet-D (18, D), float32, on one accelerator of 8 GiB, so many of 128 images at once"
+    )
+    print(
+        f"{'D':>4} {'images':>6} {'recompute':9} {'parameters':>10} {'their memory':>12} {'activations':>11}",
+        end="",
+    )
     print(f" {'paper':>7} {'bound':>10} {'again':>5}")
     wanted: tuple[tuple[int, int, tuple[Again, ...]], ...] = (
         (208, 16, (Again(None, 6.26),)),
         (416, 16, (Again(None), Again(8), Again(7, 3.46))),
         (416, 4, (Again(None),)),
     )
-    return [row for filters, images, policies in wanted for row in convnet(filters, images, policies)]
+    return [
+        row for filters, images, policies in wanted for row in convnet(filters, images, policies)
+    ]
 
 
 class Again(NamedTuple):
@@ -265,16 +292,26 @@ def convnet(filters: int, images: int, policies: Iterable[Again]) -> Iterator[di
         model, inputs = AmoebaNet(18, filters), torch.zeros(IMAGES, 3, 224, 224)
         targets = torch.zeros(IMAGES, dtype=torch.long)
     target = Target(model, arguments_of(model, inputs), nn.functional.cross_entropy, targets)
-    plain = options_for(target, k=1, microbatches=IMAGES // images, optimizer="rmsprop", costs=COSTS)
+    plain = options_for(
+        target, k=1, microbatches=IMAGES // images, optimizer="rmsprop", costs=COSTS
+    )
     graph = costs_of(target, plain)
     everywhere = {node.name: 0 for node in graph.nodes}
     for memory_gib, published in policies:
         recompute = "none" if memory_gib is None else "auto"
         memory = None if memory_gib is None else memory_gib * GIB
-        whole = composed(graph, replace(plain, recompute=recompute, memory_bytes=memory), everywhere)
-        parameters, held = sum(each.numel() for each in model.parameters()), activations_of(whole.stages[0].footprint)
+        whole = composed(
+            graph, replace(plain, recompute=recompute, memory_bytes=memory), everywhere
+        )
+        parameters, held = (
+            sum(each.numel() for each in model.parameters()),
+            activations_of(whole.stages[0].footprint),
+        )
         label = "none" if memory_gib is None else f"to {memory_gib} GiB"
-        print(f"{filters:4} {images:6} {label:9} {parameters / 1e6:9.1f}M {whole.parameters / 1e9:9.2f} GB", end="")
+        print(
+            f"{filters:4} {images:6} {label:9} {parameters / 1e6:9.1f}M {whole.parameters / 1e9:9.2f} GB",
+            end="",
+        )
         print(f" {held / 1e9:8.2f} GB {published or '':>7} {whole.fullest / GIB:6.2f} GiB", end="")
         print(f" {whole.again:5.0%}" + " (does not fit)" * (whole.fullest > SMALL), flush=True)
         yield {

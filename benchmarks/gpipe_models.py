@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import Captured, cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Options, Provenance
@@ -50,7 +50,9 @@ class Layer(nn.Module):
         batch, tokens, width = state.shape
         split = self.query_key_value(state).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed: Tensor = self.project(self.mix(query, key, value).transpose(1, 2).reshape(batch, tokens, width))
+        mixed: Tensor = self.project(
+            self.mix(query, key, value).transpose(1, 2).reshape(batch, tokens, width)
+        )
         return mixed
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -69,7 +71,9 @@ class FusedLayer(Layer):
 class Transformer(nn.Module):
     """The paper's Transformer of so many layers, with tied embeddings left out: input and output have their own."""
 
-    def __init__(self, layers: int, width: int = 2048, layer: Callable[[int], nn.Module] = Layer) -> None:
+    def __init__(
+        self, layers: int, width: int = 2048, layer: Callable[[int], nn.Module] = Layer
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(layer(width) for _ in range(layers))
@@ -118,7 +122,9 @@ def main() -> None:
     columns = "  ".join(f"{f'k={k}':>9} {'over k=2':>8} {'paper':>5}" for k in STAGES)
     print(f"{'model':20} {'device':7} {'forward':>9}  {columns}")
     rows = [row for setting in SETTINGS for row in measure(setting)]
-    RESULT.write_text(json.dumps({"schedule": "gpipe", "recompute": "stage", "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"schedule": "gpipe", "recompute": "stage", "rows": rows}, indent=1) + "\n"
+    )
 
 
 def measure(setting: Setting) -> list[dict[str, Any]]:
@@ -148,11 +154,18 @@ def priced(setting: Setting, target: Target, captured: Captured, device: str) ->
     for k in STAGES:
         chosen = options(setting, target, k, device)
         plan = draft(
-            graph, chosen, graph_digest=captured.digest, capture=Provenance(verified=False), microbatch_shapes=shapes
+            graph,
+            chosen,
+            graph_digest=captured.digest,
+            capture=Provenance(verified=False),
+            microbatch_shapes=shapes,
         )
         steps[k] = plan.prediction.step_ns // setting.microbatches
     forward = sum(node.forward_ns for node in graph.nodes)
-    print(f"{setting.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, setting.paper)}", flush=True)
+    print(
+        f"{setting.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, setting.paper)}",
+        flush=True,
+    )
     return {
         "model": setting.name,
         "device": device,

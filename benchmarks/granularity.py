@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from examples import models
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
-from pipecompile.api.cutting import problem_of
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
+from pipecompile.api.partition import problem_of
 from pipecompile.api.target import Target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES
-from pipecompile.partition.front import solve
 from pipecompile.partition.opening import keeping, solve_opening
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.solver import solve
 
 NAMES = ("gpt2", "gpt2_small", "bert", "llama", "resnet50", "t5", "unet")
 RESULT = Path(__file__).parent / "results" / "granularity.json"
@@ -38,16 +38,22 @@ SECONDS = 10.0  # of work, as a plan has
 def main() -> None:
     """Prints and writes the table."""
     torch.set_num_threads(1)
-    print(f"{'model':12} {'cut between':12} {'units':>6} {'imbalance':>9} {'at least':>9} {'gap':>8}  proof")
+    print(
+        f"{'model':12} {'cut between':12} {'units':>6} {'imbalance':>9} {'at least':>9} {'gap':>8}  proof"
+    )
     rows = [row for name in NAMES for row in measure(name)]
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "k": STAGES, "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"torch": torch.__version__, "k": STAGES, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def measure(name: str) -> list[dict[str, Any]]:
     """One model at every granularity."""
     target = Target.of(getattr(models, name)(), name)
     options = options_for(target, k=STAGES, costs="flops")
-    graph = cost_graph(target, options.costs, options.microbatches, capture_target(target, options, verify=True))
+    graph = cost_graph(
+        target, options.costs, options.microbatches, capture_target(target, options, verify=True)
+    )
     asked = problem_of(graph, options, FREE)
     return [_row(name, replace(asked, granularity=granularity)) for granularity in GRANULARITIES]
 

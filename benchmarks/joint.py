@@ -45,7 +45,9 @@ def swept(graphs: int) -> tuple[Counter[int], Counter[str]]:
         outcome = compared(graph, schedule, share)
         sizes[len(graph.nodes)] += 1
         outcomes[outcome] += 1
-        print(f"{len(graph.nodes)} nodes: {outcome}, {time.perf_counter() - began:.1f} s", flush=True)
+        print(
+            f"{len(graph.nodes)} nodes: {outcome}, {time.perf_counter() - began:.1f} s", flush=True
+        )
 
     run: Callable[[], None] = one
     run()

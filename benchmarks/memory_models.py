@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
@@ -37,7 +37,10 @@ class Block(nn.Module):
         return state + fed
 
     def attend(self, state: Tensor) -> Tensor:
-        parts = (part.unflatten(-1, (self.heads, -1)) for part in self.query_key_value(state).chunk(3, -1))
+        parts = (
+            part.unflatten(-1, (self.heads, -1))
+            for part in self.query_key_value(state).chunk(3, -1)
+        )
         query, key, value = (part.transpose(1, 2) for part in parts)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
@@ -45,7 +48,12 @@ class Block(nn.Module):
 
 
 def gpt_blocks(
-    count: int = 4, *, width: int = WIDTH, heads: int = HEADS, tokens: int = TOKENS, costs: str = "roofline:h100"
+    count: int = 4,
+    *,
+    width: int = WIDTH,
+    heads: int = HEADS,
+    tokens: int = TOKENS,
+    costs: str = "roofline:h100",
 ) -> CostGraph:
     """The costs of so many blocks in bfloat16, for one sequence; module i is block i."""
     with torch.device("meta"):

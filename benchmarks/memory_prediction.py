@@ -37,7 +37,9 @@ from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "memory_prediction.json"
 SETTLING_SECONDS = 0.3
-HOLDING_SECONDS = 0.05  # gloo's threads hold what they sent; what they free the profiler does not see
+HOLDING_SECONDS = (
+    0.05  # gloo's threads hold what they sent; what they free the profiler does not see
+)
 TRIALS, LOST = 4, 1 << 12  # runs at the most, until no more bytes are lost
 FAR = 0.005  # what is farther from the plan has to be measured twice
 
@@ -51,7 +53,9 @@ class Setting(NamedTuple):
     optimizer: str
     recompute: str = "none"
     memory: int | None = None  # bytes of each rank
-    half_way: bool = False  # budgets half way between what whole stages computed again need and what none does
+    half_way: bool = (
+        False  # budgets half way between what whole stages computed again need and what none does
+    )
     stages_per_rank: int = 1
     saving: tuple[str, ...] = ()
 
@@ -124,7 +128,9 @@ def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
     pipeline = _compiled(target, setting, **choices)
     if setting.recompute not in ("none", "stage", "except-last"):
         stages = pipeline.plan.stages
-        assert any(stage.recompute != "none" or stage.saving for stage in stages), "everything is kept as it is"
+        assert any(stage.recompute != "none" or stage.saving for stage in stages), (
+            "everything is kept as it is"
+        )
     rank = torch.distributed.get_rank()
     total, found = pipeline.plan.prediction.memory[rank].total, list[int]()
     for _ in range(TRIALS):
@@ -135,8 +141,12 @@ def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
         if not _anywhere(settled is None):
             assert settled is not None
             return total.expected, total.bound, settled
-        pipeline = pipecompile(target.model, target.call, plan=pipeline.plan, loss_fn=target.loss_fn, self_check=False)
-    raise RuntimeError(f"rank {rank}: {TRIALS} runs do not agree: {found} bytes; expected are {total.expected:,}")
+        pipeline = pipecompile(
+            target.model, target.call, plan=pipeline.plan, loss_fn=target.loss_fn, self_check=False
+        )
+    raise RuntimeError(
+        f"rank {rank}: {TRIALS} runs do not agree: {found} bytes; expected are {total.expected:,}"
+    )
 
 
 def _settled(found: Sequence[int], expected: int) -> int | None:
@@ -159,7 +169,10 @@ def _half_way(target: Target, setting: Setting) -> dict[str, Any]:
     pin = plain.assignment
     again = _compiled(target, setting._replace(recompute="stage", saving=()), pin=pin).plan
     needed = ([rank.total.bound for rank in plan.prediction.memory] for plan in (plain, again))
-    return {"pin": pin, "memory": [(most + min(most, least)) // 2 for most, least in zip(*needed, strict=True)]}
+    return {
+        "pin": pin,
+        "memory": [(most + min(most, least)) // 2 for most, least in zip(*needed, strict=True)],
+    }
 
 
 def _compiled(target: Target, setting: Setting, **choices: Any) -> Pipeline:
@@ -188,7 +201,9 @@ def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
         tensors += _leaves((target.call.args, target.call.kwargs))
     if rank == pipeline.plan.schedule.placement[-1]:
         tensors += _leaves(target.targets)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
@@ -224,8 +239,12 @@ def highest(run: Callable[[], object]) -> int:
         time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
         run()
         time.sleep(SETTLING_SECONDS)
-    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = (
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
+    return max(
+        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    )
 
 
 def main() -> None:
@@ -235,7 +254,10 @@ def main() -> None:
         rows += _rows(name)
         _write(rows)
     others = MODELS.keys() - set(CONVOLUTIONAL)
-    for kind, names, most in (("transformers and MLPs", others, 0.01), ("convnets", CONVOLUTIONAL, 0.03)):
+    for kind, names, most in (
+        ("transformers and MLPs", others, 0.01),
+        ("convnets", CONVOLUTIONAL, 0.03),
+    ):
         for beyond in (False, True):
             chosen = [row for row in rows if row["model"] in names and _is_beyond(row) == beyond]
             _say_worst(kind + ", recompute and split backwards" * beyond, chosen, most)
@@ -247,7 +269,9 @@ def _write(rows: list[dict[str, Any]]) -> None:
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
     every = [*(row for row in known if row["model"] not in models), *rows]
     every.sort(key=lambda row: list(MODELS).index(row["model"]))
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "device": "cpu", "rows": every}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"torch": torch.__version__, "device": "cpu", "rows": every}, indent=1) + "\n"
+    )
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
@@ -262,9 +286,13 @@ def _rows(name: str) -> Iterator[dict[str, Any]]:
         workers.close()
 
 
-def _measured(workers: Workers, name: str, setting: Setting, folder: str) -> Iterator[dict[str, Any]]:
+def _measured(
+    workers: Workers, name: str, setting: Setting, folder: str
+) -> Iterator[dict[str, Any]]:
     plan = setting.label
-    for rank, row in enumerate(workers.run(setting.ranks, measured_rank, name, setting, folder=folder)):
+    for rank, row in enumerate(
+        workers.run(setting.ranks, measured_rank, name, setting, folder=folder)
+    ):
         expected, bound, measured = row
         error, above = expected / measured - 1, bound / measured - 1
         print(

@@ -19,7 +19,9 @@ BATCH = 16
 
 
 def _tokens(vocabulary: int, tokens: int) -> Tensor:
-    return torch.randint(0, vocabulary, (BATCH, tokens + 1), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, vocabulary, (BATCH, tokens + 1), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _language_model(model: nn.Module, tokens: int = 64) -> dict[str, Any]:
@@ -34,7 +36,9 @@ def _language_model(model: nn.Module, tokens: int = 64) -> dict[str, Any]:
 
 def gpt2() -> dict[str, Any]:
     """Eight blocks of 256, dropout on."""
-    config = transformers.GPT2Config(vocab_size=2000, n_positions=64, n_embd=256, n_layer=8, n_head=4, use_cache=False)
+    config = transformers.GPT2Config(
+        vocab_size=2000, n_positions=64, n_embd=256, n_layer=8, n_head=4, use_cache=False
+    )
     return _language_model(transformers.GPT2LMHeadModel(config))
 
 
@@ -59,7 +63,11 @@ def opt() -> dict[str, Any]:
 def bert() -> dict[str, Any]:
     """Eight blocks of 256 with a padding mask, loss inside the model."""
     config = transformers.BertConfig(
-        vocab_size=2000, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=512
+        vocab_size=2000,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=512,
     )
     tokens = _tokens(2000, 63)
     mask = torch.ones_like(tokens)
@@ -89,12 +97,17 @@ def vit() -> dict[str, Any]:
 
 def _images(model: nn.Module, size: int = 64) -> dict[str, Any]:
     images = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(1))
-    return {"model": model, "sample_input": {"pixel_values": images, "labels": torch.arange(BATCH) % 10}}
+    return {
+        "model": model,
+        "sample_input": {"pixel_values": images, "labels": torch.arange(BATCH) % 10},
+    }
 
 
 def mlp() -> dict[str, Any]:
     """Twelve layers of 512, large batch."""
-    layers = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512))]
+    layers = [
+        layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512))
+    ]
     return {
         "model": nn.Sequential(*layers, nn.Linear(512, 10)),
         "sample_input": torch.randn(64 * BATCH, 512, generator=torch.Generator().manual_seed(1)),
@@ -105,12 +118,16 @@ def mlp() -> dict[str, Any]:
 
 def resnet() -> dict[str, Any]:
     """ResNet-50, 64 × 64 images."""
-    return _images(transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10)))  # type: ignore[call-arg]
+    return _images(
+        transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10))
+    )  # type: ignore[call-arg]
 
 
 def convnext() -> dict[str, Any]:
     """ConvNeXt with depthwise convolutions, 64 × 64 images."""
-    config = transformers.ConvNextConfig(depths=[2, 2, 4, 2], hidden_sizes=[64, 128, 256, 512], num_labels=10)
+    config = transformers.ConvNextConfig(
+        depths=[2, 2, 4, 2], hidden_sizes=[64, 128, 256, 512], num_labels=10
+    )
     return _images(transformers.ConvNextForImageClassification(config))
 
 

@@ -28,12 +28,12 @@ from benchmarks.cost_graphs import FAMILIES, MODELS, captured, deep, synthetic
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.serde import read
+from pipecompile.ir.serialization import read
 from pipecompile.partition.check import faults
-from pipecompile.partition.front import solve
 from pipecompile.partition.objective import objective_value, rank_loads, stage_loads
 from pipecompile.partition.problem import Memory, Problem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.solver import solve
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances" / "placement"
 RESULT = Path(__file__).parent / "results" / "partition.json"
@@ -60,11 +60,17 @@ def main(names: list[str]) -> None:
         print("torchgpipe is not installed, so its column is empty: pip install torchgpipe")
         del BASELINES["torchgpipe"]
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    result |= {"python": platform.python_version(), "processors": os.cpu_count(), "seconds_allowed": SECONDS}
+    result |= {
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "seconds_allowed": SECONDS,
+    }
     for name in groups:
         result[name] = scale() if name == "scale" else compare_all(name, list(GROUPS[name]()))
         RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    violations = [text for name in groups for row in result[name] for text in row.get("violations", ())]
+    violations = [
+        text for name in groups for row in result[name] for text in row.get("violations", ())
+    ]
     if violations:
         raise SystemExit("\n".join(["ours is above others:", *violations]))
 
@@ -114,7 +120,9 @@ def compare_all(group: str, cases: list[tuple[str, Problem, int]]) -> list[Row]:
     rows = []
     for objective, meaning in OBJECTIVES.items():
         print(f"\n{group}: {meaning} over its bound")
-        print(f"{'':28} {'nodes':>6} {'k':>3} {'bound':>10} {'ours':>9} {_cells(BASELINES)}  method")
+        print(
+            f"{'':28} {'nodes':>6} {'k':>3} {'bound':>10} {'ours':>9} {_cells(BASELINES)}  method"
+        )
         for name, problem, best in cases:
             known = best if objective == "max-load" else 0
             rows.append(compare(name, replace(problem, objective=objective), known))
@@ -126,21 +134,34 @@ def compare(name: str, problem: Problem, known: int) -> Row:
     """Ours and the others on one problem; `known` is a value that is proven to be the best."""
     others = {label: _value(problem, baseline) for label, baseline in BASELINES.items()}
     started = time.perf_counter()
-    row = {"name": name, "nodes": len(problem.graph.nodes), "k": problem.k, "objective": problem.objective}
+    row = {
+        "name": name,
+        "nodes": len(problem.graph.nodes),
+        "k": problem.k,
+        "objective": problem.objective,
+    }
     try:
         found = solve(problem, seconds=SECONDS)
     except InfeasibleError as error:
         feasible = [label for label, value in others.items() if isinstance(value, int)]
-        return row | {"error": str(error), "violations": [f"{name}, k={problem.k}: {label}" for label in feasible]}
+        return row | {
+            "error": str(error),
+            "violations": [f"{name}, k={problem.k}: {label}" for label in feasible],
+        }
     seconds = time.perf_counter() - started
     return row | _ratios(name, problem, found, known, others) | {"seconds": round(seconds, 2)}
 
 
-def _ratios(name: str, problem: Problem, found: Partition, known: int, others: dict[str, int | str]) -> Row:
+def _ratios(
+    name: str, problem: Problem, found: Partition, known: int, others: dict[str, int | str]
+) -> Row:
     value, bound = found.search.value, max(found.search.bound, known)
     assert value == _score(problem, found.assignment), "ours is scored like the others"
     assert value >= bound, f"{name}: {value} is below {bound}, which was said to be a bound"
-    ratios = {label: v if isinstance(v, str) else round(v / bound, 4) for label, v in {"ours": value, **others}.items()}
+    ratios = {
+        label: v if isinstance(v, str) else round(v / bound, 4)
+        for label, v in {"ours": value, **others}.items()
+    }
     return {
         "bound": bound,
         "ratios": ratios,
@@ -178,11 +199,16 @@ def _show(row: Row) -> None:
         return
     proof = "proven" if row["proven"] else "not proven"
     cells = _cells(row["ratios"].values())
-    print(f"{start} {row['bound']:10.4g} {cells}  {row['method']}, {proof}, {row['seconds']:.1f} s", flush=True)
+    print(
+        f"{start} {row['bound']:10.4g} {cells}  {row['method']}, {proof}, {row['seconds']:.1f} s",
+        flush=True,
+    )
 
 
 def _cells(values: Any) -> str:
-    return " ".join(f"{value:>10}" if isinstance(value, str) else f"{value:10.3f}" for value in values)
+    return " ".join(
+        f"{value:>10}" if isinstance(value, str) else f"{value:10.3f}" for value in values
+    )
 
 
 def scale() -> list[Row]:
@@ -196,7 +222,9 @@ def scale() -> list[Row]:
             rows.append(row := _alone(measure, kind, nodes, k))
             proof = "proven" if row["proven"] else "not proven"
             figures = f"{row['seconds']:8.1f} {row['peak_mb']:8} {row['ratio']:7.3f}"
-            print(f"{kind:12} {row['nodes']:6} {k:3} {figures}  {row['method']}, {proof}", flush=True)
+            print(
+                f"{kind:12} {row['nodes']:6} {k:3} {figures}  {row['method']}, {proof}", flush=True
+            )
     return rows
 
 

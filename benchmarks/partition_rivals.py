@@ -18,13 +18,13 @@ from benchmarks.cost_graphs import deep
 from benchmarks.partition import LINK, SECONDS
 from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.cpsat import COARSE, solve_integer
-from pipecompile.partition.front import solve
 from pipecompile.partition.instance import Instance
 from pipecompile.partition.linear import cut_order
 from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.orders import orders, reordered
 from pipecompile.partition.pricing import Pricing
 from pipecompile.partition.problem import Problem
+from pipecompile.partition.solver import solve
 from pipecompile.partition.windows import Limit
 
 RESULT = Path(__file__).parent / "results" / "partition_rivals.json"
@@ -35,9 +35,13 @@ Stages = tuple[int, ...]
 
 def main() -> None:
     """Prints and writes the table."""
-    print(f"{'':8} {'nodes':>6} {'k':>3} {'bound':>10} {'ours':>7} {'seconds':>8} {'linear':>7} {'cp-sat':>7}")
+    print(
+        f"{'':8} {'nodes':>6} {'k':>3} {'bound':>10} {'ours':>7} {'seconds':>8} {'linear':>7} {'cp-sat':>7}"
+    )
     rows = [compare(*case) for case in CASES]
-    RESULT.write_text(json.dumps({"seconds_allowed": [SECONDS, MINUTE, MINUTE], "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"seconds_allowed": [SECONDS, MINUTE, MINUTE], "rows": rows}, indent=1) + "\n"
+    )
     worst = max(row["ours"] / min(row["linear"], row["cp-sat"]) for row in rows)
     print(f"ours over the better of the two, at worst: {worst:.4f}")
 
@@ -52,7 +56,10 @@ def compare(kind: str, nodes: int, k: int) -> dict[str, Any]:
     first = _cut(instance, next(iter(orders(instance))), Limit())
     assert first is not None
     values = {"linear": _multistart(instance, first), "cp-sat": _integer(instance, first)}
-    ratios = {name: round(value / found.bound, 4) for name, value in {"ours": found.value, **values}.items()}
+    ratios = {
+        name: round(value / found.bound, 4)
+        for name, value in {"ours": found.value, **values}.items()
+    }
     row = {"kind": kind, "nodes": len(problem.graph.nodes), "k": k, "bound": found.bound, **ratios}
     print(
         f"{kind:8} {row['nodes']:6} {k:3} {found.bound:10.4g} {ratios['ours']:7.3f} {seconds:8.1f} "
@@ -64,7 +71,12 @@ def compare(kind: str, nodes: int, k: int) -> dict[str, Any]:
 
 def _multistart(instance: Instance, first: Stages) -> int:
     """The best of all orders that fit into a minute: the fixed ones, then shuffles inside the best stages so far."""
-    best, random, began, fixed = first, np.random.default_rng(0), time.perf_counter(), orders(instance)
+    best, random, began, fixed = (
+        first,
+        np.random.default_rng(0),
+        time.perf_counter(),
+        orders(instance),
+    )
     while time.perf_counter() - began < MINUTE:
         order = next(fixed, None) or reordered(instance, best, random)
         best = _cut(instance, order, Limit(most=_value(instance, best))) or best

@@ -19,7 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "profile_large.json"
-IMPORTS = ["-c", "import torch, transformers; transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM"]
+IMPORTS = [
+    "-c",
+    "import torch, transformers; transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM",
+]
 CASES = {
     "gpt2_small": ["examples/models.py:gpt2_small", "--costs", "roofline:h100"],
     "llama_13b": ["examples/models.py:llama_13b", "--costs", "roofline:h100"],
@@ -32,13 +35,20 @@ def main() -> None:
     _, imports = _run(IMPORTS)
     print(f"{'model':14} {'costs':15} {'nodes':>6} {'distinct':>8} {'seconds':>8} {'extra MiB':>9}")
     rows = [_row(name, arguments, imports) for name, arguments in CASES.items()]
-    result = {"torch": version("torch"), "device": "cpu", "imports_mib": round(imports), "rows": rows}
+    result = {
+        "torch": version("torch"),
+        "device": "cpu",
+        "imports_mib": round(imports),
+        "rows": rows,
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _row(name: str, arguments: list[str], imports: float) -> dict[str, Any]:
     started = time.perf_counter()
-    output, peak = _run(["-m", "pipecompile", "profile", *arguments, "--optimizer", "adamw", "--format", "json"])
+    output, peak = _run(
+        ["-m", "pipecompile", "profile", *arguments, "--optimizer", "adamw", "--format", "json"]
+    )
     seconds, found = time.perf_counter() - started, json.loads(output)
     row = {
         "model": name,
@@ -59,7 +69,9 @@ def _row(name: str, arguments: list[str], imports: float) -> dict[str, Any]:
 
 def _run(arguments: list[str]) -> tuple[str, float]:
     """Standard output of this Python on `arguments`, and the most memory that it held, in MiB."""
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)

@@ -26,22 +26,21 @@ from benchmarks.memory_models import gpt_blocks
 from benchmarks.memory_prediction import highest
 from benchmarks.models import gpt2, unet
 from examples.models import UNet
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
+from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of
-from pipecompile.ir.lives import Lives
-from pipecompile.ir.modules import block_of
-from pipecompile.ir.tape import Tape
-from pipecompile.ir.taping import tape_of
-from pipecompile.memory.bound import least_ns
-from pipecompile.memory.choose import Choice, cheapest, per_block, priced, square_root, whole
-from pipecompile.memory.nested import nested
-from pipecompile.memory.refine import refined
-from pipecompile.passes.seed import Moment
+from pipecompile.ir.module_paths import block_of
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.recompute_problem import Tape, tape_of
+from pipecompile.memory_model.stage import footprint_of
+from pipecompile.recompute.choice import Choice, cheapest, per_block, priced, square_root, whole
+from pipecompile.recompute.integer_program import refined
+from pipecompile.recompute.lower_bound import least_ns
+from pipecompile.recompute.nested_regions import nested
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage
 
@@ -100,8 +99,13 @@ class Stage:
         """
         none, again = self.policies["none"], self.policies["whole stage"]
         others = (in_flight - 2) * again.kept + none.kept + again.peak if in_flight > 1 else 0
-        found = {name: (held(choice, in_flight), choice.ns) for name, choice in self.policies.items()}
-        return {**found, "except last": (max(none.peak, others), again.ns * (in_flight - 1) // in_flight)}
+        found = {
+            name: (held(choice, in_flight), choice.ns) for name, choice in self.policies.items()
+        }
+        return {
+            **found,
+            "except last": (max(none.peak, others), again.ns * (in_flight - 1) // in_flight),
+        }
 
     def ours(self, in_flight: int, available: int) -> tuple[Choice | None, int | None]:
         """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit).
@@ -113,7 +117,9 @@ class Stage:
         if in_flight == 1:
             found = [known, nested(self.tape, self.blocks, available)]
         else:
-            regions, bound = refined(self.tape, in_flight, available, known and known.regions, SECONDS)
+            regions, bound = refined(
+                self.tape, in_flight, available, known and known.regions, SECONDS
+            )
             found = [None if regions is None else priced(self.tape, regions)]
             least = None if least is None else max(least, bound)
         return min(filter(None, found), key=lambda choice: choice.ns, default=None), least
@@ -130,22 +136,36 @@ def gpt_stage() -> Stage:
     inside = [block_of(node.module) in ("1", "2", "3", "4") for node in graph.nodes]
     first = inside.index(True)
     names = [node.name for node in graph.nodes]
-    return Stage(graph, tuple(names[:first]), tuple(n for n, own in zip(names, inside, strict=True) if own))
+    return Stage(
+        graph, tuple(names[:first]), tuple(n for n, own in zip(names, inside, strict=True) if own)
+    )
 
 
 def resnet_stage() -> Stage:
     """ResNet-50 with its loss."""
     with torch.device("meta"):
         model = transformers.ResNetForImageClassification(transformers.ResNetConfig())  # type: ignore[call-arg]
-        images = {"pixel_values": torch.empty(32, 3, 224, 224), "labels": torch.zeros(32, dtype=torch.int64)}
+        images = {
+            "pixel_values": torch.empty(32, 3, 224, 224),
+            "labels": torch.zeros(32, dtype=torch.int64),
+        }
     return _whole(Target.of((model, images), "resnet50"), COSTS, 1)
 
 
 def unet_stage() -> Stage:
     """The U-Net of the examples with 64 channels, and its loss."""
     with torch.device("meta"):
-        model, images, masks = UNet(width=64), torch.empty(8, 3, 256, 256), torch.empty(8, 1, 256, 256)
-    made = {"model": model, "sample_input": images, "targets": masks, "loss_fn": torch.nn.functional.mse_loss}
+        model, images, masks = (
+            UNet(width=64),
+            torch.empty(8, 3, 256, 256),
+            torch.empty(8, 1, 256, 256),
+        )
+    made = {
+        "model": model,
+        "sample_input": images,
+        "targets": masks,
+        "loss_fn": torch.nn.functional.mse_loss,
+    }
     return _whole(Target.of(made, "unet"), COSTS, 1)
 
 
@@ -160,7 +180,10 @@ def small_resnet() -> dict[str, Any]:
     """ResNet-50, images of 96 × 96: on smaller ones some kernels take scratch that the memory model does not know."""
     images = torch.randn(16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=10))  # type: ignore[call-arg]
-    return {"model": model, "sample_input": {"pixel_values": images, "labels": torch.arange(16) % 10}}
+    return {
+        "model": model,
+        "sample_input": {"pixel_values": images, "labels": torch.arange(16) % 10},
+    }
 
 
 STAGES: dict[str, Callable[[], Stage]] = {
@@ -169,7 +192,11 @@ STAGES: dict[str, Callable[[], Stage]] = {
     "U-Net": unet_stage,
 }
 
-RUN: dict[str, Callable[[], dict[str, Any]]] = {"GPT-2, small": gpt2, "ResNet-50": small_resnet, "U-Net": unet}
+RUN: dict[str, Callable[[], dict[str, Any]]] = {
+    "GPT-2, small": gpt2,
+    "ResNet-50": small_resnet,
+    "U-Net": unet,
+}
 
 
 # -- what fits, at which cost
@@ -187,7 +214,13 @@ def main() -> None:
         if name == "4 GPT blocks":
             asked = list(_asked(stage))
     peaks = [row for name, make in RUN.items() for row in _peaks(name, Target.of(make(), name))]
-    result = {"torch": torch.__version__, "costs": COSTS, "sweep": rows, "asked": asked, "peaks": peaks}
+    result = {
+        "torch": torch.__version__,
+        "costs": COSTS,
+        "sweep": rows,
+        "asked": asked,
+        "peaks": peaks,
+    }
     RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -199,19 +232,25 @@ def _sweep(name: str, stage: Stage, in_flight: int) -> Iterator[dict[str, Any]]:
         f"MiB; extra compute in % of a forward ({stage.forward_ns / 1e6:.2f} ms)"
     )
     print(
-        f"{'budget':>7} {'MiB':>8}" + "".join(f"{policy:>13}" for policy in (*policies, "ours", "bound")) + "  regions"
+        f"{'budget':>7} {'MiB':>8}"
+        + "".join(f"{policy:>13}" for policy in (*policies, "ours", "bound"))
+        + "  regions"
     )
     for budget in BUDGETS:
         available = everything * budget // 100
         began = time.perf_counter()
         own, bound = stage.ours(in_flight, available)
         seconds = time.perf_counter() - began
-        spent = {policy: ns if bytes_ <= available else None for policy, (bytes_, ns) in policies.items()}
+        spent = {
+            policy: ns if bytes_ <= available else None for policy, (bytes_, ns) in policies.items()
+        }
         spent |= {"ours": own and own.ns, "bound": bound}
         extra = {policy: _percent_of_forward(stage, ns) for policy, ns in spent.items()}
         regions = "" if own is None else len(own.regions)
         print(
-            f"{budget:6} % {available / 2**20:8,.0f}" + "".join(map(_percent, extra.values())) + f"  {regions}",
+            f"{budget:6} % {available / 2**20:8,.0f}"
+            + "".join(map(_percent, extra.values()))
+            + f"  {regions}",
             flush=True,
         )
         yield {
@@ -238,7 +277,9 @@ def _asked(stage: Stage) -> Iterator[dict[str, Any]]:
     all_again, nothing = stage.policies["whole stage"], stage.policies["none"]
     for in_flight, most in ((1, 5), (4, 65), (8, 85)):
         own, bound = stage.ours(in_flight, held(all_again, in_flight))
-        share, least = (None if ns is None else 100 * ns / all_again.ns for ns in (own and own.ns, bound))
+        share, least = (
+            None if ns is None else 100 * ns / all_again.ns for ns in (own and own.ns, bound)
+        )
         text = f"{in_flight} in flight, whole-stage recompute's peak: % of its extra compute"
         yield _verdict(text, share, most, least)
     for budget, most in ((80, 6), (60, 20)):
@@ -249,14 +290,28 @@ def _asked(stage: Stage) -> Iterator[dict[str, Any]]:
         ):
             own, bound = stage.ours(4, available)
             text = f"4 in flight, {budget} % of {what}: % of a forward"
-            yield _verdict(text, _percent_of_forward(stage, own and own.ns), most, _percent_of_forward(stage, bound))
+            yield _verdict(
+                text,
+                _percent_of_forward(stage, own and own.ns),
+                most,
+                _percent_of_forward(stage, bound),
+            )
 
 
-def _verdict(text: str, got: float | None, most: float, least: float | None = None) -> dict[str, Any]:
+def _verdict(
+    text: str, got: float | None, most: float, least: float | None = None
+) -> dict[str, Any]:
     told = "does not fit" if got is None else f"{got:.1f}"
     proof = "" if least is None else f" (no regions take less than {least:.1f})"
-    print(f"  {text}: {told}, at most {most}: {'holds' if got is not None and got <= most else 'DOES NOT HOLD'}{proof}")
-    return {"what": text, "got": None if got is None else round(got, 2), "at_most": most, "bound": least}
+    print(
+        f"  {text}: {told}, at most {most}: {'holds' if got is not None and got <= most else 'DOES NOT HOLD'}{proof}"
+    )
+    return {
+        "what": text,
+        "got": None if got is None else round(got, 2),
+        "at_most": most,
+        "bound": least,
+    }
 
 
 # -- what is held
@@ -265,7 +320,9 @@ def _verdict(text: str, got: float | None, most: float, least: float | None = No
 def _peaks(name: str, target: Target) -> Iterator[dict[str, Any]]:
     """The regions chosen for a model, run in this process."""
     stage = _whole(target, "flops", MICROBATCHES)
-    print(f"\n{name}, run here, {len(stage.nodes)} nodes: activations and workspace at the peak, in bytes")
+    print(
+        f"\n{name}, run here, {len(stage.nodes)} nodes: activations and workspace at the peak, in bytes"
+    )
     print(
         f"{'in flight':>9} {'budget':>8} {'regions':>7} {'extra':>8} {'expected':>12} {'measured':>12} {'error':>7} "
         f"{'allowed':>12}"
@@ -313,14 +370,18 @@ def _measured(target: Target, in_flight: int, regions: Sequence[Sequence[str]]) 
         gradient_inputs=made.gradient_inputs,
         buffers=made.buffers,
         random=made.random,
-        loss=lambda outputs, _: target.trained_by(captured.capture.outputs.unflatten(outputs), targets),
+        loss=lambda outputs, _: target.trained_by(
+            captured.capture.outputs.unflatten(outputs), targets
+        ),
     )
     values = captured.capture.inputs.flatten(captured.sample)
     for parameter in target.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
     def step() -> None:
-        saved = [stage.forward(values, Moment(0, 0, microbatch))[1] for microbatch in range(in_flight)]
+        saved = [
+            stage.forward(values, Moment(0, 0, microbatch))[1] for microbatch in range(in_flight)
+        ]
         while saved:
             stage.backward(saved.pop(0), (), {})
 

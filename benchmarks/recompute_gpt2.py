@@ -30,7 +30,7 @@ from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target, load_target
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import read
+from pipecompile.ir.serialization import read
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "recompute_gpt2.json"
@@ -54,11 +54,18 @@ def run(target_name: str, path: str) -> Outcome:
     torch.manual_seed(0)  # every rank and both plans begin with the same model
     target = load_target(target_name)
     pipeline = pipecompile(
-        target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, plan=path, self_check=False
+        target.model,
+        target.call,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets,
+        plan=path,
+        self_check=False,
     )
     before = resident(pipeline, target, dist.get_rank())
     held = before + highest(lambda: _steps(pipeline, target))
-    gradients = {name: _digest(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None}
+    gradients = {
+        name: _digest(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None
+    }
     moments = []
     for _ in range(STEPS):
         dist.barrier()
@@ -93,20 +100,34 @@ def main() -> None:
         plain = _planned(target, Path(folder) / "plain.json")
         needed = max(rank.total.bound for rank in plain.prediction.memory)
         budget = needed * SHARE // 100
-        fitting = _planned(target, Path(folder) / "fitting.json", "--recompute", "auto", "--memory", str(budget))
+        fitting = _planned(
+            target, Path(folder) / "fitting.json", "--recompute", "auto", "--memory", str(budget)
+        )
         print(f"{target}: {needed:,} bytes needed without recompute, budget {budget:,}")
         workers = Workers(RANKS)
         try:
             names = ("plain", "fitting")
-            found = [workers.run(RANKS, run, target, f"{folder}/{name}.json", folder=folder) for name in names]
+            found = [
+                workers.run(RANKS, run, target, f"{folder}/{name}.json", folder=folder)
+                for name in names
+            ]
         finally:
             workers.close()
     rows = [*_rows("none", plain, found[0], None), *_rows("auto", fitting, found[1], budget)]
     plain_gradients, gradients = map(_gradients, found)
     unequal = [name for name, digests in plain_gradients.items() if digests != gradients[name]]
-    print(f"gradients of both plans equal bit for bit: {'all' if not unequal else 'all but ' + ', '.join(unequal)}")
-    steps = [_say_step(*case) for case in zip(("none", "auto"), (plain, fitting), found, strict=True)]
-    result = {"torch": torch.__version__, "target": target.rpartition(":")[2], "ranks": RANKS, "budget": budget}
+    print(
+        f"gradients of both plans equal bit for bit: {'all' if not unequal else 'all but ' + ', '.join(unequal)}"
+    )
+    steps = [
+        _say_step(*case) for case in zip(("none", "auto"), (plain, fitting), found, strict=True)
+    ]
+    result = {
+        "torch": torch.__version__,
+        "target": target.rpartition(":")[2],
+        "ranks": RANKS,
+        "budget": budget,
+    }
     result |= {"rows": rows, "unequal_gradients": unequal, "steps": steps}
     if not sys.argv[1:]:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -114,14 +135,31 @@ def main() -> None:
 
 def _planned(target: str, path: Path, *options: str) -> Plan:
     """What `pipecompile plan` writes."""
-    words = ["plan", target, "-k", str(RANKS), "--microbatches", str(MICROBATCHES), "-o", str(path), *options]
+    words = [
+        "plan",
+        target,
+        "-k",
+        str(RANKS),
+        "--microbatches",
+        str(MICROBATCHES),
+        "-o",
+        str(path),
+        *options,
+    ]
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "pipecompile", *words], check=True, stdout=subprocess.DEVNULL)
-    print(f"pipecompile {' '.join(words[:6])} {' '.join(options)}: {time.perf_counter() - began:.0f} s", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "pipecompile", *words], check=True, stdout=subprocess.DEVNULL
+    )
+    print(
+        f"pipecompile {' '.join(words[:6])} {' '.join(options)}: {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
     return read(path, Plan)
 
 
-def _rows(policy: str, plan: Plan, found: list[Outcome], budget: int | None) -> list[dict[str, Any]]:
+def _rows(
+    policy: str, plan: Plan, found: list[Outcome], budget: int | None
+) -> list[dict[str, Any]]:
     header = ("recompute", "rank", "regions", "expected", "measured", "error", "bound")
     print("\n{:9} {:>4} {:>7} {:>12} {:>12} {:>7} {:>12} in budget".format(*header))
     rows = []
@@ -130,8 +168,16 @@ def _rows(policy: str, plan: Plan, found: list[Outcome], budget: int | None) -> 
         expected, bound = memory.total.expected, memory.total.bound
         fits = "" if budget is None else "yes" if measured <= budget else "NO"
         error = expected / measured - 1
-        print(f"{policy:9} {rank:4} {regions:7} {expected:12,} {measured:12,} {error:+7.2%} {bound:12,} {fits}")
-        row = {"recompute": policy, "rank": rank, "regions": regions, "expected": expected, "measured": measured}
+        print(
+            f"{policy:9} {rank:4} {regions:7} {expected:12,} {measured:12,} {error:+7.2%} {bound:12,} {fits}"
+        )
+        row = {
+            "recompute": policy,
+            "rank": rank,
+            "regions": regions,
+            "expected": expected,
+            "measured": measured,
+        }
         rows.append({**row, "bound": bound})
     return rows
 
@@ -145,8 +191,12 @@ def _gradients(found: list[Outcome]) -> dict[str, set[str]]:
 def _say_step(policy: str, plan: Plan, found: list[Outcome]) -> dict[str, Any]:
     """A step lasts from its first beginning to its last end: the ranks of one machine share a clock."""
     steps = zip(*(outcome.moments for outcome in found), strict=True)
-    measured = statistics.median(max(end for _, end in step) - min(began for began, _ in step) for step in steps)
-    again = sum(stage.recompute_ns for stage in plan.stages) / sum(stage.forward_ns for stage in plan.stages)
+    measured = statistics.median(
+        max(end for _, end in step) - min(began for began, _ in step) for step in steps
+    )
+    again = sum(stage.recompute_ns for stage in plan.stages) / sum(
+        stage.forward_ns for stage in plan.stages
+    )
     print(
         f"recompute {policy}: step predicted {plan.prediction.step_ns / 1e6:.1f} ms, measured {measured / 1e6:.1f} ms; "
         f"{again:.1%} of the forwards are computed again"

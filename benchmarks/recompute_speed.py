@@ -22,18 +22,22 @@ import transformers
 from torch import Tensor
 
 from benchmarks.recompute import STAGES, Stage, held
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.memory.choose import cheapest
+from pipecompile.recompute.choice import cheapest
 
 RESULT = Path(__file__).parent / "results" / "recompute_speed.json"
 BUDGETS = range(95, 25, -5)  # in % of what saving everything takes
 LAYERS, RANKS, MICROBATCHES, MEMORY, COSTS = 96, 8, 16, "8GiB", "roofline:h100"
-MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = 2.0, 0.02, 60.0  # the first is asked of one block: all take no more
+MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = (
+    2.0,
+    0.02,
+    60.0,
+)  # the first is asked of one block: all take no more
 
 
 def main() -> None:
@@ -42,7 +46,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = [row for name, make in STAGES.items() for row in _queries(name, make())]
     rows.append(_planned())
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+    RESULT.write_text(
+        json.dumps({"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def _queries(name: str, stage: Stage) -> Iterator[dict[str, Any]]:
@@ -55,8 +61,16 @@ def _queries(name: str, stage: Stage) -> Iterator[dict[str, Any]]:
         cheapest(stage.tape, stage.blocks, 4, everything * budget // 100)
         seconds.append(time.perf_counter() - began)
     first, *others = seconds
-    yield _verdict(f"{name}, {blocks} blocks: the first budget, with the menus of all blocks", first, MENU_SECONDS)
-    yield _verdict(f"{name}: a budget after that, median of {len(others)}", statistics.median(others), QUERY_SECONDS)
+    yield _verdict(
+        f"{name}, {blocks} blocks: the first budget, with the menus of all blocks",
+        first,
+        MENU_SECONDS,
+    )
+    yield _verdict(
+        f"{name}: a budget after that, median of {len(others)}",
+        statistics.median(others),
+        QUERY_SECONDS,
+    )
     yield _verdict(f"{name}: a budget after that, longest", max(others), QUERY_SECONDS)
 
 
@@ -66,19 +80,33 @@ def _loss(output: Any, tokens: Tensor) -> Tensor:
 
 def _planned() -> dict[str, Any]:
     """From the costs to the plan, as `pipecompile plan` does."""
-    config = transformers.GPT2Config(n_positions=1024, n_embd=2048, n_layer=LAYERS, n_head=16, use_cache=False)
+    config = transformers.GPT2Config(
+        n_positions=1024, n_embd=2048, n_layer=LAYERS, n_head=16, use_cache=False
+    )
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
         tokens = torch.empty(MICROBATCHES, 1024, dtype=torch.int64)
     target = Target(model, arguments_of(model, {"input_ids": tokens}), _loss, tokens)
     options = options_for(
-        target, k=RANKS, microbatches=MICROBATCHES, costs=COSTS, schedule="1f1b", recompute="auto", memory=MEMORY
+        target,
+        k=RANKS,
+        microbatches=MICROBATCHES,
+        costs=COSTS,
+        schedule="1f1b",
+        recompute="auto",
+        memory=MEMORY,
     )
     captured = capture_target(target, options, verify=False)
     graph = cost_graph(target, COSTS, MICROBATCHES, captured)
     shapes = [tuple(value.shape) for value in captured.capture.inputs.flatten(captured.sample)]
     began = time.perf_counter()
-    plan = draft(graph, options, graph_digest=captured.digest, capture=captured.provenance, microbatch_shapes=shapes)
+    plan = draft(
+        graph,
+        options,
+        graph_digest=captured.digest,
+        capture=captured.provenance,
+        microbatch_shapes=shapes,
+    )
     seconds = time.perf_counter() - began
     recomputing = sum(bool(stage.regions) for stage in plan.stages)
     text = f"GPT-2 of {LAYERS} layers, {len(graph.nodes)} nodes, k={RANKS}, {MEMORY}, regions in {recomputing} stages"
@@ -86,7 +114,10 @@ def _planned() -> dict[str, Any]:
 
 
 def _verdict(text: str, seconds: float, most: float) -> dict[str, Any]:
-    print(f"{text}: {seconds:.3f} s, at most {most}: {'holds' if seconds <= most else 'DOES NOT HOLD'}", flush=True)
+    print(
+        f"{text}: {seconds:.3f} s, at most {most}: {'holds' if seconds <= most else 'DOES NOT HOLD'}",
+        flush=True,
+    )
     return {"what": text, "seconds": round(seconds, 4), "at_most": most}
 
 

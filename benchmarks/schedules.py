@@ -22,15 +22,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipecompile.ir.problem import ScheduleProblem
-from pipecompile.ir.serde import read
+from pipecompile.ir.schedule_problem import ScheduleProblem
+from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import Problem, Work, problem_of
 from pipecompile.schedule.search import Found, Named, best_named, search
-from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.simulator import simulate
 
 ROOT = Path(__file__).parents[1]
 INSTANCES = ROOT.parent / "shared" / "instances" / "schedule"
@@ -53,11 +53,20 @@ T = TypeVar("T")
 def main(names: list[str]) -> None:
     """Prints and writes the tables of these groups, or of all."""
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    result |= {"python": platform.python_version(), "processors": os.cpu_count(), "seconds_of_work": SECONDS}
+    result |= {
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "seconds_of_work": SECONDS,
+    }
     for name in names or list(GROUPS):
         result[name] = GROUPS[name]() or result.get(name, [])
         RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    violations = [text for name in names or GROUPS for row in result[name] for text in row.get("violations", ())]
+    violations = [
+        text
+        for name in names or GROUPS
+        for row in result[name]
+        for text in row.get("violations", ())
+    ]
     if violations:
         raise SystemExit("\n".join(violations))
 
@@ -75,7 +84,9 @@ def instances() -> list[Row]:
     for name, problem, best in _published():
         rows.append(row := _compare(name, problem, best))
         figures = f"{row['bound_ns'] / 1e6:8.2f} {row['searched']:8.4f} {row['best_known']:7.4f} {row['seconds']:7.1f}"
-        named = " ".join(_cell(other, entry["ratio"], entry["fits"]) for other, entry in row["named"].items())
+        named = " ".join(
+            _cell(other, entry["ratio"], entry["fits"]) for other, entry in row["named"].items()
+        )
         print(f"{name:26} {figures}  {named}", flush=True)
     return rows
 
@@ -86,7 +97,11 @@ def _published() -> Iterator[tuple[str, Problem, int]]:
         print("the schedule instances are not here; skipped")
         return
     for name, best in json.loads(known.read_text())["cases"].items():
-        yield name, problem_of(read(INSTANCES / f"{name}.json", ScheduleProblem)), best["best_found_ns"]
+        yield (
+            name,
+            problem_of(read(INSTANCES / f"{name}.json", ScheduleProblem)),
+            best["best_found_ns"],
+        )
 
 
 @cache
@@ -113,7 +128,9 @@ def _entry(order: Named, found: Found) -> Row:
     return {"ratio": round(order.value / found.bound, 4), "fits": order.fits}
 
 
-def _violations(name: str, found: Found, best: Named | None, known: int, seconds: float) -> Iterator[str]:
+def _violations(
+    name: str, found: Found, best: Named | None, known: int, seconds: float
+) -> Iterator[str]:
     if best is not None and found.value > best.value:
         yield f"{name}: searched {found.value}, but {best.schedule.name} has {best.value}"
     if found.value > known * ALLOWED_OVER_KNOWN:
@@ -135,10 +152,18 @@ def table_5() -> list[Row]:
     rows = []
     for setting in json.loads(TABLE_5.read_text())["rows"]:
         ours, published = dict(_rates(setting)), setting["published"]
-        rows.append({key: setting[key] for key in ("model", "p", "m")} | {"published": published, "ours": ours})
-        cells = (f"{published[label]:.4f} {ours[label]:.4f} {ours[label] - published[label]:+.4f}" for label in ours)
+        rows.append(
+            {key: setting[key] for key in ("model", "p", "m")}
+            | {"published": published, "ours": ours}
+        )
+        cells = (
+            f"{published[label]:.4f} {ours[label]:.4f} {ours[label] - published[label]:+.4f}"
+            for label in ours
+        )
         print(
-            f"{setting['model']:6} {setting['p']:4} {setting['m']:4} " + " ".join(f"{c:>23}" for c in cells), flush=True
+            f"{setting['model']:6} {setting['p']:4} {setting['m']:4} "
+            + " ".join(f"{c:>23}" for c in cells),
+            flush=True,
         )
     return rows
 
@@ -156,13 +181,19 @@ def _rates(setting: Row) -> Iterator[tuple[str, float]]:
 
 def _of_table_5(setting: Row, chunks: int) -> Problem:
     """Times in ns; those of a rank are divided over its chunks."""
-    forward, inputs, weights, hop = (round(setting[key] * 1e6) for key in ("TF", "TB", "TW", "Tcomm"))
+    forward, inputs, weights, hop = (
+        round(setting[key] * 1e6) for key in ("TF", "TB", "TW", "Tcomm")
+    )
     times = (forward // chunks, (inputs + weights) // chunks, inputs // chunks, weights // chunks)
     work = Work(*times, kept_bytes=2, between_bytes=1)
-    return _linked(place("loop", setting["p"], chunks), setting["m"], [work] * (setting["p"] * chunks), hop)
+    return _linked(
+        place("loop", setting["p"], chunks), setting["m"], [work] * (setting["p"] * chunks), hop
+    )
 
 
-def _linked(placement: tuple[int, ...], microbatches: int, work: Sequence[Work], hop: int) -> Problem:
+def _linked(
+    placement: tuple[int, ...], microbatches: int, work: Sequence[Work], hop: int
+) -> Problem:
     hops = (hop,) * (len(placement) - 1)
     return Problem(placement, microbatches, tuple(work), hops, hops, gradient=(True,) * len(hops))
 
@@ -183,7 +214,9 @@ def placements() -> list[Row]:
     rows = []
     for family, values in found.items():
         best = min(values.values())
-        rows.append({"name": family} | {shape: round(value / best, 4) for shape, value in values.items()})
+        rows.append(
+            {"name": family} | {shape: round(value / best, 4) for shape, value in values.items()}
+        )
         cells = " ".join(f"{rows[-1][shape]:8.4f}" for shape in ("lin", "loop", "v"))
         print(f"{family:26} {cells}  {min(values, key=lambda shape: values[shape])}", flush=True)
     return rows
@@ -196,7 +229,10 @@ def scale() -> list[Row]:
         f"\nscale: {ranks} ranks, {microbatches} microbatches; the best named one and searched over the bound; seconds"
     )
     heads = ("search", "simulate", "lower", "check")
-    print(f"{'costs':10} {'memory':7} {'named':>8} {'searched':>8} " + " ".join(f"{head:>8}" for head in heads))
+    print(
+        f"{'costs':10} {'memory':7} {'named':>8} {'searched':>8} "
+        + " ".join(f"{head:>8}" for head in heads)
+    )
     rows = []
     for costs in ("equal", "±20 %"):
         for memory in ("1f1b's", "any"):
@@ -232,7 +268,12 @@ def _measure(problem: Problem) -> Row:
         "bound_ns": found.bound,
         "named": round(best.value / found.bound, 4),
         "searched": round(found.value / found.bound, 4),
-        "seconds": {"search": searching, "simulate": simulating, "lower": lowering, "check": checking},
+        "seconds": {
+            "search": searching,
+            "simulate": simulating,
+            "lower": lowering,
+            "check": checking,
+        },
     }
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
-from pipecompile.ir.modules import block_of
+from pipecompile.ir.module_paths import block_of
 
 __all__ = ["LEAST", "tiled"]
 
@@ -56,8 +56,12 @@ class _Tiling:
             )
         source = self.source
         nodes = [self._node(source.nodes[index], to) for index, to in self._moved(self._node_homes)]
-        tensors = [self._tensor(source.tensors[index], to) for index, to in self._moved(self._tensor_homes)]
-        gradients = [self._gradient(source.gradients[index], to) for index, to in self._new_gradients]
+        tensors = [
+            self._tensor(source.tensors[index], to) for index, to in self._moved(self._tensor_homes)
+        ]
+        gradients = [
+            self._gradient(source.gradients[index], to) for index, to in self._new_gradients
+        ]
         storages = [index for index, _ in self._moved(self._storage_homes)]
         return replace(
             source,
@@ -97,7 +101,9 @@ class _Tiling:
 
     @cached_property
     def _home(self) -> dict[str, _Home]:
-        return {node.name: home for node, home in zip(self.source.nodes, self._node_homes, strict=True)}
+        return {
+            node.name: home for node, home in zip(self.source.nodes, self._node_homes, strict=True)
+        }
 
     @cached_property
     def _tensor_homes(self) -> list[_Home]:
@@ -120,7 +126,9 @@ class _Tiling:
     def _gradient_homes(self) -> list[_Home]:
         return _numbered(self._home[gradient.producer].layer for gradient in self.source.gradients)
 
-    def _moved(self, homes: Sequence[_Home], *, backward: bool = False) -> Iterator[tuple[int, int]]:
+    def _moved(
+        self, homes: Sequence[_Home], *, backward: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Indices of things with the layer where each will be, layer by layer; those of a `backward` from the last."""
         found: dict[int, list[int]] = defaultdict(list)
         for index, home in enumerate(homes):
@@ -155,7 +163,9 @@ class _Tiling:
     def _from(self, home: _Home, layer: int, to: int) -> _Home:
         """What lies at `home` as something in `layer` sees it, once that is in layer `to`."""
         if abs(home.layer - layer) > 1:
-            raise ValueError(f"something in layer {layer} names what lies in layer {home.layer}: this cannot be tiled")
+            raise ValueError(
+                f"something in layer {layer} names what lies in layer {home.layer}: this cannot be tiled"
+            )
         return _Home(home.layer + to - layer, home.place)
 
     def _named(self, name: str, layer: int, to: int) -> str:
@@ -171,7 +181,11 @@ class _Tiling:
     @cached_property
     def _outside(self) -> dict[_Home, str]:
         ends = {BEFORE: BEFORE, self._last + 1: self.layers}
-        return {_Home(ends[home.layer], home.place): name for name, home in self._home.items() if home.layer in ends}
+        return {
+            _Home(ends[home.layer], home.place): name
+            for name, home in self._home.items()
+            if home.layer in ends
+        }
 
     def _stored(self, storage: int, layer: int, to: int) -> int:
         return self._new_storages[self._from(self._storage_homes[storage], layer, to)]
@@ -206,8 +220,12 @@ class _Tiling:
             readers=tuple(self._named(name, layer, to) for name in gradient.readers),
             captured=tuple(self._named(name, layer, to) for name in gradient.captured),
             joined=tuple(self._named(name, layer, to) for name in gradient.joined),
-            given=tuple(tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given),
-            turned=tuple(tuple(self._named(name, layer, to) for name in pair) for pair in gradient.turned),
+            given=tuple(
+                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given
+            ),
+            turned=tuple(
+                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.turned
+            ),
             continues=None
             if before is None
             else self._gradient_places[self._from(self._gradient_homes[before], layer, to)],

@@ -30,7 +30,7 @@ from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime.probe import probe
-from pipecompile.schedule.simulate import simulate_plan
+from pipecompile.schedule.simulator import simulate_plan
 from tests.distributed.workers import Workers
 
 NAMES = ("mlp", "gpt2", "bert", "t5", "llama", "vit", "resnet", "unet")
@@ -49,20 +49,39 @@ KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 def main() -> None:
     """Prints and writes the table."""
     torch.set_num_threads(1)
-    print(f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10} {'measured':>10} {'error':>7} over unsplit")
+    print(
+        f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10} {'measured':>10} {'error':>7} over unsplit"
+    )
     with _two_ranks() as ranks:
         rows = [row for name in NAMES for row in (one_process(name), *ranks(name))]
-    summary = {runs_on: _summary(runs_on, rows) for runs_on in dict.fromkeys(row["runs_on"] for row in rows)}
-    result = {"torch": torch.__version__, "device": "cpu", "threads_per_rank": 1, "summary": summary, "rows": rows}
+    summary = {
+        runs_on: _summary(runs_on, rows)
+        for runs_on in dict.fromkeys(row["runs_on"] for row in rows)
+    }
+    result = {
+        "torch": torch.__version__,
+        "device": "cpu",
+        "threads_per_rank": 1,
+        "summary": summary,
+        "rows": rows,
+    }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _summary(runs_on: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    errors = {row["model"]: abs(row["predicted_over_measured"] - 1) for row in rows if row["runs_on"] == runs_on}
+    errors = {
+        row["model"]: abs(row["predicted_over_measured"] - 1)
+        for row in rows
+        if row["runs_on"] == runs_on
+    }
     worst = max(errors, key=errors.__getitem__)
     median = statistics.median(errors.values())
     print(f"{runs_on}: median error {median:.1%}, worst {errors[worst]:.1%} ({worst})")
-    return {"median_error": round(median, 3), "worst_error": round(errors[worst], 3), "worst_model": worst}
+    return {
+        "median_error": round(median, 3),
+        "worst_error": round(errors[worst], 3),
+        "worst_model": worst,
+    }
 
 
 def one_process(name: str) -> dict[str, Any]:
@@ -72,7 +91,9 @@ def one_process(name: str) -> dict[str, Any]:
     pipeline = _pipeline(target, "1f1b")
     reference = reference_for(twin, pipeline.plan)
     own = _median_ns(lambda: _step(pipeline, target))
-    turns = _alternating(lambda: _step(pipeline, target), lambda: reference.step(twin, MICROBATCHES))
+    turns = _alternating(
+        lambda: _step(pipeline, target), lambda: reference.step(twin, MICROBATCHES)
+    )
     return _row(name, ONE, pipeline.plan, sum_of_ranks_ns(pipeline.plan), own, turns)
 
 
@@ -88,7 +109,8 @@ def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             yield lambda name: [
-                _of_ranks(workers.run(2, two_ranks, name, s, folder=folder), name, s) for s in SCHEDULES
+                _of_ranks(workers.run(2, two_ranks, name, s, folder=folder), name, s)
+                for s in SCHEDULES
             ]
         finally:
             workers.close()
@@ -108,16 +130,25 @@ def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
     return pipeline.plan, moments[WARM_UPS:]
 
 
-def _of_ranks(found: list[tuple[Plan, list[tuple[int, int]]]], name: str, schedule: str) -> dict[str, Any]:
+def _of_ranks(
+    found: list[tuple[Plan, list[tuple[int, int]]]], name: str, schedule: str
+) -> dict[str, Any]:
     """A step lasts from its first beginning to its last end: the ranks of one machine share a clock."""
     plan = found[0][0]
     steps = zip(*(moments for _, moments in found), strict=True)
     times = [max(end for _, end in step) - min(began for began, _ in step) for step in steps]
-    return _row(name, f"2 ranks, {schedule}", plan, plan.prediction.step_ns, statistics.median(times), None)
+    return _row(
+        name, f"2 ranks, {schedule}", plan, plan.prediction.step_ns, statistics.median(times), None
+    )
 
 
 def _row(
-    name: str, runs_on: str, plan: Plan, predicted: float, own: float, turns: tuple[float, float] | None
+    name: str,
+    runs_on: str,
+    plan: Plan,
+    predicted: float,
+    own: float,
+    turns: tuple[float, float] | None,
 ) -> dict[str, Any]:
     nodes = sum(len(stage.nodes) for stage in plan.stages)
     ratio = None if turns is None else turns[0] / turns[1]
@@ -126,7 +157,12 @@ def _row(
         f"{'' if ratio is None else format(ratio, '8.2f')}",
         flush=True,
     )
-    row = {"model": name, "nodes": nodes, "runs_on": runs_on, "predicted_over_measured": round(predicted / own, 3)}
+    row = {
+        "model": name,
+        "nodes": nodes,
+        "runs_on": runs_on,
+        "predicted_over_measured": round(predicted / own, 3),
+    }
     row |= {"predicted_ms": round(predicted / 1e6, 1), "measured_ms": round(own / 1e6, 1)}
     return row if ratio is None else {**row, "pipelined_over_unsplit": round(ratio, 3)}
 
@@ -178,5 +214,9 @@ def _alternating(first: Callable[[], object], second: Callable[[], object]) -> t
 
 if __name__ == "__main__":
     if not KEPT_MEMORY.items() <= os.environ.items():  # they are read when a process begins
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.time_prediction"], {**os.environ, **KEPT_MEMORY})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "benchmarks.time_prediction"],
+            {**os.environ, **KEPT_MEMORY},
+        )
     main()

@@ -37,7 +37,10 @@ def main(names: list[str]) -> None:
     for name in names or MODELS:
         found[name] = row = measure(name)
         stages = "+".join(map(str, row["nodes"]))
-        print(f"{name:18} {stages:20} {row['seconds']:7.1f} {row['worst']!s:>8.8}  {_answer(row)}", flush=True)
+        print(
+            f"{name:18} {stages:20} {row['seconds']:7.1f} {row['worst']!s:>8.8}  {_answer(row)}",
+            flush=True,
+        )
     models = {name: found[name] for name in MODELS if name in found}
     print(f"\npassed {sum(row['passed'] for row in models.values())}/{len(models)}")
     setting = {"torch": torch.__version__, "k": STAGES, "microbatches": MICROBATCHES}
@@ -47,7 +50,11 @@ def main(names: list[str]) -> None:
 def _answer(row: Row) -> str:
     if "error" in row:
         return str(row["error"])
-    return f"equal to {' and '.join(row['references'])}" if row["passed"] else f"{row['differs']} differs"
+    return (
+        f"equal to {' and '.join(row['references'])}"
+        if row["passed"]
+        else f"{row['differs']} differs"
+    )
 
 
 def measure(name: str) -> Row:
@@ -57,7 +64,12 @@ def measure(name: str) -> Row:
         found = _verified(Target.of(MODELS[name](), name))
     except Exception as error:
         line = next(iter(str(error).strip().splitlines()), "")
-        found = {"passed": False, "error": f"{type(error).__name__}: {line}"[:300], "worst": None, "nodes": []}
+        found = {
+            "passed": False,
+            "error": f"{type(error).__name__}: {line}"[:300],
+            "worst": None,
+            "nodes": [],
+        }
     return found | {"seconds": round(time.perf_counter() - began, 2)}
 
 
@@ -65,10 +77,14 @@ def _verified(target: Target) -> Row:
     target.model.train()
     plan, comparisons = verify(target, k=STAGES, microbatches=MICROBATCHES, costs="flops")
     counts = Counter(plan.assignment.values())
-    worst = max((comparison.worst for comparison in comparisons), key=lambda difference: difference.relative)
+    worst = max(
+        (comparison.worst for comparison in comparisons), key=lambda difference: difference.relative
+    )
     return {
         "passed": all(comparison.passed for comparison in comparisons),
-        "worst": worst.relative if math.isfinite(worst.relative) else None,  # None: there on one side alone
+        "worst": worst.relative
+        if math.isfinite(worst.relative)
+        else None,  # None: there on one side alone
         "differs": f"{worst.kind} {worst.name}",
         "references": list(dict.fromkeys(comparison.reference for comparison in comparisons)),
         "nodes": [counts[stage] for stage in range(STAGES)],

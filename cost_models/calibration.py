@@ -47,7 +47,9 @@ def fit(samples: Sequence[Sample], device: Device) -> Device:
     moved = _permille([min(ratios.get(BANDWIDTH, [1.0]))])
     return replace(
         device,
-        peak_flop_per_s={name: round(1e12 / (rates[name] * compute)) for name in device.peak_flop_per_s},
+        peak_flop_per_s={
+            name: round(1e12 / (rates[name] * compute)) for name in device.peak_flop_per_s
+        },
         bandwidth_bytes_per_s=round(1e12 / (rates[BANDWIDTH] * moved)),
         compute_permille=compute,
         bandwidth_permille=moved,
@@ -93,7 +95,9 @@ def _ratios(samples: Sequence[Sample], rates: Rates, device: Device) -> dict[str
     for sample in samples:
         decided: Rates = {}
         for kernel in sample.kernels:
-            times = {name: amount * rates[name] for name, amount in _amounts(kernel, device).items()}
+            times = {
+                name: amount * rates[name] for name, amount in _amounts(kernel, device).items()
+            }
             longest = max(times, key=times.__getitem__)
             decided[longest] = decided.get(longest, 0.0) + times[longest]
         if decided:

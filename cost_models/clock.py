@@ -57,7 +57,9 @@ class Clock:
 
     def between_ns(self, start: Any, end: Any) -> int:
         """The nanoseconds between two marks; on a GPU after `wait`."""
-        return round(start.elapsed_time(end) * 1e6) if self.device.type == "cuda" else int(end - start)
+        return (
+            round(start.elapsed_time(end) * 1e6) if self.device.type == "cuda" else int(end - start)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import msgspec
 
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import FusedType
-from pipecompile.ir.serde import NonNegative, Positive, Value, decode, read
+from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
 __all__ = ["Device", "load_device", "named_devices"]
 
@@ -50,10 +50,14 @@ class Device(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if "float32" not in self.peak_flop_per_s:
-            raise ValueError(f"device {self.name!r} has no peak for float32, by which others are judged")
+            raise ValueError(
+                f"device {self.name!r} has no peak for float32, by which others are judged"
+            )
         for figure in FIGURES:
             if not self.sources.get(figure):
-                raise ValueError(f"device {self.name!r} does not say in sources where its {figure} comes from")
+                raise ValueError(
+                    f"device {self.name!r} does not say in sources where its {figure} comes from"
+                )
 
 
 @cache
@@ -70,4 +74,6 @@ def load_device(text: str) -> Device:
     if Path(text).is_file():
         return read(text, Device)
     names = ", ".join(named_devices())
-    raise InputError(f"{text!r} is neither a device nor a device file; choose one of {names}, or run calibrate -o FILE")
+    raise InputError(
+        f"{text!r} is neither a device nor a device file; choose one of {names}, or run calibrate -o FILE"
+    )

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial, size_bytes
+from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial
+from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
 __all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
@@ -20,12 +21,19 @@ FLOPS_PER_NS = 10_000  # 10 TFLOP/s
 BYTES_PER_NS = 1_000  # 1 TB/s
 
 
-def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+def _attention(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
 def _attention_backward(
-    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+    gradient: torch.Size,
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    *_: object,
+    **__: object,
 ) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from pipecompile.cost_models.flops import CPU_ATTENTION
-from pipecompile.cost_models.protocol import Call, Trial, tensors
+from pipecompile.cost_models.protocol import Call, Trial
+from pipecompile.graph.storages import tensors
 
 __all__ = ["Kernel", "Launches", "launches"]
 
@@ -81,7 +82,11 @@ class _Recorder(TorchDispatchMode):
         self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         value = func(*args, **(kwargs or {}))
         kernel = _kernel(func, args, kwargs or {}, value)
@@ -90,7 +95,9 @@ class _Recorder(TorchDispatchMode):
         return value
 
 
-def _kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any) -> Kernel | None:
+def _kernel(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
+) -> Kernel | None:
     """What `func` launched; None where it allocates, or answers with views or no tensor at all."""
     operator = func._overloadpacket.__name__
     read, written = tensors((args, kwargs)), tensors(value)
@@ -101,11 +108,18 @@ def _kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], va
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=value))
     if _argument(func, args, kwargs, "is_causal"):
         flops //= 2  # a fused kernel skips the half of the scores that is masked
-    return Kernel(operator, flops, _read_bytes(operator, read, written) + _bytes(written), _compute_type(written))
+    return Kernel(
+        operator,
+        flops,
+        _read_bytes(operator, read, written) + _bytes(written),
+        _compute_type(written),
+    )
 
 
 def _argument(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    places = [place for place, argument in enumerate(func._schema.arguments) if argument.name == name]
+    places = [
+        place for place, argument in enumerate(func._schema.arguments) if argument.name == name
+    ]
     return args[places[0]] if places and places[0] < len(args) else kwargs.get(name)
 
 
@@ -118,7 +132,10 @@ def _read_bytes(operator: str, read: Sequence[Tensor], written: Sequence[Tensor]
 def _bytes(values: Iterable[Tensor]) -> int:
     """What the elements take in memory, where an expanded tensor repeats what it has."""
     distinct = {id(value): value for value in values}.values()
-    return sum(min(value.numel() * value.element_size(), value.untyped_storage().nbytes()) for value in distinct)
+    return sum(
+        min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
+        for value in distinct
+    )
 
 
 def _compute_type(written: Sequence[Tensor]) -> str:

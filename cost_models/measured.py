@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipecompile.cost_models.clock import Clock, Sample, settled
-from pipecompile.cost_models.lent import lent, without_hooks
+from pipecompile.cost_models.placement import lent, without_hooks
 from pipecompile.cost_models.protocol import Call, Cost, Trial
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
@@ -60,7 +60,9 @@ class Measured:
     @property
     def spread(self) -> float:
         """The median of what was measured: between the quartiles of its times, relative to their median."""
-        return median([sample.spread_ns / max(1, sample.median_ns) for sample in self.samples] or [0.0])
+        return median(
+            [sample.spread_ns / max(1, sample.median_ns) for sample in self.samples] or [0.0]
+        )
 
     def cost(self, call: Call) -> Cost:
         """The cost of `call`, whose tensors are real; no `.grad` is touched."""
@@ -95,12 +97,18 @@ class Measured:
         self.samples.append(sample)
         return sample.median_ns
 
-    def _workspace_bytes(self, call: Call, trial: Trial, sources: Sequence[GradientEdge]) -> int | None:
+    def _workspace_bytes(
+        self, call: Call, trial: Trial, sources: Sequence[GradientEdge]
+    ) -> int | None:
         """Of the forward or the backward, whichever takes more; None on a CPU, whose allocator does not say."""
         if self.device.type != "cuda":
             return None
         forward = _taken_bytes(self.device, lambda: call.bind(call.fresh())())
-        return max(forward, _taken_bytes(self.device, lambda: trial.backward(sources))) if sources else forward
+        return (
+            max(forward, _taken_bytes(self.device, lambda: trial.backward(sources)))
+            if sources
+            else forward
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,9 @@ class Recalled:
         return self.costs[call.node.name]
 
 
-def _timed(device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]) -> list[int]:
+def _timed(
+    device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]
+) -> list[int]:
     """The times of `count` runs, queued without waiting in between."""
     clock, flush = Clock(device), _flusher(device)
     marks, queued = [], []
@@ -132,7 +142,9 @@ def _timed(device: torch.device, count: int, prepare: Callable[[], T], action: C
         marks.append((start, clock.mark()))
     clock.wait()
     times = [clock.between_ns(start, end) for start, end in marks]
-    return times if device.type != "cuda" else [max(pair) for pair in zip(times, queued, strict=True)]
+    return (
+        times if device.type != "cuda" else [max(pair) for pair in zip(times, queued, strict=True)]
+    )
 
 
 def _flusher(device: torch.device) -> Callable[[], object]:
@@ -166,8 +178,16 @@ def _on(device: torch.device, call: Call) -> Iterator[Call]:
     if all(home.type == device.type for home in homes):
         yield call
         return
-    arguments = tuple(value.to(device).requires_grad_(value.requires_grad) for value in map(_detached, call.arguments))
-    with lent(call.parameters, device), _cast_as_on_cpu(device, call.node), torch.device(device), _Redirected(device):
+    arguments = tuple(
+        value.to(device).requires_grad_(value.requires_grad)
+        for value in map(_detached, call.arguments)
+    )
+    with (
+        lent(call.parameters, device),
+        _cast_as_on_cpu(device, call.node),
+        torch.device(device),
+        _Redirected(device),
+    ):
         yield replace(call, arguments=arguments)
 
 
@@ -184,7 +204,9 @@ class _Redirected(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.device, lambda named: self.device if named.type == "cpu" else named, (args, kwargs or {})
+            torch.device,
+            lambda named: self.device if named.type == "cpu" else named,
+            (args, kwargs or {}),
         )
         if kwargs.get("device") == "cpu":
             kwargs["device"] = self.device

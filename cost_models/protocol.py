@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipecompile.graph.storages import tensors
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["FREE", "Call", "Cost", "CostModel", "Trial", "size_bytes", "tensors"]
+__all__ = ["FREE", "Call", "Cost", "CostModel", "Trial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Cost:
     """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters.
 
     `workspace_bytes` is the scratch that its kernels were seen to take beside tensors that fake ones show; None where
-    nobody looked, and profiling/scratch.py has to know.
+    nobody looked, and profiling/kernel_scratch.py has to know.
     """
 
     forward_ns: int
@@ -68,7 +68,9 @@ class Trial:
 
     def backward(self, sources: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """The gradients of `sources`, of which there is at least one; no `.grad` is touched."""
-        return torch.autograd.grad(self.outputs, sources, self.gradients, retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(
+            self.outputs, sources, self.gradients, retain_graph=True, allow_unused=True
+        )
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,21 @@ class Call:
         """Calls of equal signature cost the same: one operator, configured alike, on tensors that differ in values."""
         layouts = (tuple(map(_layout, self.arguments)), tuple(map(_layout, self.parameters)))
         weights = tuple(parameter.requires_grad for parameter in self.parameters)
-        return self.operator, self.configuration, layouts, self.differentiable, weights, self.mutates
+        return (
+            self.operator,
+            self.configuration,
+            layouts,
+            self.differentiable,
+            weights,
+            self.mutates,
+        )
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The arguments that receive a gradient."""
-        return tuple(a for a, wanted in zip(self.arguments, self.differentiable, strict=True) if wanted)
+        return tuple(
+            a for a, wanted in zip(self.arguments, self.differentiable, strict=True) if wanted
+        )
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -121,7 +132,9 @@ class Call:
         """Runs the node once on fresh arguments, for its backward."""
         arguments = self.fresh()
         # Edges, not tensors: an in-place node moves its argument's history, the edge stays where the value entered.
-        inputs = tuple(get_gradient_edge(argument) for argument in arguments if argument.requires_grad)
+        inputs = tuple(
+            get_gradient_edge(argument) for argument in arguments if argument.requires_grad
+        )
         outputs = tuple(output for output in self.run(arguments) if output.requires_grad)
         if not outputs:
             return Trial((), (), (), ())
@@ -131,13 +144,3 @@ class Call:
 
 def _layout(value: Tensor) -> Hashable:
     return tuple(value.shape), value.stride(), value.dtype, value.device
-
-
-def tensors(value: Any) -> tuple[Tensor, ...]:
-    """The tensors in a nested value, in order."""
-    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def size_bytes(values: Iterable[Tensor]) -> int:
-    """The bytes of the elements of `values`, each tensor by itself, whatever storage they share."""
-    return sum(value.numel() * value.element_size() for value in values)

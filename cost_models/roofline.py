@@ -71,7 +71,9 @@ class Roofline(OfDevice):
 
 def kernel_ns(kernel: Kernel, device: Device) -> int:
     """The time of one kernel; integers throughout, so that no machine rounds differently."""
-    compute_ns = _ceil_ns(kernel.flops, device.peak_flop_per_s[units(kernel, device)], device.compute_permille)
+    compute_ns = _ceil_ns(
+        kernel.flops, device.peak_flop_per_s[units(kernel, device)], device.compute_permille
+    )
     memory_ns = _ceil_ns(kernel.bytes, device.bandwidth_bytes_per_s, device.bandwidth_permille)
     return max(compute_ns, memory_ns, device.launch_ns)
 

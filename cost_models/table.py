@@ -13,7 +13,7 @@ from torch import fx
 from pipecompile.cost_models.protocol import Call, Cost
 from pipecompile.errors import InputError, StaleProfileError
 from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node
-from pipecompile.ir.serde import read
+from pipecompile.ir.serialization import read
 
 __all__ = ["CostFunction", "Function", "Table"]
 
@@ -66,7 +66,9 @@ class Table:
     def cost(self, call: Call) -> Cost:
         """What the node of that name costs; InputError if there is none."""
         if call.node.name not in self.graph.by_name:
-            raise InputError(f"{self.name} has no node {call.node.name!r}; it is of another model, profile again")
+            raise InputError(
+                f"{self.name} has no node {call.node.name!r}; it is of another model, profile again"
+            )
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
         # A graph from elsewhere may leave scratch out, which then reads as 0.
@@ -76,7 +78,10 @@ class Table:
     def finished(self, graph: CostGraph) -> CostGraph:
         """`graph` with what a step takes once as the table's nodes of the same names have it."""
         known = self.graph.by_name
-        nodes = (msgspec.structs.replace(node, finish_ns=known[node.name].finish_ns) for node in graph.nodes)
+        nodes = (
+            msgspec.structs.replace(node, finish_ns=known[node.name].finish_ns)
+            for node in graph.nodes
+        )
         return msgspec.structs.replace(graph, nodes=tuple(nodes))
 
 

@@ -20,7 +20,7 @@ from pipecompile.api.compile import pipecompile
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import encode, write
+from pipecompile.ir.serialization import encode, write
 from pipecompile.report.svg import timeline_svg
 from pipecompile.report.text import summary, timeline_text
 from pipecompile.report.trace import trace
@@ -37,15 +37,27 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     torch.set_num_threads(1)  # as each rank has: the number of threads changes how sums round
     target = Target.of(gpt2_small(), "gpt2_small")
-    print("GPT-2 small, 124M parameters, random weights, 8 × 128 tokens, 4 microbatches\n", flush=True)
+    print(
+        "GPT-2 small, 124M parameters, random weights, 8 × 128 tokens, 4 microbatches\n", flush=True
+    )
     plan = make_plan(target)
     print("\ntraining the unsplit model for", STEPS, "steps …", flush=True)
     losses = train_unsplit(target, plan)
     del target
     print("training the pipeline on 4 gloo ranks under torchrun …\n", flush=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "-m", "examples.demo"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        "-m",
+        "examples.demo",
+    ]
     started = time.perf_counter()
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PIPECOMPILE_DEMO_RANK": "1"})
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "PIPECOMPILE_DEMO_RANK": "1"}
+    )
     print(f"({time.perf_counter() - started:.0f} s with start-up; unsplit losses {losses})")
     print(f"\nwritten: {PLAN}, {FOLDER / 'trace.json'}, {FOLDER / 'timeline.svg'}")
     return done.returncode
@@ -53,7 +65,9 @@ def main() -> int:
 
 def make_plan(target: Target) -> Plan:
     """Measures the model on this machine and plans it."""
-    pipeline = pipecompile(target.model, target.call, k=STAGES, loss_fn=target.loss_fn, sample_target=target.targets)
+    pipeline = pipecompile(
+        target.model, target.call, k=STAGES, loss_fn=target.loss_fn, sample_target=target.targets
+    )
     plan, timeline = pipeline.plan, pipeline.simulate()
     write(PLAN, encode(plan))
     write(FOLDER / "trace.json", trace(plan, timeline))
@@ -91,7 +105,9 @@ def train_rank() -> int:
         optimizer.zero_grad()
         loss = pipeline.step(target.call, target.targets)
         unsplit = torch.load(_reference_file(step), mmap=True, weights_only=True)
-        found = compare(pipeline, (unsplit["loss"].item(), loss), unsplit["gradients"], {}, "unsplit")
+        found = compare(
+            pipeline, (unsplit["loss"].item(), loss), unsplit["gradients"], {}, "unsplit"
+        )
         passed = passed and (found.passed if step == 0 else _close(*found.losses))
         if dist.get_rank() == 0:
             print(_line(step, found), flush=True)
@@ -108,7 +124,11 @@ def _line(step: int, found: Comparison) -> str:
     equal = sum(difference.equal for difference in found.differences)
     worst = found.worst
     exact = f"{equal} of {len(found.differences)} gradients equal bit for bit"
-    largest = f"largest difference {worst.relative:.1e} relative, {worst.name}" if not worst.equal else "all equal"
+    largest = (
+        f"largest difference {worst.relative:.1e} relative, {worst.name}"
+        if not worst.equal
+        else "all equal"
+    )
     cause = " (tied: summed over ranks)" if worst.name in found.tied and not worst.equal else ""
     return f"step {step}: loss {found.losses[1]:.6f}, unsplit {found.losses[0]:.6f}; {exact}; {largest}{cause}"
 

@@ -48,7 +48,9 @@ def gpt2_small() -> dict[str, Any]:
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
     """A small GPT-2 with its loss inside the model."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False)
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False
+    )
     tokens = _tokens(512)
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
@@ -56,7 +58,9 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
 def gpt_96_layers() -> tuple[nn.Module, dict[str, Tensor]]:
     """GPT-2 with the 96 layers of GPT-3 and a small width, in memory."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=96, n_head=4, use_cache=False)
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=64, n_embd=64, n_layer=96, n_head=4, use_cache=False
+    )
     tokens = _tokens(512)
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
 
@@ -65,12 +69,20 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     """A small BERT with a padding mask, masked-token loss inside the model."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=128,
     )
     tokens = _tokens(512)
     mask = torch.ones_like(tokens)
     mask[::2, -3:] = 0
-    return transformers.BertForMaskedLM(config), {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    return transformers.BertForMaskedLM(config), {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens,
+    }
 
 
 def t5() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -79,7 +91,11 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.T5Config(
         vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, use_cache=False
     )
-    inputs = {"input_ids": _tokens(512), "decoder_input_ids": _tokens(512, seed=2), "labels": _tokens(512, seed=3)}
+    inputs = {
+        "input_ids": _tokens(512),
+        "decoder_input_ids": _tokens(512, seed=2),
+        "labels": _tokens(512, seed=3),
+    }
     return transformers.T5ForConditionalGeneration(config), inputs
 
 
@@ -113,7 +129,12 @@ def llama_13b() -> dict[str, Any]:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         tokens = torch.empty(4, 2048, dtype=torch.int64)
-    return {"model": model, "sample_input": {"input_ids": tokens}, "targets": tokens, "loss_fn": token_loss}
+    return {
+        "model": model,
+        "sample_input": {"input_ids": tokens},
+        "targets": tokens,
+        "loss_fn": token_loss,
+    }
 
 
 def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -121,7 +142,10 @@ def resnet50() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     config = transformers.ResNetConfig(num_labels=10)  # type: ignore[call-arg]
     labels = torch.arange(BATCH) % 10
-    return transformers.ResNetForImageClassification(config), {"pixel_values": _images(64), "labels": labels}
+    return transformers.ResNetForImageClassification(config), {
+        "pixel_values": _images(64),
+        "labels": labels,
+    }
 
 
 class ConvBlock(nn.Module):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
-__all__ = ["Pass", "apply", "stage_of"]
+__all__ = ["Pass", "apply"]
 
 
 class Pass(Protocol):
@@ -36,9 +36,3 @@ def apply(graph: fx.Graph, passes: Sequence[Pass]) -> None:
         except AssertionError as error:
             raise AssertionError(f"pass {name} failed after passes {done}: {error}") from error
         done.append(name)
-
-
-def stage_of(node: fx.Node) -> int:
-    """The stage that runs `node`."""
-    stage: int = node.meta["stage"]
-    return stage

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from pipecompile.passes.ambient import observed
+from pipecompile.graph.autograd_context import cast_once
+from pipecompile.graph.modules import belongs
+from pipecompile.graph.storages import storage_key
 
-__all__ = ["Group", "belongs", "cast_once", "storage_key"]
+__all__ = ["Group"]
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 
@@ -66,12 +68,6 @@ class Group:
             yield [node for node in nodes if any(belongs(node, name) for name in names)]
 
 
-def belongs(node: fx.Node, name: str) -> bool:
-    """Whether `name` is the node, or a module that the node is or lies in."""
-    path = str(node.target) if node.op == "call_module" else node.meta.get("module", "")
-    return node.name == name or path == name or path.startswith(f"{name}.")
-
-
 def _name(component: Iterable[fx.Node], first: fx.Node) -> str:
     if any(node.op == "placeholder" for node in component):
         return INPUTS
@@ -99,10 +95,20 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     Who reads it later may lie later, since what is sent is what the storage holds when its stage is through. State is
     not sent: all who touch a parameter or buffer that is written to stay together, modules that have it among them.
     """
-    read = (source.meta["val"] for node in nodes for source in node.all_input_nodes if source.op == "get_attr")
-    state = {storage_key(value) for value in (*read, *(each for node in nodes for each in node.meta["state"]))}
+    read = (
+        source.meta["val"]
+        for node in nodes
+        for source in node.all_input_nodes
+        if source.op == "get_attr"
+    )
+    state = {
+        storage_key(value)
+        for value in (*read, *(each for node in nodes for each in node.meta["state"]))
+    }
     touching: dict[int, list[fx.Node]] = {}
-    through: dict[int, int] = {}  # storage → how many of those who touch it do so up to its last write
+    through: dict[
+        int, int
+    ] = {}  # storage → how many of those who touch it do so up to its last write
     for node in nodes:
         written = {storage_key(tensor) for tensor in node.meta["mutates"]}
         for key in _touched(node) | written:
@@ -114,7 +120,12 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def _touched(node: fx.Node) -> set[int]:
     sources = [node, *node.all_input_nodes] if node.op != "output" else node.all_input_nodes
-    values = [leaf for source in sources for leaf in tree_leaves(source.meta["val"]) if isinstance(leaf, Tensor)]
+    values = [
+        leaf
+        for source in sources
+        for leaf in tree_leaves(source.meta["val"])
+        if isinstance(leaf, Tensor)
+    ]
     return {storage_key(value) for value in (*values, *node.meta["state"])}
 
 
@@ -133,26 +144,16 @@ def _gradients(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
             wanted = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
             sources = [each for each in tree_leaves(wanted) if isinstance(each, fx.Node)]
             after = _closure(sources, lambda each: each.users)
-            yield [each for each in nodes if each is node or each in sources or (each in before and each in after)]
+            yield [
+                each
+                for each in nodes
+                if each is node or each in sources or (each in before and each in after)
+            ]
 
 
-def cast_once(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Autocast casts a weight once in an outermost region: its readers' gradients are summed before they are cast back.
-
-    Stages would cast for themselves and sum in float32. Who reads it as it is, an embedding for example, is free.
-    """
-    around = observed()
-    readers: dict[tuple[int, int], list[fx.Node]] = {}
-    for node in nodes:
-        ambient = node.meta["ambient"] or around
-        if ambient.casts and ambient.cached and ambient.grad:
-            for parameter in {id(each) for each in node.meta["casts"]}:
-                number = 0 if around.casts else ambient.number  # an autocast around the model is the outermost
-                readers.setdefault((number, parameter), []).append(node)
-    yield from (members for members in readers.values() if len(members) > 1)
-
-
-def _closure(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def _closure(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
     found: set[fx.Node] = set()
     left = list(start)
     while left:
@@ -161,9 +162,3 @@ def _closure(start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
             found.add(node)
             left.extend(step(node))
     return found
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that are views of one storage."""
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipecompile.passes.contract import stage_of
+from pipecompile.graph.stages import stage_of
 
 __all__ = ["Place"]
 
@@ -25,7 +25,9 @@ class Place:
 
     def requires(self, graph: fx.Graph) -> None:
         """The assignment covers the graph."""
-        missing = {node.name for node in graph.nodes if node.op != "get_attr"} - self.assignment.keys()
+        missing = {
+            node.name for node in graph.nodes if node.op != "get_attr"
+        } - self.assignment.keys()
         assert not missing, f"no stage for {sorted(missing)}"
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -45,7 +47,9 @@ class Place:
         for node in graph.nodes:
             for source in node.all_input_nodes:
                 assert stage_of(source) <= stage_of(node), f"{source} → {node} flows back"
-                assert source.op != "get_attr" or stage_of(source) == stage_of(node), f"{source} is read elsewhere"
+                assert source.op != "get_attr" or stage_of(source) == stage_of(node), (
+                    f"{source} is read elsewhere"
+                )
 
 
 def _split(graph: fx.Graph, read: fx.Node) -> None:

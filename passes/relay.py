@@ -7,22 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, fx
+from torch import fx
 
-from pipecompile.passes.contract import stage_of
+from pipecompile.graph.stages import relay, stage_of
 
-__all__ = ["Relay", "origin_of", "relay"]
-
-
-def relay(tensor: Tensor) -> Tensor:
-    """The tensor itself: a stage hands on what it received."""
-    return tensor
-
-
-def origin_of(node: fx.Node) -> str:
-    """The name of the node whose value `node` carries."""
-    name: str = node.meta.get("origin", node.name)
-    return name
+__all__ = ["Relay"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +24,19 @@ class Relay:
 
     def requires(self, graph: fx.Graph) -> None:
         """Stages are known and nothing flows back."""
-        assert all(stage_of(source) <= stage_of(node) for node in graph.nodes for source in node.all_input_nodes)
+        assert all(
+            stage_of(source) <= stage_of(node)
+            for node in graph.nodes
+            for source in node.all_input_nodes
+        )
 
     def __call__(self, graph: fx.Graph) -> None:
         """Inserts the relays."""
-        first = {stage_of(node): node for node in reversed(graph.nodes) if node.op not in ("placeholder", "get_attr")}
+        first = {
+            stage_of(node): node
+            for node in reversed(graph.nodes)
+            if node.op not in ("placeholder", "get_attr")
+        }
         for node in list(graph.nodes):
             last = max((stage_of(user) for user in node.users), default=0)
             current = node
@@ -50,13 +47,21 @@ class Relay:
         """Every edge spans at most one boundary."""
         for node in graph.nodes:
             for source in node.all_input_nodes:
-                assert stage_of(node) - stage_of(source) in (0, 1), f"{source} → {node} spans several boundaries"
+                assert stage_of(node) - stage_of(source) in (0, 1), (
+                    f"{source} → {node} spans several boundaries"
+                )
 
 
-def _insert(graph: fx.Graph, current: fx.Node, before: fx.Node, stage: int, origin: fx.Node) -> fx.Node:
+def _insert(
+    graph: fx.Graph, current: fx.Node, before: fx.Node, stage: int, origin: fx.Node
+) -> fx.Node:
     """A relay in `stage`, which everything after that stage reads instead of `current`."""
     with graph.inserting_before(before):
         hop = graph.call_function(relay, (current,))
-    hop.meta.update(origin.meta, stage=stage, origin=origin.name, random=False, mutates=(), ambient=None)
-    current.replace_all_uses_with(hop, delete_user_cb=lambda user: user is not hop and stage_of(user) > stage)
+    hop.meta.update(
+        origin.meta, stage=stage, origin=origin.name, random=False, mutates=(), ambient=None
+    )
+    current.replace_all_uses_with(
+        hop, delete_user_cb=lambda user: user is not hop and stage_of(user) > stage
+    )
     return hop

@@ -33,7 +33,9 @@ def events() -> Iterator[dict[str, list[int]]]:
     times, sizes = [row.start_ns() for row in memory], [row.nbytes() for row in memory]
     for row in rows:
         if row.name() != "[memory]":
-            first, last = (bisect(times, row.start_ns() + length) for length in (0, row.duration_ns()))
+            first, last = (
+                bisect(times, row.start_ns() + length) for length in (0, row.duration_ns())
+            )
             found[row.name()] = sizes[first:last]
     found[""] = sizes
 

@@ -19,10 +19,21 @@ Score = tuple[int, int]
 
 
 def node(
-    name: str, forward: int, backward: int = 0, *, group: str | None = None, held: int = 0, saved: int = 0
+    name: str,
+    forward: int,
+    backward: int = 0,
+    *,
+    group: str | None = None,
+    held: int = 0,
+    saved: int = 0,
 ) -> Node:
     return Node(
-        name=name, forward_ns=forward, backward_ns=backward, parameter_bytes=held, saved_bytes=saved, group=group
+        name=name,
+        forward_ns=forward,
+        backward_ns=backward,
+        parameter_bytes=held,
+        saved_bytes=saved,
+        group=group,
     )
 
 
@@ -32,7 +43,10 @@ def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None
     bytes_of = held or [0] * len(times)
     return CostGraph(
         nodes=tuple(node(n, 0, t, held=h) for n, t, h in zip(names, times, bytes_of, strict=True)),
-        tensors=tuple(Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0) for a, b in pairwise(names)),
+        tensors=tuple(
+            Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0)
+            for a, b in pairwise(names)
+        ),
     )
 
 
@@ -45,7 +59,9 @@ def graphs(draw: st.DrawFn, most: int, scale: int = 1, narrow: bool = False) -> 
     size, times = draw(st.integers(1, most)), st.integers(0, 12).map(lambda time: time * scale)
     group, held = st.sampled_from([None] * 5 + ["g"]), st.integers(0, 5)
     nodes = [
-        node(f"n{i}", draw(times), draw(times), group=draw(group), held=draw(held), saved=draw(held))
+        node(
+            f"n{i}", draw(times), draw(times), group=draw(group), held=draw(held), saved=draw(held)
+        )
         for i in range(size)
     ]
     tensors = []
@@ -56,7 +72,9 @@ def graphs(draw: st.DrawFn, most: int, scale: int = 1, narrow: bool = False) -> 
         if consumers:
             sizes = draw(st.tuples(st.integers(0, 6), st.integers(0, 6)))
             names = tuple(f"n{consumer}" for consumer in sorted(consumers))
-            tensors.append(Tensor(producer=f"n{i}", consumers=names, bytes=sizes[0], gradient_bytes=sizes[1]))
+            tensors.append(
+                Tensor(producer=f"n{i}", consumers=names, bytes=sizes[0], gradient_bytes=sizes[1])
+            )
     return CostGraph(nodes=tuple(nodes), tensors=tuple(tensors))
 
 
@@ -72,7 +90,9 @@ def links(draw: st.DrawFn, scale: int, ranks: int | None = None) -> Links:
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False, narrow: bool = False) -> Problem:
+def problems(
+    draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False, narrow: bool = False
+) -> Problem:
     """One stage a rank, or with `shared` several; every kind of communication and constraint."""
     graph, k = draw(graphs(most, scale, narrow)), draw(st.integers(1, 4))
     around, back = tuple(s % 2 for s in range(k)), (0, 1, 1, 0)[:k]
@@ -85,7 +105,9 @@ def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = Fals
         k,
         objective=draw(st.sampled_from(["variance", "max-load"])),
         communication=communication,
-        links=draw(links(scale) if communication == "endpoint" else links(scale) | links(scale, ranks)),
+        links=draw(
+            links(scale) if communication == "endpoint" else links(scale) | links(scale, ranks)
+        ),
         placement=placement,
         speeds=draw(st.none() | st.tuples(*[speed] * ranks)),
         recompute=draw(st.booleans()),
@@ -99,10 +121,19 @@ def problems(draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = Fals
 
 @st.composite
 def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
-    caps, flights = draw(st.tuples(*[st.integers(8, 40)] * ranks)), draw(st.tuples(*[st.integers(1, 3)] * k))
+    caps, flights = (
+        draw(st.tuples(*[st.integers(8, 40)] * ranks)),
+        draw(st.tuples(*[st.integers(1, 3)] * k)),
+    )
     simple = Memory.simple(graph, caps, flights, Fraction(3, 2))
     priced = ranks == k and draw(st.booleans())
-    return Memory(caps, flights, simple.resident, simple.saved, prices(draw(st.integers(0, 9))) if priced else None)
+    return Memory(
+        caps,
+        flights,
+        simple.resident,
+        simple.saved,
+        prices(draw(st.integers(0, 9))) if priced else None,
+    )
 
 
 def prices(seed: int) -> Callable[[Candidate], Price]:
@@ -118,7 +149,9 @@ def prices(seed: int) -> Callable[[Candidate], Price]:
 
 def cuts(problem: Problem) -> Iterator[dict[str, int]]:
     """Every assignment that the problem allows; none if there are too few units."""
-    if problem.k > len(replace(problem, k=1, placement=(0,), speeds=None, links=FREE, memory=None, pin={}).units):
+    if problem.k > len(
+        replace(problem, k=1, placement=(0,), speeds=None, links=FREE, memory=None, pin={}).units
+    ):
         return
     place = {name: index for index, unit in enumerate(problem.units) for name in unit}
     before: list[set[int]] = [set() for _ in problem.units]
@@ -132,7 +165,9 @@ def cuts(problem: Problem) -> Iterator[dict[str, int]]:
         if len(stages) == len(before):
             yield stages
             return
-        for stage in range(max((stages[unit] for unit in before[len(stages)]), default=0), problem.k):
+        for stage in range(
+            max((stages[unit] for unit in before[len(stages)]), default=0), problem.k
+        ):
             yield from extended([*stages, stage])
 
     for stages in extended([]):
@@ -141,11 +176,15 @@ def cuts(problem: Problem) -> Iterator[dict[str, int]]:
             yield assignment
 
 
-def score(problem: Problem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None) -> Score:
+def score(
+    problem: Problem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None
+) -> Score:
     """The objective's value, prices included, and then the other one's."""
     loads = stage_loads(problem, assignment, replicas)
     if problem.memory is not None and problem.memory.price is not None:
-        loads = tuple(load + extra for load, extra in zip(loads, _extras(problem, assignment), strict=True))
+        loads = tuple(
+            load + extra for load, extra in zip(loads, _extras(problem, assignment), strict=True)
+        )
     found = measures(rank_loads(problem, loads))
     both = found["sum_of_squares_ns2"], found["max_load_ns"]
     return both if problem.objective == "variance" else both[::-1]
@@ -154,8 +193,13 @@ def score(problem: Problem, assignment: dict[str, int], replicas: tuple[int, ...
 def _extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
     memory = problem.memory
     assert memory is not None and memory.price is not None
-    members = [tuple(name for name in assignment if assignment[name] == s) for s in range(problem.k)]
+    members = [
+        tuple(name for name in assignment if assignment[name] == s) for s in range(problem.k)
+    ]
     return [
-        memory.price(Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)).ns or 0
+        memory.price(
+            Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)
+        ).ns
+        or 0
         for s in range(problem.k)
     ]

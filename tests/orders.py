@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan
-from pipecompile.api.costing import Captured
+from pipecompile.api.costs import Captured
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.ir.serde import decode, encode
+from pipecompile.ir.serialization import decode, encode
 from pipecompile.runtime import world
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.stages import problem_of_stages
@@ -46,7 +46,11 @@ class Order:
         return self.ranks * self.stages_per_rank
 
     def __str__(self) -> str:
-        where = f"{self.ranks}x{self.stages_per_rank} {self.shape}" if self.stages_per_rank > 1 else f"{self.ranks}"
+        where = (
+            f"{self.ranks}x{self.stages_per_rank} {self.shape}"
+            if self.stages_per_rank > 1
+            else f"{self.ranks}"
+        )
         return f"{self.name} {where}{' recompute' * self.recompute}{' but last' * self.but_last}"
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -56,17 +60,28 @@ class Order:
         if self.name not in BACKWARDS:
             return generate(self.name, placement, microbatches, again, but_last=self.but_last)
         rows = [
-            _row([s for s, where in enumerate(placement) if where == rank], microbatches, self.name, again)
+            _row(
+                [s for s, where in enumerate(placement) if where == rank],
+                microbatches,
+                self.name,
+                again,
+            )
             for rank in range(self.ranks)
         ]
         return Schedule.of(self.name, microbatches, placement, rows)
 
 
-def _row(stages: Sequence[int], microbatches: int, backwards: str, again: Sequence[bool]) -> list[Action]:
+def _row(
+    stages: Sequence[int], microbatches: int, backwards: str, again: Sequence[bool]
+) -> list[Action]:
     """All forwards, then the backwards of the last stage, and so on."""
     every = range(microbatches)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for stage in stages for microbatch in every]
-    found = [a for stage in stages[::-1] for a in _backwards(stage, microbatches, backwards, again[stage])]
+    found = [
+        a
+        for stage in stages[::-1]
+        for a in _backwards(stage, microbatches, backwards, again[stage])
+    ]
     late = [a for a in found if a.kind is Kind.BACKWARD_WEIGHT] if backwards == "late" else []
     return [*forwards, *(a for a in found if a not in late), *late]
 
@@ -116,7 +131,9 @@ def _under(plan: Plan, order: Order) -> Plan:
         stages_per_rank=order.stages_per_rank,
         stages=tuple(stages),
         schedule=lower(problem, compute),
-        prediction=msgspec.structs.replace(plan.prediction, memory=plan.prediction.memory[: order.ranks]),
+        prediction=msgspec.structs.replace(
+            plan.prediction, memory=plan.prediction.memory[: order.ranks]
+        ),
     )
 
 

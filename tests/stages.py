@@ -11,14 +11,15 @@ from torch import Tensor, fx, nn
 
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.ties import ties_of
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.autograd_context import EnterRegions
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
-from pipecompile.passes.seed import Moment, Seed, at
-from pipecompile.passes.ties import ties_of
+from pipecompile.passes.seed import Seed
 from pipecompile.runtime.local import step
 from pipecompile.runtime.stage import EagerStage
 
@@ -27,7 +28,9 @@ NOW = Moment(seed=5, step=0, microbatch=0)
 
 def loss_of(outputs: Sequence[Tensor], target: object) -> Tensor:
     """A loss of any outputs that carry gradients."""
-    return torch.stack([value.float().square().mean() for value in outputs if value.requires_grad]).sum()
+    return torch.stack(
+        [value.float().square().mean() for value in outputs if value.requires_grad]
+    ).sum()
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,17 @@ def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
 def split(made: Case, cuts: Sequence[int]) -> tuple[fx.GraphModule, tuple[StageModule, ...]]:
     """The graph, and its stages that begin at these units."""
     module = made.capture.instantiate(made.call)
-    stages = {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
+    stages = {
+        name: sum(unit >= cut for cut in cuts)
+        for unit, names in enumerate(made.units)
+        for name in names
+    }
     return module, emit(module, stages)
 
 
-def eager_stages(made: Case, module: fx.GraphModule, emitted: Sequence[StageModule]) -> list[EagerStage]:
+def eager_stages(
+    made: Case, module: fx.GraphModule, emitted: Sequence[StageModule]
+) -> list[EagerStage]:
     """The stages as one process runs them, with the gradients of tied parameters handed on; `module` was cut."""
     by_name = dict(made.capture.model.named_parameters())
     ties = ties_of(module, module.graph, made.capture.first_names).items()
@@ -130,5 +139,7 @@ def assert_equal(made: Case, cuts: Sequence[int]) -> None:
     loss, gradients, buffers = train(made, cuts)
     assert torch.equal(loss, made.loss)
     assert gradients.keys() == made.gradients.keys()
-    assert [name for name in gradients if not torch.equal(gradients[name], made.gradients[name])] == []
+    assert [
+        name for name in gradients if not torch.equal(gradients[name], made.gradients[name])
+    ] == []
     assert [name for name in buffers if not torch.equal(buffers[name], made.buffers[name])] == []

@@ -18,4 +18,7 @@ def sweep(*values: Any) -> Any:
 def one_in(period: int, cases: Iterable[Any]) -> list[Any]:
     """Each `period`-th of these cases as it is, the others for the sweep; a case is a value or a tuple of them."""
     many = [case if type(case) is tuple else (case,) for case in cases]
-    return [pytest.param(*case) if index % period == 0 else sweep(*case) for index, case in enumerate(many)]
+    return [
+        pytest.param(*case) if index % period == 0 else sweep(*case)
+        for index, case in enumerate(many)
+    ]

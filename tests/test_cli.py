@@ -17,7 +17,7 @@ from zoo import MODELS, ROOT
 
 from pipecompile.cli import commands
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import decode, encode, read
+from pipecompile.ir.serialization import decode, encode, read
 
 UNET = f"{MODELS}:unet"
 FORMATS = ("text", "json", "github")
@@ -39,12 +39,16 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command in an interpreter of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "3"}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_second_plan_is_the_same_bytes_in_another_process(plan_file: str, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
-    result = fresh("-m", "pipecompile", "plan", UNET, "-k", "4", "--costs", "flops", "-o", str(again))
+    result = fresh(
+        "-m", "pipecompile", "plan", UNET, "-k", "4", "--costs", "flops", "-o", str(again)
+    )
     assert result.returncode == 0, result.stderr
     assert again.read_bytes() == Path(plan_file).read_bytes()
 
@@ -70,14 +74,32 @@ def test_plan_prints_the_plan_and_tells_beside_it_what_made_it(tmp_path: Path) -
 def test_options_reach_the_plan() -> None:
     result = invoke(
         *("plan", f"{MODELS}:sequential", "-k", "3", "--microbatches", "8", "--schedule", "gpipe"),
-        *("--objective", "max-load", "--memory", "1GiB,2GiB,1GB", "--recompute", "stage", "--costs", "flops"),
+        *(
+            "--objective",
+            "max-load",
+            "--memory",
+            "1GiB,2GiB,1GB",
+            "--recompute",
+            "stage",
+            "--costs",
+            "flops",
+        ),
         *("--pin", "_4=-1", "--no-split", "1,2", "--format", "json"),
     )
     assert result.exit_code == 0, result.output
     made = decode(result.stdout.encode(), Plan, origin="stdout")
     options = made.options
-    assert (options.k, options.microbatches, options.schedule, options.objective) == (3, 8, "gpipe", "max-load")
-    assert (options.memory_bytes, options.recompute, options.costs) == ((1 << 30, 1 << 31, 10**9), "stage", "flops")
+    assert (options.k, options.microbatches, options.schedule, options.objective) == (
+        3,
+        8,
+        "gpipe",
+        "max-load",
+    )
+    assert (options.memory_bytes, options.recompute, options.costs) == (
+        (1 << 30, 1 << 31, 10**9),
+        "stage",
+        "flops",
+    )
     assert (options.pin, options.groups) == ({"_4": -1}, (("1", "2"),))
     assert made.assignment["_4"] == 2
     assert made.assignment["_1"] == made.assignment["_2"]
@@ -100,7 +122,10 @@ def test_view(plan_file: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     result = invoke("view", plan_file, "-o", str(page))
     assert (result.exit_code, result.output) == (0, "")
-    assert page.read_text().startswith("<!DOCTYPE html>") and "1f1b: 4 stages on 4 ranks" in page.read_text()
+    assert (
+        page.read_text().startswith("<!DOCTYPE html>")
+        and "1f1b: 4 stages on 4 ranks" in page.read_text()
+    )
     assert invoke("view", plan_file, "-o", str(tmp_path / "nowhere" / "plan.html")).exit_code == 2
 
 
@@ -111,7 +136,10 @@ def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
     if form == "json":
         assert json.loads(result.stdout) == {"plan": plan_file, "sound": True, "findings": []}
     else:
-        assert result.stdout == {"text": "sound\n", "github": f"::notice file={plan_file}::sound\n"}[form]
+        assert (
+            result.stdout
+            == {"text": "sound\n", "github": f"::notice file={plan_file}::sound\n"}[form]
+        )
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -147,7 +175,10 @@ def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_fil
     )
     wrong = invoke("check", plan_file, "--memory", "1GiB,1GiB")
     assert wrong.exit_code == 2
-    assert "memory lists 2 budgets, but there are 4 ranks; give one for each, or one for all" in wrong.stderr
+    assert (
+        "memory lists 2 budgets, but there are 4 ranks; give one for each, or one for all"
+        in wrong.stderr
+    )
 
 
 def test_check_finds_an_edited_plan(plan_file: str, tmp_path: Path) -> None:
@@ -171,7 +202,9 @@ def test_check_finds_a_deadlock(plan_file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
     trace, svg = tmp_path / "trace.json", tmp_path / "timeline.svg"
-    result = invoke("simulate", plan_file, "--trace", str(trace), "--svg", str(svg), "--format", form)
+    result = invoke(
+        "simulate", plan_file, "--trace", str(trace), "--svg", str(svg), "--format", form
+    )
     assert result.exit_code == 0
     made = read(plan_file, Plan)
     if form == "json":
@@ -180,8 +213,13 @@ def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
         assert found["bubble"] == made.prediction.bubble
         assert len(found["idle"]) == 4
         curves = found["activations"]
-        assert [max(size for _, size in curve) for curve in curves] == found["peak_activation_bytes"]
-        assert all(curve[-1][1] == 0 and curve == sorted(curve, key=lambda point: point[0]) for curve in curves)
+        assert [max(size for _, size in curve) for curve in curves] == found[
+            "peak_activation_bytes"
+        ]
+        assert all(
+            curve[-1][1] == 0 and curve == sorted(curve, key=lambda point: point[0])
+            for curve in curves
+        )
         assert found["critical_path"][-1][3] == found["makespan_ns"]
     else:
         assert result.stdout.startswith("```\nstep " if form == "github" else "step ")
@@ -192,20 +230,36 @@ def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_verify(form: str) -> None:
     target = f"{MODELS}:sequential"
-    result = invoke("verify", target, "-k", "3", "--microbatches", "4", "--costs", "flops", "--format", form)
+    result = invoke(
+        "verify", target, "-k", "3", "--microbatches", "4", "--costs", "flops", "--format", form
+    )
     assert result.exit_code == 0, result.output
     if form == "json":
         found = json.loads(result.stdout)
         assert found["passed"]
-        assert all(c["bit_equal"] == c["tensors"] and c["loss"] == c["loss_unsplit"] for c in found["comparisons"])
+        assert all(
+            c["bit_equal"] == c["tensors"] and c["loss"] == c["loss_unsplit"]
+            for c in found["comparisons"]
+        )
     else:
         assert "equal bit for bit" in result.stdout
         assert result.stdout.rstrip().endswith("equal\n```" if form == "github" else "equal")
 
 
 def test_half_precision_is_named_where_plans_and_verdicts_are_shown() -> None:
-    options = (f"{MODELS}:sequential", "-k", "1", "--microbatches", "4", "--costs", "flops", "--no-self-check")
-    plain = decode(invoke("plan", *options, "--format", "json").stdout.encode(), Plan, origin="stdout")
+    options = (
+        f"{MODELS}:sequential",
+        "-k",
+        "1",
+        "--microbatches",
+        "4",
+        "--costs",
+        "flops",
+        "--no-self-check",
+    )
+    plain = decode(
+        invoke("plan", *options, "--format", "json").stdout.encode(), Plan, origin="stdout"
+    )
     cap = str(plain.prediction.memory[0].total.bound * 99 // 100)
     result = invoke("verify", *options, "--memory", cap, "--saving", "half,mask")
     assert result.exit_code == 0, result.output
@@ -238,7 +292,11 @@ def linked(bandwidth: int | None) -> str:
     """A file of links between two ranks."""
     rows = [[None, bandwidth], [bandwidth, None]]
     return json.dumps(
-        {"schema": "pipecompile/links/1", "bandwidth_bytes_per_s": rows, "latency_ns": [[0, 50], [50, 0]]}
+        {
+            "schema": "pipecompile/links/1",
+            "bandwidth_bytes_per_s": rows,
+            "latency_ns": [[0, 50], [50, 0]],
+        }
     )
 
 
@@ -247,11 +305,23 @@ def graph_file(tmp_path: Path) -> str:
     """A cost graph of eight nodes in a chain, and a file of links beside it."""
     names = [f"n{index}" for index in range(8)]
     nodes = [
-        {"name": name, "forward_ns": 100 + 7 * index, "backward_ns": 200, "parameter_bytes": 100, "saved_bytes": 10}
+        {
+            "name": name,
+            "forward_ns": 100 + 7 * index,
+            "backward_ns": 200,
+            "parameter_bytes": 100,
+            "saved_bytes": 10,
+        }
         for index, name in enumerate(names)
     ]
-    tensors = [{"producer": a, "consumers": [b], "bytes": 1000, "gradient_bytes": 1000} for a, b in pairwise(names)]
-    graph = {"schema": "pipecompile/cost-graph/1", "nodes": [{**node, "group": None} for node in nodes]}
+    tensors = [
+        {"producer": a, "consumers": [b], "bytes": 1000, "gradient_bytes": 1000}
+        for a, b in pairwise(names)
+    ]
+    graph = {
+        "schema": "pipecompile/cost-graph/1",
+        "nodes": [{**node, "group": None} for node in nodes],
+    }
     (tmp_path / "links.json").write_text(linked(10**9))
     (tmp_path / "graph.json").write_text(json.dumps({**graph, "tensors": tensors}))
     return str(tmp_path / "graph.json")
@@ -264,9 +334,16 @@ def test_partition(graph_file: str, form: str) -> None:
     if form == "json":
         found = json.loads(result.stdout)
         # loads of 3, 3 and 2 nodes; times of node i are 300 + 7 i
-        assert found["stages"] == dict(zip([f"n{i}" for i in range(8)], [0, 0, 0, 1, 1, 1, 2, 2], strict=True))
+        assert found["stages"] == dict(
+            zip([f"n{i}" for i in range(8)], [0, 0, 0, 1, 1, 1, 2, 2], strict=True)
+        )
         assert found["loads_ns"] == [921, 984, 691]
-        assert found["value"] == found["bound"] == found["sum_of_squares_ns2"] == 921**2 + 984**2 + 691**2
+        assert (
+            found["value"]
+            == found["bound"]
+            == found["sum_of_squares_ns2"]
+            == 921**2 + 984**2 + 691**2
+        )
         assert (found["max_load_ns"], found["gap"], found["proven"]) == (984, 0.0, True)
         assert found["variance_ns2"] == (3 * found["value"] - 2596**2) // 9
     else:
@@ -279,7 +356,16 @@ def test_partition(graph_file: str, form: str) -> None:
 def test_the_fields_of_a_partition(graph_file: str) -> None:
     result = invoke("partition", graph_file, "-k", "2", "--format", "json")
     assert set(json.loads(result.stdout)) == {
-        *("stages", "loads_ns", "max_load_ns", "sum_of_squares_ns2", "variance_ns2", "objective", "value", "bound"),
+        *(
+            "stages",
+            "loads_ns",
+            "max_load_ns",
+            "sum_of_squares_ns2",
+            "variance_ns2",
+            "objective",
+            "value",
+            "bound",
+        ),
         *("gap", "proven", "method", "seconds", "replicas"),
     }
 
@@ -288,21 +374,48 @@ def test_the_fields_of_a_partition(graph_file: str) -> None:
     "arguments",
     [
         ["-k", "3"],
-        ["-k", "4", "--objective", "max-load", "--comm", "relay", "--bandwidth", "1e9", "--latency", "20"],
+        [
+            "-k",
+            "4",
+            "--objective",
+            "max-load",
+            "--comm",
+            "relay",
+            "--bandwidth",
+            "1e9",
+            "--latency",
+            "20",
+        ],
         ["-k", "2", "--comm", "relay", "--links", "links.json", "--speeds", "1,1/2"],
-        ["-k", "3", "--objective", "step-time", "--schedule", "1f1b", "--microbatches", "4", "--memory", "1KiB"],
+        [
+            "-k",
+            "3",
+            "--objective",
+            "step-time",
+            "--schedule",
+            "1f1b",
+            "--microbatches",
+            "4",
+            "--memory",
+            "1KiB",
+        ],
         ["-k", "4", "--stages-per-rank", "2", "--placement", "v"],
         ["-k", "3", "--ranks", "5", "--bandwidth", "1e9"],
         ["-k", "3", "--time-limit", "0.001", "--no-split", "n2,n4", "--pin", "n7=-1"],
     ],
 )
 def test_the_same_graph_is_cut_in_the_same_way(graph_file: str, arguments: list[str]) -> None:
-    with_path = [str(Path(graph_file).parent / word) if word.endswith(".json") else word for word in arguments]
+    with_path = [
+        str(Path(graph_file).parent / word) if word.endswith(".json") else word
+        for word in arguments
+    ]
 
     def cut() -> dict[str, object]:
         result = fresh("-m", "pipecompile", "partition", graph_file, *with_path, "--format", "json")
         assert result.returncode == 0, result.stderr
-        return {name: value for name, value in json.loads(result.stdout).items() if name != "seconds"}
+        return {
+            name: value for name, value in json.loads(result.stdout).items() if name != "seconds"
+        }
 
     assert cut() == cut()
 
@@ -316,13 +429,19 @@ def test_options_reach_the_partition(graph_file: str) -> None:
 
     free = cut("-k", "2")["loads_ns"]
     # each stage pays 1000 bytes and as many of gradient at 1 ns each, and twice the latency
-    assert cut("-k", "2", "--bandwidth", "1e9", "--latency", "50")["loads_ns"] == [load + 2100 for load in free]
+    assert cut("-k", "2", "--bandwidth", "1e9", "--latency", "50")["loads_ns"] == [
+        load + 2100 for load in free
+    ]
     links = str(Path(graph_file).parent / "links.json")
-    assert cut("-k", "2", "--links", links, "--comm", "relay")["loads_ns"] == [load + 2100 for load in free]
+    assert cut("-k", "2", "--links", links, "--comm", "relay")["loads_ns"] == [
+        load + 2100 for load in free
+    ]
     assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "overlap")["loads_ns"] == [2000, 2000]
     assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "none")["loads_ns"] == free
     assert cut("-k", "2", "--pin", "n1=-1")["stages"]["n1"] == 1
-    assert len(set(map(cut("-k", "2", "--no-split", "n0,n5")["stages"].get, ("n0", "n3", "n5")))) == 1
+    assert (
+        len(set(map(cut("-k", "2", "--no-split", "n0,n5")["stages"].get, ("n0", "n3", "n5")))) == 1
+    )
     assert sum(cut("-k", "2", "--ranks", "5")["replicas"]) <= 5
     assert len(cut("-k", "4", "--stages-per-rank", "2")["loads_ns"]) == 2
     assert cut("-k", "2", "--speeds", "1/2,1")["stages"]["n3"] == 1
@@ -332,7 +451,9 @@ def test_options_reach_the_partition(graph_file: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_partition_that_does_not_fit_is_answered_with_what_would(graph_file: str, form: str) -> None:
+def test_a_partition_that_does_not_fit_is_answered_with_what_would(
+    graph_file: str, form: str
+) -> None:
     result = invoke("partition", graph_file, "-k", "2", "--memory", "400", "--format", form)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
@@ -349,9 +470,17 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(graph_file: s
         (["-k", "2", "--speeds", "1,1,1"], 2, "one value, or one for each of the 2 ranks"),
         (["-k", "2", "--speeds", "1,fast"], 2, "'fast' is not a number; write 1, 0.5 or 3/2"),
         (["-k", "2", "--speeds", "1,0"], 2, "must be 2 positive numbers, one a rank"),
-        (["-k", "2", "--links", "links.json", "--bandwidth", "1e9"], 2, "leave --bandwidth and --latency out"),
+        (
+            ["-k", "2", "--links", "links.json", "--bandwidth", "1e9"],
+            2,
+            "leave --bandwidth and --latency out",
+        ),
         (["-k", "2", "--links", "nothing.json"], 2, "cannot be read"),
-        (["-k", "3", "--links", "links.json", "--comm", "relay"], 2, "the links are for 2 ranks, but there are 3"),
+        (
+            ["-k", "3", "--links", "links.json", "--comm", "relay"],
+            2,
+            "the links are for 2 ranks, but there are 3",
+        ),
         (["-k", "2", "--bandwidth", "0"], 2, "at least 1, or leave it out"),
         (["-k", "2", "--latency", "-1"], 2, "give nanoseconds, 0 or more"),
         (["-k", "2", "--memory", "much"], 2, "write 16GiB"),
@@ -376,7 +505,10 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(graph_file: s
 def test_what_cannot_be_cut_is_answered_in_one_line(
     graph_file: str, arguments: list[str], code: int, message: str
 ) -> None:
-    with_path = [str(Path(graph_file).parent / word) if word.endswith(".json") else word for word in arguments]
+    with_path = [
+        str(Path(graph_file).parent / word) if word.endswith(".json") else word
+        for word in arguments
+    ]
     result = invoke("partition", graph_file, *with_path)
     assert (result.exit_code, result.stdout) == (code, "")
     (line,) = result.stderr.splitlines()
@@ -395,7 +527,9 @@ def test_what_cannot_be_cut_is_answered_in_one_line(
         ('{"nodes": [{"name": "a", "forward_ns": -1}], "tensors": []}', "`$.nodes[0].forward_ns`"),
     ],
 )
-def test_a_damaged_cost_graph_is_answered_with_the_place(tmp_path: Path, graph: str | None, message: str) -> None:
+def test_a_damaged_cost_graph_is_answered_with_the_place(
+    tmp_path: Path, graph: str | None, message: str
+) -> None:
     path = tmp_path / "graph.json"
     if graph is not None:
         path.write_text(graph)
@@ -413,9 +547,24 @@ def test_a_partition_needs_no_torch(graph_file: str, form: str) -> None:
 
 def schedule_problem(**more: Any) -> str:
     """Two stages on each of two ranks, round and round, and four microbatches."""
-    costs = {"backward_input_ns": 10, "backward_weight_ns": 8, "activation_bytes": 4, "weight_gradient_bytes": 2}
-    stages = [{**costs, "rank": rank, "forward_ns": 10 + 3 * index} for index, rank in enumerate([0, 1, 0, 1])]
-    fields = {"ranks": 2, "microbatches": 4, "transfer_ns": 1, "memory_bytes": None, "split_backward": True, **more}
+    costs = {
+        "backward_input_ns": 10,
+        "backward_weight_ns": 8,
+        "activation_bytes": 4,
+        "weight_gradient_bytes": 2,
+    }
+    stages = [
+        {**costs, "rank": rank, "forward_ns": 10 + 3 * index}
+        for index, rank in enumerate([0, 1, 0, 1])
+    ]
+    fields = {
+        "ranks": 2,
+        "microbatches": 4,
+        "transfer_ns": 1,
+        "memory_bytes": None,
+        "split_backward": True,
+        **more,
+    }
     return json.dumps({"schema": "pipecompile/schedule-problem/1", "stages": stages, **fields})
 
 
@@ -454,34 +603,81 @@ def test_schedule(problem_file: str, form: str) -> None:
 def test_the_fields_of_a_schedule(problem_file: str) -> None:
     result = invoke("schedule", problem_file, "--name", "gpipe", "--format", "json")
     assert set(json.loads(result.stdout)) == {
-        *("asked", "name", "weight_versions", "microbatches", "placement", "shape", "orders", "objective"),
-        *("makespan_ns", "span_ns", "lower_bound_ns", "proven", "bubble", "idle", "peak_bytes", "memory_bytes", "fits"),
+        *(
+            "asked",
+            "name",
+            "weight_versions",
+            "microbatches",
+            "placement",
+            "shape",
+            "orders",
+            "objective",
+        ),
+        *(
+            "makespan_ns",
+            "span_ns",
+            "lower_bound_ns",
+            "proven",
+            "bubble",
+            "idle",
+            "peak_bytes",
+            "memory_bytes",
+            "fits",
+        ),
         *("violations", "best_named", "named", "seconds"),
     }
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--time-limit", "0.3"], ["--placement", "open", "--objective", "span"], ["--name", "looped-bfs"]]
+    "arguments",
+    [
+        ["--time-limit", "0.3"],
+        ["--placement", "open", "--objective", "span"],
+        ["--name", "looped-bfs"],
+    ],
 )
-def test_the_same_problem_is_scheduled_in_the_same_way(problem_file: str, arguments: list[str]) -> None:
+def test_the_same_problem_is_scheduled_in_the_same_way(
+    problem_file: str, arguments: list[str]
+) -> None:
     def order() -> dict[str, object]:
-        result = fresh("-m", "pipecompile", "schedule", problem_file, *arguments, "--format", "json")
+        result = fresh(
+            "-m", "pipecompile", "schedule", problem_file, *arguments, "--format", "json"
+        )
         assert result.returncode == 0, result.stderr
-        return {name: value for name, value in json.loads(result.stdout).items() if name != "seconds"}
+        return {
+            name: value for name, value in json.loads(result.stdout).items() if name != "seconds"
+        }
 
     assert order() == order()
 
 
 def test_an_order_goes_to_torch_and_back(problem_file: str, tmp_path: Path) -> None:
     csv, svg = tmp_path / "order.csv", tmp_path / "order.svg"
-    options = ("--name", "zb-v", "--placement", "v", "--csv", str(csv), "--svg", str(svg), "--format", "json")
+    options = (
+        "--name",
+        "zb-v",
+        "--placement",
+        "v",
+        "--csv",
+        str(csv),
+        "--svg",
+        str(svg),
+        "--format",
+        "json",
+    )
     made = json.loads(invoke("schedule", problem_file, *options).stdout)
     assert [line.split(",") for line in csv.read_text().splitlines()] == made["orders"]
     assert "<title>zb-v: 4 stages on 2 ranks, 4 microbatches</title>" in svg.read_text()
-    read_again = invoke("schedule", problem_file, "--order", str(csv), "--placement", "open", "--format", "json")
+    read_again = invoke(
+        "schedule", problem_file, "--order", str(csv), "--placement", "open", "--format", "json"
+    )
     assert read_again.exit_code == 0, read_again.output
     found = json.loads(read_again.stdout)
-    assert (found["asked"], found["orders"], found["makespan_ns"]) == ("csv", made["orders"], made["makespan_ns"])
+    assert (found["asked"], found["orders"], found["makespan_ns"]) == (
+        "csv",
+        made["orders"],
+        made["makespan_ns"],
+    )
 
 
 def test_asynchronous_schedules_show_their_versions(tmp_path: Path) -> None:
@@ -518,12 +714,27 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
         (["--placement", "zigzag"], {}, 2, "choose one of linear, loop, v, open"),
         (["--placement", "v", "--name", "1f1b"], {}, 2, "'1f1b' needs the stages placed as linear"),
         (["--name", "zb-h1", "--placement", "open"], {}, 2, "needs one stage on each rank"),
-        (["--name", "dualpipe-v", "--placement", "v"], {"microbatches": 3}, 2, "needs at least 4 microbatches"),
+        (
+            ["--name", "dualpipe-v", "--placement", "v"],
+            {"microbatches": 3},
+            2,
+            "needs at least 4 microbatches",
+        ),
         (["--time-limit", "-1"], {}, 2, "give a positive number"),
         (["--order", "nothing.csv"], {}, 2, "nothing.csv: cannot be read"),
         (["--order", "problem.json"], {}, 2, "problem.json: line 1, column 1: "),
-        (["--csv", "nowhere/order.csv", "--name", "gpipe"], {}, 2, "nowhere/order.csv: cannot be written"),
-        ([], {"memory_bytes": [7, 100]}, 1, "one microbatch alone holds 8 bytes on rank 0, whose cap is 7"),
+        (
+            ["--csv", "nowhere/order.csv", "--name", "gpipe"],
+            {},
+            2,
+            "nowhere/order.csv: cannot be written",
+        ),
+        (
+            [],
+            {"memory_bytes": [7, 100]},
+            1,
+            "one microbatch alone holds 8 bytes on rank 0, whose cap is 7",
+        ),
         ([], {"memory_bytes": [7]}, 2, "memory_bytes has 1 caps for 2 ranks"),
         ([], {"ranks": 3}, 2, "rank 2 has no stage"),
         ([], {"microbatches": 0}, 2, "`$.microbatches`"),
@@ -535,7 +746,9 @@ def test_what_cannot_be_scheduled_is_answered_in_one_line(
     tmp_path: Path, arguments: list[str], more: dict[str, Any], code: int, message: str
 ) -> None:
     (tmp_path / "problem.json").write_text(schedule_problem(**more))
-    with_path = [str(tmp_path / word) if word.endswith((".csv", ".json")) else word for word in arguments]
+    with_path = [
+        str(tmp_path / word) if word.endswith((".csv", ".json")) else word for word in arguments
+    ]
     result = invoke("schedule", str(tmp_path / "problem.json"), *with_path)
     assert (result.exit_code, result.stdout) == (code, "")
     (line,) = result.stderr.splitlines()
@@ -550,7 +763,16 @@ def test_recomputation_is_not_written_for_torch(tmp_path: Path) -> None:
         stage["recompute_ns"] = 9
     path, csv = tmp_path / "problem.json", tmp_path / "order.csv"
     path.write_text(json.dumps(tree))
-    result = invoke("schedule", str(path), "--name", "gpipe", "--csv", str(csv), "--svg", str(tmp_path / "order.svg"))
+    result = invoke(
+        "schedule",
+        str(path),
+        "--name",
+        "gpipe",
+        "--csv",
+        str(csv),
+        "--svg",
+        str(tmp_path / "order.svg"),
+    )
     assert (result.exit_code, result.stdout) == (2, "")
     assert "R0 is not F, I, W or B: recomputation cannot be written" in result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["problem.json"]
@@ -571,12 +793,15 @@ def test_help_lists_the_commands() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     assert all(
-        name in result.stdout for name in ("plan", "show", "check", "simulate", "partition", "schedule", "verify")
+        name in result.stdout
+        for name in ("plan", "show", "check", "simulate", "partition", "schedule", "verify")
     )
 
 
 @pytest.mark.parametrize("command", ["show", "simulate"])
-def test_figures_of_an_unsound_plan_come_with_a_warning(plan_file: str, tmp_path: Path, command: str) -> None:
+def test_figures_of_an_unsound_plan_come_with_a_warning(
+    plan_file: str, tmp_path: Path, command: str
+) -> None:
     edited = tmp_path / "edited.json"
     edited.write_text(Path(plan_file).read_text().replace('"0REDUCE_GRAD"', '"0SEND_B0"'))
     result = invoke(command, str(edited))
@@ -597,9 +822,14 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_where_nothing_can_be_written_is_refused_before_any_work(output: str, tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_is_refused_before_any_work(
+    output: str, tmp_path: Path
+) -> None:
     option = output.split()[1]
-    for place, said in [(tmp_path / "none" / "file", "does not exist"), (tmp_path, "is a folder; name a file")]:
+    for place, said in [
+        (tmp_path / "none" / "file", "does not exist"),
+        (tmp_path, "is a folder; name a file"),
+    ]:
         result = invoke(*OUTPUTS[output], option, str(place))
         assert result.exit_code == 2
         assert said in result.stderr, "and not that the target or the plan is missing"
@@ -608,7 +838,16 @@ def test_where_nothing_can_be_written_is_refused_before_any_work(output: str, tm
 def test_a_profile_whose_page_cannot_be_written_writes_nothing(tmp_path: Path) -> None:
     costs, page = tmp_path / "costs.json", tmp_path / "none" / "page.html"
     assert (
-        invoke("profile", f"{MODELS}:sequential", "--costs", "flops", "-o", str(costs), "--page", str(page)).exit_code
+        invoke(
+            "profile",
+            f"{MODELS}:sequential",
+            "--costs",
+            "flops",
+            "-o",
+            str(costs),
+            "--page",
+            str(page),
+        ).exit_code
         == 2
     )
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from zoo import MODELS
 from pipecompile.cli import commands
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import decode, read
+from pipecompile.ir.serialization import decode, read
 
 TARGET = f"{MODELS}:sequential"
 
@@ -24,7 +24,9 @@ def invoke(*arguments: str) -> Result:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Result]:
     """The cost graph, the page, and what was printed."""
-    costs, page = (tmp_path_factory.mktemp("profile") / name for name in ("costs.json", "profile.html"))
+    costs, page = (
+        tmp_path_factory.mktemp("profile") / name for name in ("costs.json", "profile.html")
+    )
     result = invoke("profile", TARGET, "--costs", "flops", "-o", str(costs), "--page", str(page))
     assert result.exit_code == 0, result.output
     return costs, page, result
@@ -35,7 +37,9 @@ def test_it_writes_the_cost_graph_that_it_sums_up(written: tuple[Path, Path, Res
     figures = json.loads(invoke("profile", TARGET, "--costs", "flops", "--format", "json").stdout)
     assert figures["total"]["nodes"] == len(graph.nodes)
     assert figures["total"]["forward_ns"] == sum(node.forward_ns for node in graph.nodes)
-    assert figures["total"]["parameter_bytes"] == sum(parameter.bytes for parameter in graph.parameters)
+    assert figures["total"]["parameter_bytes"] == sum(
+        parameter.bytes for parameter in graph.parameters
+    )
 
 
 def test_the_page_and_the_text_tell_the_same(written: tuple[Path, Path, Result]) -> None:
@@ -46,7 +50,9 @@ def test_the_page_and_the_text_tell_the_same(written: tuple[Path, Path, Result])
     assert "\nmade with pipecompile " in written[2].stderr
 
 
-def test_a_plan_by_the_file_is_the_plan_by_the_costs_in_it(written: tuple[Path, Path, Result]) -> None:
+def test_a_plan_by_the_file_is_the_plan_by_the_costs_in_it(
+    written: tuple[Path, Path, Result],
+) -> None:
     first, second = (
         invoke("plan", TARGET, "-k", "4", "--costs", costs, "--format", "json")
         for costs in ("flops", f"table:{written[0]}")
@@ -58,12 +64,19 @@ def test_a_plan_by_the_file_is_the_plan_by_the_costs_in_it(written: tuple[Path, 
 
 def test_the_file_is_refused_for_another_model_or_size(written: tuple[Path, Path, Result]) -> None:
     costs = f"table:{written[0]}"
-    assert invoke("plan", f"{MODELS}:unet", "-k", "2", "--microbatches", "4", "--costs", costs).exit_code != 0
+    assert (
+        invoke(
+            "plan", f"{MODELS}:unet", "-k", "2", "--microbatches", "4", "--costs", costs
+        ).exit_code
+        != 0
+    )
     assert invoke("plan", TARGET, "-k", "2", "--microbatches", "2", "--costs", costs).exit_code != 0
 
 
 def test_an_optimizer_and_github_are_asked_for() -> None:
-    result = invoke("profile", TARGET, "--costs", "flops", "--optimizer", "adamw", "--format", "github")
+    result = invoke(
+        "profile", TARGET, "--costs", "flops", "--optimizer", "adamw", "--format", "github"
+    )
     assert result.stdout.startswith("```\n") and result.stdout.endswith("```\n")
     assert "(adamw)" in result.stdout
     assert invoke("profile", TARGET, "--costs", "flops", "--optimizer", "adamm").exit_code == 2

@@ -10,24 +10,29 @@ from typing import Any, Unpack
 
 from torch import fx, nn
 
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.checking import violations
-from pipecompile.api.correcting import corrected
-from pipecompile.api.costing import Captured, comparable, cost_graph, measured_on
-from pipecompile.api.linking import Given, links_for
-from pipecompile.api.measuring import Stopwatch
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import Captured, comparable, cost_graph, measured_on
+from pipecompile.api.links import Given, links_for
+from pipecompile.api.measure import Stopwatch, corrected
 from pipecompile.api.options import Choices, options_for
 from pipecompile.api.pipeline import Pipeline, check_world
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
+from pipecompile.api.soundness import violations
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import InfeasibleError, InputError, ScheduleError, StalePlanError, StaleProfileError
+from pipecompile.errors import (
+    InfeasibleError,
+    InputError,
+    ScheduleError,
+    StalePlanError,
+    StaleProfileError,
+)
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.graph.autograd_context import cast_once
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
-from pipecompile.ir.serde import decode, encode, read
-from pipecompile.passes.group import cast_once
+from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
 
 __all__ = ["check_current", "make_plan", "pipecompile", "staleness"]
@@ -62,7 +67,9 @@ def pipecompile(
     """
     unknown = sorted(choices.keys() - Choices.__annotations__.keys())
     if unknown:
-        raise InputError(f"{unknown[0]!r} is no choice; there are {', '.join(Choices.__annotations__)}")
+        raise InputError(
+            f"{unknown[0]!r} is no choice; there are {', '.join(Choices.__annotations__)}"
+        )
     world.join()
     priced = costs if callable(costs) else None
     target = Target(model, arguments_of(model, sample_input), loss_fn, sample_target, costs=priced)
@@ -123,7 +130,9 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     )
     stopwatch = _stopwatch(target, options, captured)
     try:
-        graph = cost_graph(target, options.costs, options.microbatches, captured, instructions=options.instructions)
+        graph = cost_graph(
+            target, options.costs, options.microbatches, captured, instructions=options.instructions
+        )
         made = drafted(graph) if stopwatch is None else corrected(graph, drafted, stopwatch)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_bound_by_casts(captured.module.graph)}") from None
@@ -137,7 +146,9 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
 def _bound_by_casts(graph: fx.Graph) -> str:
     """Why readers of a weight share a stage, if autocast is the reason, and what to do."""
     found = [[node.name for node in members] for members in cast_once(graph.nodes)]
-    sets = dict.fromkeys(", ".join(names if len(names) < 5 else (*names[:3], "…", names[-1])) for names in found)
+    sets = dict.fromkeys(
+        ", ".join(names if len(names) < 5 else (*names[:3], "…", names[-1])) for names in found
+    )
     if not sets:
         return ""
     return (
@@ -220,5 +231,11 @@ def staleness(plan: Plan, target: Target) -> list[str]:
     except StaleProfileError as error:
         return [str(error)]
     if now.fingerprint.costs != plan.fingerprint.costs:
-        return [f"the costs changed ({plan.fingerprint.costs[:12]}… to {now.fingerprint.costs[:12]}…); plan again"]
-    return [] if encode(now) == encode(plan) else ["planning again gives another plan: the file was edited; plan again"]
+        return [
+            f"the costs changed ({plan.fingerprint.costs[:12]}… to {now.fingerprint.costs[:12]}…); plan again"
+        ]
+    return (
+        []
+        if encode(now) == encode(plan)
+        else ["planning again gives another plan: the file was edited; plan again"]
+    )

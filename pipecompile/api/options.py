@@ -8,18 +8,18 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import Tensor
 
-from pipecompile.api.costing import cost_model
-from pipecompile.api.ordering import placements
+from pipecompile.api.costs import cost_model
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError
-from pipecompile.frontend.captured import batch_size
-from pipecompile.ir.optimizer import OPTIMIZERS
+from pipecompile.frontend.captured_graph import batch_size
+from pipecompile.ir.encodings import POLICIES, Policy
 from pipecompile.ir.plan import GRANULARITIES, RECOMPUTES, Granularity, Options, Recompute
-from pipecompile.ir.saving import POLICIES, Policy
 from pipecompile.ir.size import parse_budget
-from pipecompile.profiling.scratch import own_instructions
+from pipecompile.memory_model.optimizer import OPTIMIZERS
+from pipecompile.profiling.kernel_scratch import own_instructions
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.placement import SHAPES
+from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "options_for"]
 
@@ -104,7 +104,9 @@ def options_for(
     if optimizer is not None:
         _one_of(owner, optimizer, OPTIMIZERS)
     elif master_weights:
-        raise InputError(f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}")
+        raise InputError(
+            f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}"
+        )
     options = Options(
         k=k,
         microbatches=_microbatches(target, k if microbatches is None else microbatches),
@@ -143,14 +145,18 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
             "choose stage, or a named schedule"
         )
     if options.saving and len(placement) > max(placement) + 1:
-        raise InputError("saving chooses for ranks of one stage each; leave it out, or have one stage a rank")
+        raise InputError(
+            "saving chooses for ranks of one stage each; leave it out, or have one stage a rank"
+        )
     if options.saving and options.schedule in MAY_SPLIT:
         raise InputError(
             f"saving is not planned under schedule {options.schedule!r}, whose backwards may be split; leave it "
             "out, or choose another schedule"
         )
     if options.saving and options.recompute not in ("none", "auto"):
-        raise InputError(f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them")
+        raise InputError(
+            f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them"
+        )
 
 
 def _check_kinds(**given: Any) -> None:

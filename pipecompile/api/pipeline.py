@@ -12,27 +12,27 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.capturing import capture_target, say
-from pipecompile.api.costing import Captured
+from pipecompile.api.capture import capture_target, say
+from pipecompile.api.costs import Captured
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_savings
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.graph.propagation import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
-from pipecompile.passes.propagate import named_state
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.schedule.dependencies import compute_needs, in_order
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.simulate import simulate_plan
+from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_stages
 
 __all__ = ["Pipeline", "check_world"]
@@ -46,11 +46,19 @@ class Pipeline:
     """
 
     def __init__(
-        self, plan: Plan, captured: Captured, target: Target, *, seed: int = 0, self_check: bool = True
+        self,
+        plan: Plan,
+        captured: Captured,
+        target: Target,
+        *,
+        seed: int = 0,
+        self_check: bool = True,
     ) -> None:
         self.plan = plan
         self.seed = seed
-        self.steps = 0  # part of what random nodes draw from: set it when training resumes from a checkpoint
+        self.steps = (
+            0  # part of what random nodes draw from: set it when training resumes from a checkpoint
+        )
         self._program = Program(  # the one that was planned
             captured.capture, captured.module, plan.assignment, plan.regions, plan.savings
         )
@@ -91,7 +99,11 @@ class Pipeline:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers by their first name in the model."""
-        return ((name, buffer) for name, buffer in self._target.model.named_buffers() if self._holds(name))
+        return (
+            (name, buffer)
+            for name, buffer in self._target.model.named_buffers()
+            if self._holds(name)
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of the model's state under the original names, aliases included."""
@@ -104,7 +116,10 @@ class Pipeline:
         own, known = self.state_dict(), model.state_dict().keys()
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
-        _refuse("have another shape in", {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])})
+        _refuse(
+            "have another shape in",
+            {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
+        )
         model.load_state_dict({name: state[name] for name in own}, strict=False)
 
     # -- what it does
@@ -166,7 +181,9 @@ class Pipeline:
     def _local(self) -> list[int]:
         if not self._distributed:
             return list(range(self.plan.k))
-        return [index for index, rank in enumerate(self.plan.schedule.placement) if rank == world.rank()]
+        return [
+            index for index, rank in enumerate(self.plan.schedule.placement) if rank == world.rank()
+        ]
 
     @cached_property
     def _holders(self) -> dict[str, tuple[int, ...]]:
@@ -179,7 +196,9 @@ class Pipeline:
 
     def _holds(self, name: str) -> bool:
         # What no stage reads (a parameter that the forward does not use) stays with the first stage.
-        return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(self._local)
+        return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(
+            self._local
+        )
 
     def _move_stages(self) -> None:
         """To this rank's device; buffers are other objects there, so the model gets those of its stages."""
@@ -198,7 +217,9 @@ class Pipeline:
     def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
         """Parameters that several stages read."""
         by_name = dict(self._target.model.named_parameters())
-        return {n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1}
+        return {
+            n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
+        }
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -221,7 +242,9 @@ class Pipeline:
         count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
         for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
             if tensor.dtype != planned[1]:
-                raise InputError(f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}")
+                raise InputError(
+                    f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
+                )
         return split([self._at_stage(0, tensor) for tensor in tensors], count)
 
     def _at_stage(self, index: int, tensor: Tensor) -> Tensor:
@@ -239,12 +262,19 @@ class Pipeline:
         self, program: Program, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]
     ) -> Sequence[Tensor] | None:
         last = self.plan.k - 1
-        targets = [tree_map_only(Tensor, lambda value: self._at_stage(last, value), target) for target in targets]
+        targets = [
+            tree_map_only(Tensor, lambda value: self._at_stage(last, value), target)
+            for target in targets
+        ]
         if self._distributed:
-            found = self._trainer(program).run(schedule, rows, targets, seed=self.seed, step=self.steps)
+            found = self._trainer(program).run(
+                schedule, rows, targets, seed=self.seed, step=self.steps
+            )
             return None if found is None else [values[0] for values in found]
         order = self._order(schedule)
-        losses = local.step(self._stages(program), order, rows, targets, seed=self.seed, step=self.steps)
+        losses = local.step(
+            self._stages(program), order, rows, targets, seed=self.seed, step=self.steps
+        )
         scale(self._target.model.parameters(), len(rows))
         return losses
 
@@ -252,11 +282,15 @@ class Pipeline:
         """The compute actions of all ranks, each after those whose results it uses."""
         if schedule.microbatches not in self._orders:
             needs = compute_needs(self._problem(schedule), schedule)
-            self._orders[schedule.microbatches] = [action for _, action in in_order(schedule.compute, needs)]
+            self._orders[schedule.microbatches] = [
+                action for _, action in in_order(schedule.compute, needs)
+            ]
         return self._orders[schedule.microbatches]
 
     def _problem(self, schedule: Schedule) -> Problem:
-        return problem_of_stages(self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches)
+        return problem_of_stages(
+            self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches
+        )
 
     def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Tensor:
         loss_fn: LossFunction = self._target.trained_by
@@ -275,14 +309,22 @@ class Pipeline:
                     gathered[earlier].append(parameter)
                     tied[later].append(parameter)
             self._eager_stages[program] = [
-                _eager(s, loss=self._loss_of(program, s.index), tied=tied[s.index], gathered=gathered[s.index])
+                _eager(
+                    s,
+                    loss=self._loss_of(program, s.index),
+                    tied=tied[s.index],
+                    gathered=gathered[s.index],
+                )
                 for s in program.stages
             ]
         return self._eager_stages[program]
 
     def _trainer(self, program: Program) -> DistributedPipeline:
         if program not in self._trainers:
-            stages = {index: _eager(program.stages[index], loss=self._loss_of(program, index)) for index in self._local}
+            stages = {
+                index: _eager(program.stages[index], loss=self._loss_of(program, index))
+                for index in self._local
+            }
             ties = [
                 (self._tied[name], group)
                 for name, group in sorted(self._tie_groups.items())
@@ -290,14 +332,18 @@ class Pipeline:
             ]
             scalar = [Shape(((), torch.float32, True))]
             shapes = program.boundary_shapes()
-            self._trainers[program] = DistributedPipeline(stages, self._device, shapes, scalar, ties)
+            self._trainers[program] = DistributedPipeline(
+                stages, self._device, shapes, scalar, ties
+            )
         return self._trainers[program]
 
     def _evaluator(self, program: Program) -> DistributedPipeline:
         if program not in self._evaluators:
             stages = {index: _eager(program.stages[index], loss=None) for index in self._local}
             shapes = program.boundary_shapes()
-            self._evaluators[program] = DistributedPipeline(stages, self._device, shapes, program.results, ())
+            self._evaluators[program] = DistributedPipeline(
+                stages, self._device, shapes, program.results, ()
+            )
         return self._evaluators[program]
 
     def _in_eval_mode(self) -> Program:
@@ -316,13 +362,23 @@ class Pipeline:
         modes = modes_of(self._target.model)
         if modes not in self._programs:
             self._program.check_surroundings()
-            say(["the model is captured again: its modules are in other modes than those planned for"])
+            say(
+                [
+                    "the model is captured again: its modules are in other modes than those planned for"
+                ]
+            )
             # Over ranks that goes unproven: no rank has the whole model on its device.
             verify = self._self_check and not self._distributed
             found = capture_target(self._target, self.plan.options, verify=verify)
-            stages = transfer(self.plan.assignment, self._planned_graph(), found.module, self._held_by(found))
-            regions = transfer_regions(self.plan.regions, self._planned_graph(), found.module, stages)
-            savings = transfer_savings(self.plan.savings, self._planned_graph(), found.module, stages)
+            stages = transfer(
+                self.plan.assignment, self._planned_graph(), found.module, self._held_by(found)
+            )
+            regions = transfer_regions(
+                self.plan.regions, self._planned_graph(), found.module, stages
+            )
+            savings = transfer_savings(
+                self.plan.savings, self._planned_graph(), found.module, stages
+            )
             self._programs[modes] = Program(found.capture, found.module, stages, regions, savings)
         return self._programs[modes]
 
@@ -342,7 +398,11 @@ def _shape_of(value: Any) -> Any:
 
 
 def _eager(
-    stage: StageModule, *, loss: Any, tied: Sequence[nn.Parameter] = (), gathered: Sequence[nn.Parameter] = ()
+    stage: StageModule,
+    *,
+    loss: Any,
+    tied: Sequence[nn.Parameter] = (),
+    gathered: Sequence[nn.Parameter] = (),
 ) -> EagerStage:
     return EagerStage(
         stage.module,
@@ -357,12 +417,18 @@ def _eager(
 
 def _local_device(target: Target) -> torch.device:
     """Where this rank's stages run: its GPU under NCCL, else where the model is."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else target.device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else target.device
+    )
 
 
 def _refuse_untrainable(schedule: Schedule) -> None:
     if schedule.name == "forward-only":
-        raise InputError("the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'")
+        raise InputError(
+            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'"
+        )
     if schedule.weight_versions != "synchronous":
         raise InputError(
             f"schedule {schedule.name!r} updates weights while microbatches are on their way, which no step does yet; "
@@ -372,7 +438,9 @@ def _refuse_untrainable(schedule: Schedule) -> None:
 
 def _refuse(what: str, names: set[str]) -> None:
     if names:
-        listed = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        listed = ", ".join(sorted(names)[:5]) + (
+            f" and {len(names) - 5} more" if len(names) > 5 else ""
+        )
         raise InputError(f"{listed} {what} the state dict; it must be one of the original model")
 
 

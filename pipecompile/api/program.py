@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from pipecompile.codegen.regions import Regions, Savings
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.errors import InputError
-from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Outputs
-from pipecompile.passes.ambient import observed
-from pipecompile.passes.attributes import same, settings
-from pipecompile.passes.ties import Tie, ties_of
+from pipecompile.graph.attributes import same, settings
+from pipecompile.graph.autograd_context import observed
+from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.runtime.distributed import Shape
 
 __all__ = ["Program", "modes_of"]
@@ -60,7 +60,9 @@ class Program:
     def remember(self) -> None:
         """From now on the model must stay as it is, but for the values of its tensors and what its forward sets."""
         self._settings = dict(_settings(self.captured))
-        self._trainable = {name: p.requires_grad for name, p in self.captured.model.named_parameters()}
+        self._trainable = {
+            name: p.requires_grad for name, p in self.captured.model.named_parameters()
+        }
 
     def check_surroundings(self) -> None:
         """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
@@ -72,15 +74,23 @@ class Program:
             )
         now = dict(_settings(self.captured))
         names = self._settings.keys() | now.keys()
-        different = [name for name in names if not same(self._settings.get(name, GONE), now.get(name, GONE))]
+        different = [
+            name for name in names if not same(self._settings.get(name, GONE), now.get(name, GONE))
+        ]
         if different:
             raise InputError(
                 f"{min(different)} is not what it was when the model was compiled, and the graph has it as it was; "
                 "compile the model again, or keep what changes in a buffer"
             )
-        changed = [n for n, p in self.captured.model.named_parameters() if p.requires_grad != self._trainable[n]]
+        changed = [
+            n
+            for n, p in self.captured.model.named_parameters()
+            if p.requires_grad != self._trainable[n]
+        ]
         if changed:
-            raise InputError(f"requires_grad of {changed[0]} changed since the model was compiled; compile it again")
+            raise InputError(
+                f"requires_grad of {changed[0]} changed since the model was compiled; compile it again"
+            )
 
     def check_joinable(self, values: Sequence[Tensor]) -> None:
         """InputError if an output has no batch dimension along which those of several microbatches could be joined."""

@@ -20,7 +20,7 @@ from pipecompile import __version__
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
-from pipecompile.passes.propagate import has_values, without_values
+from pipecompile.graph.propagation import has_values, without_values
 
 __all__ = ["LossFunction", "Target", "load_target", "made_with", "model_loss", "sum_of_squares"]
 
@@ -33,7 +33,7 @@ class Target:
     """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`.
 
     `costs` is a function of the user's that prices nodes, for the costs called "function". `optimizer` names the one
-    whose state counts, see `ir/optimizer.py`.
+    whose state counts, see `memory_model/optimizer.py`.
     """
 
     model: nn.Module
@@ -53,7 +53,9 @@ class Target:
     def has_values(self) -> bool:
         """Whether it can run: neither the model nor the minibatch is on the meta device or of fake tensors."""
         state = (*self.model.parameters(), *self.model.buffers())
-        return all(map(has_values, (*state, *_tensors(self.call.args, self.call.kwargs, self.targets))))
+        return all(
+            map(has_values, (*state, *_tensors(self.call.args, self.call.kwargs, self.targets)))
+        )
 
     def check_values(self, purpose: str) -> None:
         """InputError unless it can run, which `purpose` needs."""
@@ -77,16 +79,22 @@ class Target:
         """Reads what a factory returned: (model, sample_input) or a mapping."""
         if isinstance(value, tuple) and len(value) == 2:
             value = {"model": value[0], "sample_input": value[1]}
-        if not isinstance(value, Mapping) or not {"model", "sample_input"} <= value.keys() <= set(FIELDS):
+        if not isinstance(value, Mapping) or not {"model", "sample_input"} <= value.keys() <= set(
+            FIELDS
+        ):
             raise InputError(
                 f"{origin} must return (model, sample_input) or a mapping with model, sample_input and optionally "
                 f"{', '.join(FIELDS[2:])}; it returned {_described(value)}"
             )
         if not isinstance(value["model"], nn.Module):
-            raise InputError(f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module")
+            raise InputError(
+                f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module"
+            )
         call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
         optimizer = _optimizer_name(value.get("optimizer"), value["model"], origin)
-        return Target(value["model"], call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
+        return Target(
+            value["model"], call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer
+        )
 
 
 def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
@@ -95,12 +103,16 @@ def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
         return value
     if isinstance(value, torch.optim.Optimizer):
         _check_state(value, model, origin)
-    if isinstance(value, torch.optim.SGD) and any(group["momentum"] for group in value.param_groups):
+    if isinstance(value, torch.optim.SGD) and any(
+        group["momentum"] for group in value.param_groups
+    ):
         return "momentum"
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.Optimizer):
         return kind.__name__.lower()
-    raise InputError(f"{origin}: optimizer is a {kind.__name__}, but must be a name or a torch.optim.Optimizer")
+    raise InputError(
+        f"{origin}: optimizer is a {kind.__name__}, but must be a name or a torch.optim.Optimizer"
+    )
 
 
 def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str) -> None:
@@ -114,7 +126,9 @@ def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str
             f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; {estimate} without"
         )
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    left = [
+        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped
+    ]
     if left:
         raise InputError(
             f"{origin}: optimizer, {kind}, does not step {left[0]!r} of the model (nor {len(left) - 1} more); "
@@ -127,19 +141,31 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _described(value: Any) -> str:
-    return f"a mapping with {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    return (
+        f"a mapping with {sorted(map(str, value))}"
+        if isinstance(value, Mapping)
+        else f"a {type(value).__name__}"
+    )
 
 
 def load_target(text: str) -> Target:
     """Runs the factory that `package.module:factory` or `path/file.py:factory` names."""
     place, _, name = text.rpartition(":")
     if not place or not name.isidentifier():
-        raise InputError(f"{text!r} is not a target; write package.module:factory or path/file.py:factory")
+        raise InputError(
+            f"{text!r} is not a target; write package.module:factory or path/file.py:factory"
+        )
     module = _from_file(Path(place), text) if place.endswith(".py") else _by_name(place, text)
     factory = getattr(module, name, None)
     if not callable(factory):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{text}: there is no factory {name!r}; {place} defines {', '.join(known) or 'nothing'}")
+        known = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
+        raise InputError(
+            f"{text}: there is no factory {name!r}; {place} defines {', '.join(known) or 'nothing'}"
+        )
     try:
         value = factory()
     except Exception as error:
@@ -152,7 +178,9 @@ def _by_name(place: str, text: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except Exception as error:
-        raise InputError(f"{text}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{text}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     finally:
         sys.path.pop(0)
 
@@ -168,7 +196,9 @@ def _from_file(path: Path, text: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"{text}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{text}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     return module
 
 
@@ -189,7 +219,9 @@ def model_loss(output: Any, target: Any) -> Tensor:
 
 def sum_of_squares(output: Any, target: Any) -> Tensor:
     """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
-    values: Sequence[Tensor] = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    values: Sequence[Tensor] = [
+        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)
+    ]
     squares = [value.float().square().sum() for value in values if value.requires_grad]
     if not squares:
         raise InputError("no output of the model carries a gradient, so there is nothing to train")

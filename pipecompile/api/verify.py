@@ -10,24 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import LossFunction, Target, sum_of_squares
 from pipecompile.errors import InputError
+from pipecompile.graph.random_streams import Moment, at
 from pipecompile.ir.plan import Plan
-from pipecompile.passes.ambient import EnterRegions
+from pipecompile.passes.autograd_context import EnterRegions
 from pipecompile.passes.contract import apply
-from pipecompile.passes.seed import Moment, Seed, at
+from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["HALF_TOLERANCE", "Comparison", "Difference", "Reference", "compare", "compared", "reference_for", "verify"]
+__all__ = [
+    "HALF_TOLERANCE",
+    "Comparison",
+    "Difference",
+    "Reference",
+    "compare",
+    "compared",
+    "reference_for",
+    "verify",
+]
 
 ORIGINAL = "the original module"
 TOLERANCE = 1e-6  # what the order of a sum over ranks may change, relative to the largest element
-HALF_TOLERANCE = 2**-5  # of the gradients' norm; half precision changes each saved element by up to 2⁻⁸
+HALF_TOLERANCE = (
+    2**-5
+)  # of the gradients' norm; half precision changes each saved element by up to 2⁻⁸
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,9 @@ class Comparison:
         """All equal bit for bit, but for what is summed over ranks, and for gradients under half precision."""
         exact = [d for d in self.differences if self.distance is None or d.kind != "gradient"]
         equal = all(d.relative <= (TOLERANCE if d.name in self.tied else 0.0) for d in exact)
-        return equal and self.losses[0] == self.losses[1] and (self.distance or 0.0) <= HALF_TOLERANCE
+        return (
+            equal and self.losses[0] == self.losses[1] and (self.distance or 0.0) <= HALF_TOLERANCE
+        )
 
 
 class Reference:
@@ -85,7 +99,9 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         rows = split((target.call.args, target.call.kwargs), microbatches)
         losses = []
-        for index, ((args, kwargs), wanted) in enumerate(zip(rows, split(target.targets, microbatches), strict=True)):
+        for index, ((args, kwargs), wanted) in enumerate(
+            zip(rows, split(target.targets, microbatches), strict=True)
+        ):
             loss = self._loss_fn(self._run(Moment(seed, step, index), args, kwargs), wanted)
             loss.backward()
             losses.append(loss.detach())
@@ -129,10 +145,16 @@ def compare(
     """
     found = [
         *(_difference("gradient", n, p.grad, gradients[n]) for n, p in pipeline.named_parameters()),
-        *(_difference("buffer", n, b, buffers[n]) for n, b in pipeline.named_buffers() if n in buffers),
+        *(
+            _difference("buffer", n, b, buffers[n])
+            for n, b in pipeline.named_buffers()
+            if n in buffers
+        ),
     ]
     several = world.size() > 1
-    tied = {p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1}
+    tied = {
+        p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1
+    }
     halved = any("half" in run.policies for stage in pipeline.plan.stages for run in stage.saving)
     unsplit, own = losses
     pair = (unsplit, unsplit if own is None else own.item())
@@ -158,7 +180,10 @@ def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None)
         return Difference(kind, name, 0.0 if got is wanted else float("inf"))
     if torch.equal(got, wanted):
         return Difference(kind, name, 0.0)
-    gap, size = (got.double() - wanted.double()).abs().max().item(), wanted.double().abs().max().item()
+    gap, size = (
+        (got.double() - wanted.double()).abs().max().item(),
+        wanted.double().abs().max().item(),
+    )
     return Difference(kind, name, gap / size if size else float("inf"))
 
 
@@ -193,7 +218,9 @@ def _loss_for(target: Target) -> LossFunction | None:
 
 def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     """A seeded step of the pipeline beside the unsplit model's, in the modes that the model is in."""
-    pipeline = pipecompile(target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options)
+    pipeline = pipecompile(
+        target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
+    )
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)
     for parameter in target.model.parameters():

@@ -20,7 +20,7 @@ from pipecompile.cli.options import (
 )
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import RECOMPUTES, Plan
-from pipecompile.ir.serde import check_writable, encode, read, write
+from pipecompile.ir.serialization import check_writable, encode, read, write
 from pipecompile.ir.size import parse_budget
 
 __all__ = ["commands", "main"]
@@ -47,9 +47,9 @@ def commands() -> None:
 @answers
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
-    from pipecompile.api.capturing import capture_target
+    from pipecompile.api.capture import capture_target
     from pipecompile.api.compile import make_plan
-    from pipecompile.api.linking import links_for
+    from pipecompile.api.links import links_for
     from pipecompile.api.options import options_for
     from pipecompile.api.target import load_target, made_with
 
@@ -71,7 +71,9 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @commands.command()
 @click.argument("target")
 @click.option("--costs", default="measured", show_default=True, help=COSTS_HELP)
-@click.option("--microbatches", type=int, default=4, show_default=True, help="As the plan will have.")
+@click.option(
+    "--microbatches", type=int, default=4, show_default=True, help="As the plan will have."
+)
 @click.option("--optimizer", help=OPTIMIZER_HELP)
 @click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
 @click.option("--page", help="Where to write the page (HTML, one file).")
@@ -81,7 +83,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @answers
 def profile(target: str, output: str | None, page: str | None, form: str, **options: Any) -> int:
     """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost graph."""
-    from pipecompile.api.profiling import profiled
+    from pipecompile.api.profile import profiled
     from pipecompile.api.target import load_target, made_with
     from pipecompile.report.page import profile_page
     from pipecompile.report.profile import profile_figures, profile_text
@@ -118,7 +120,7 @@ def show(path: str, form: str) -> int:
 def view(path: str, output: str) -> int:
     """The plan as a page: timeline, memory of ranks by kind and budget, what stages compute again."""
     from pipecompile.report.view import plan_page
-    from pipecompile.schedule.simulate import simulate_plan
+    from pipecompile.schedule.simulator import simulate_plan
 
     check_writable(output)
     made = _read_plan(path)
@@ -128,7 +130,7 @@ def view(path: str, output: str) -> int:
 
 def _read_plan(path: str) -> Plan:
     """The plan; standard error says if it is not sound, for then its figures are not to be trusted."""
-    from pipecompile.api.checking import violations
+    from pipecompile.api.soundness import violations
 
     made = read(path, Plan)
     found = violations(made)
@@ -139,7 +141,7 @@ def _read_plan(path: str) -> Plan:
 
 def _print_plan(made: Plan, form: str) -> None:
     from pipecompile.report.text import summary, timeline_text
-    from pipecompile.schedule.simulate import simulate_plan
+    from pipecompile.schedule.simulator import simulate_plan
 
     if form == "json":
         click.echo(encode(made), nl=False)
@@ -152,14 +154,20 @@ def _print_plan(made: Plan, form: str) -> None:
 @click.argument("path", metavar="PLAN")
 @click.argument("target", required=False)
 @click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
-@click.option("--memory", "--max-memory", help="Largest bound of a rank, such as 16GiB, or one a rank with commas.")
+@click.option(
+    "--memory",
+    "--max-memory",
+    help="Largest bound of a rank, such as 16GiB, or one a rank with commas.",
+)
 @click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
-@click.option("--recompute", type=click.Choice(RECOMPUTES), help="The policy that the plan was to be made by.")
+@click.option(
+    "--recompute", type=click.Choice(RECOMPUTES), help="The policy that the plan was to be made by."
+)
 @format_option
 @answers
 def check(path: str, target: str | None, form: str, **limits: Any) -> int:
     """Is PLAN sound (deadlock-free, complete, within its limits) and, given TARGET, still current?"""
-    from pipecompile.api.checking import over_limits, violations
+    from pipecompile.api.soundness import over_limits, violations
 
     made = read(path, Plan)
     memory = limits["memory"]
@@ -178,12 +186,15 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
 
 def _staleness(made: Plan, target: str) -> list[str]:
     from pipecompile.api.compile import staleness
-    from pipecompile.api.costing import comparable
+    from pipecompile.api.costs import comparable
     from pipecompile.api.target import load_target
 
     costs = made.options.costs
     if not comparable(costs):
-        click.echo(f"{costs} costs are not compared: they differ from run to run, or are not at hand here", err=True)
+        click.echo(
+            f"{costs} costs are not compared: they differ from run to run, or are not at hand here",
+            err=True,
+        )
     return staleness(made, load_target(target))
 
 
@@ -198,8 +209,8 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
     from pipecompile.report.step import step_figures, step_text
     from pipecompile.report.svg import timeline_svg
     from pipecompile.report.trace import trace
-    from pipecompile.schedule.critical import critical_path
-    from pipecompile.schedule.simulate import simulate_plan
+    from pipecompile.schedule.critical_path import critical_path
+    from pipecompile.schedule.simulator import simulate_plan
     from pipecompile.schedule.stages import problem_of_plan
 
     check_writable(trace_path, svg_path)
@@ -221,35 +232,64 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
 @commands.command()
 @click.argument("path", metavar="GRAPH")
 @click.option("-k", "k", type=int, required=True, help="Number of stages.")
-@click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time.")
-@click.option("--memory", help="Cap of each rank, such as 16GiB, or one a rank with commas between.")
-@click.option("--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free.")
+@click.option(
+    "--objective", default="variance", show_default=True, help="variance, max-load or step-time."
+)
+@click.option(
+    "--memory", help="Cap of each rank, such as 16GiB, or one a rank with commas between."
+)
+@click.option(
+    "--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free."
+)
 @click.option("--latency", type=int, default=0, help="Nanoseconds of each transfer besides.")
-@click.option("--links", help="File with bandwidth and latency from rank to rank, instead of one for all.")
-@click.option("--comm", default="endpoint", show_default=True, help="endpoint, relay, overlap or none.")
-@click.option("--schedule", help="1f1b or gpipe: how many microbatches a stage holds, and what step-time simulates.")
+@click.option(
+    "--links", help="File with bandwidth and latency from rank to rank, instead of one for all."
+)
+@click.option(
+    "--comm", default="endpoint", show_default=True, help="endpoint, relay, overlap or none."
+)
+@click.option(
+    "--schedule",
+    help="1f1b or gpipe: how many microbatches a stage holds, and what step-time simulates.",
+)
 @click.option("--microbatches", type=int, help="Microbatches per step.")
-@click.option("--state-factor", default="1", show_default=True, help="Memory per byte of parameters.")
-@click.option("--stages-per-rank", type=int, default=1, show_default=True, help="Stages that share a rank.")
+@click.option(
+    "--state-factor", default="1", show_default=True, help="Memory per byte of parameters."
+)
+@click.option(
+    "--stages-per-rank", type=int, default=1, show_default=True, help="Stages that share a rank."
+)
 @click.option("--placement", type=click.Choice(["loop", "v"]), default="loop", show_default=True)
 @click.option("--speeds", help="How fast each rank is, such as 1,1,0.5.")
 @click.option("--ranks", type=int, help="Ranks in all: stages may run on several, data-parallel.")
-@click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last).")
+@click.option(
+    "--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."
+)
 @click.option("--no-split", multiple=True, metavar="NODE[,…]", help="Keep nodes on one stage.")
-@click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters.")
+@click.option(
+    "--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."
+)
 @granularity_option
-@click.option("--time-limit", type=float, default=10.0, show_default=True, help="Seconds of work, counted in steps.")
+@click.option(
+    "--time-limit",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Seconds of work, counted in steps.",
+)
 @format_option
 @answers
 def partition(path: str, form: str, **options: Any) -> int:
     """Cut a cost graph into stages: the partitioner alone."""
-    from pipecompile.api.partitioning import Request, given_links
-    from pipecompile.api.partitioning import partition as cut
+    from pipecompile.api.cut import Request, given_links
+    from pipecompile.api.cut import partition as cut
     from pipecompile.report.cut import cut_text
 
     seconds, given = options.pop("time_limit"), given_options(options)
     links = given_links(given.pop("links"), given.pop("bandwidth"), given.pop("latency"))
-    found = cut(path, Request(links=links, communication=given.pop("comm"), **given), seconds=seconds)
+    found = cut(
+        path, Request(links=links, communication=given.pop("comm"), **given), seconds=seconds
+    )
     if form == "json":
         click.echo(encode(found), nl=False)
     else:
@@ -260,31 +300,54 @@ def partition(path: str, form: str, **options: Any) -> int:
 
 @commands.command()
 @click.argument("path", metavar="PROBLEM")
-@click.option("--name", default="search", show_default=True, help="search, or a schedule such as 1f1b, zb-h1 or zb-v.")
 @click.option(
-    "--objective", default="makespan", show_default=True, help="makespan, or span: a rank's start to its end."
+    "--name",
+    default="search",
+    show_default=True,
+    help="search, or a schedule such as 1f1b, zb-h1 or zb-v.",
+)
+@click.option(
+    "--objective",
+    default="makespan",
+    show_default=True,
+    help="makespan, or span: a rank's start to its end.",
 )
 @click.option("--placement", help="linear, loop, v or open, instead of the ranks in PROBLEM.")
-@click.option("--time-limit", type=float, default=5.0, show_default=True, help="Seconds of work, counted in steps.")
-@click.option("--order", help="CSV of torch's with an order to check and simulate, instead of making one.")
+@click.option(
+    "--time-limit",
+    type=float,
+    default=5.0,
+    show_default=True,
+    help="Seconds of work, counted in steps.",
+)
+@click.option(
+    "--order", help="CSV of torch's with an order to check and simulate, instead of making one."
+)
 @click.option("--csv", "csv_path", help="Write the order for torch, if it fits.")
 @click.option("--svg", "svg_path", help="Write the timeline as a picture, if the order fits.")
 @format_option
 @answers
 def schedule(
-    path: str, csv_path: str | None, svg_path: str | None, time_limit: float, form: str, **options: Any
+    path: str,
+    csv_path: str | None,
+    svg_path: str | None,
+    time_limit: float,
+    form: str,
+    **options: Any,
 ) -> int:
     """Order the work of stages on ranks: the scheduler alone."""
-    from pipecompile.api.scheduling import Request, answer
     from pipecompile.report.order import order_text, order_title
     from pipecompile.report.svg import picture
+    from pipecompile.schedule.request import Request, answer
     from pipecompile.schedule.torch_csv import write_csv
 
     check_writable(csv_path, svg_path)
     found = answer(path, Request(seconds=time_limit, **options))
     order, files = found.order, dict[str, str]()
     if csv_path is not None and found.skips:
-        raise InputError("torch's runtime sends to the next stage only, so an order with skips has no CSV; drop --csv")
+        raise InputError(
+            "torch's runtime sends to the next stage only, so an order with skips has no CSV; drop --csv"
+        )
     if csv_path is not None and order.fits:
         files[csv_path] = write_csv(found.schedule)
     if svg_path is not None and order.fits:
@@ -305,7 +368,7 @@ def schedule(
 @answers
 def measure_links(output: str | None, form: str) -> int:
     """Measure bandwidth and latency between the ranks that torchrun started."""
-    from pipecompile.api.probing import probe_links
+    from pipecompile.api.links import probe_links
     from pipecompile.report.links import links_table
 
     output = output if is_first_rank() else None
@@ -325,8 +388,8 @@ def measure_links(output: str | None, form: str) -> int:
 @answers
 def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
     """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them best."""
-    from pipecompile.api.calibrating import calibrate as measure
-    from pipecompile.api.calibrating import calibration_text
+    from pipecompile.profiling.calibration import calibrate as measure
+    from pipecompile.profiling.calibration import calibration_text
 
     check_writable(output)
     found = measure(device)

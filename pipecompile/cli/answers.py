@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
-from pipecompile.ir.serde import encode
+from pipecompile.ir.serialization import encode
 
 __all__ = ["FINE", "NO", "answers", "framed", "is_first_rank", "print_findings", "say"]
 
@@ -73,6 +73,9 @@ def print_findings(path: str, found: Sequence[str], form: str) -> None:
     if form == "json":
         click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
     elif form == "github":
-        click.echo("\n".join(f"::error file={path}::{line}" for line in found) or f"::notice file={path}::sound")
+        click.echo(
+            "\n".join(f"::error file={path}::{line}" for line in found)
+            or f"::notice file={path}::sound"
+        )
     else:
         click.echo("\n".join(found) or "sound")

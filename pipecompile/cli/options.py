@@ -22,12 +22,15 @@ __all__ = [
 ]
 
 SCHEDULE_HELP = (
-    "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, forward-only, or search."
+    "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, "
+    "forward-only, or search."
 )
 
 SAVING_HELP = "Forms for what backwards need, to fit --memory: mask, relu, pool, offload, half (half is not exact)."
 
-OPTIMIZER_HELP = "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
+OPTIMIZER_HELP = (
+    "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
+)
 
 MEMORY_HELP = "Cap of each rank, such as 16GiB, or one a rank with commas between."
 
@@ -36,7 +39,11 @@ RECOMPUTE_HELP = "auto, none, stage, except-last, block or sqrt."
 COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
 
 format_option = click.option(
-    "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
 )
 
 granularity_option = click.option(
@@ -47,10 +54,15 @@ granularity_option = click.option(
     help="What is cut between.",
 )
 
-leaf_option = click.option("--leaf", multiple=True, metavar="MODULE", help="Take a module (path or class) as one node.")
+leaf_option = click.option(
+    "--leaf", multiple=True, metavar="MODULE", help="Take a module (path or class) as one node."
+)
 
 self_check_option = click.option(
-    "--self-check/--no-self-check", default=True, show_default=True, help="Prove the graph by a training step."
+    "--self-check/--no-self-check",
+    default=True,
+    show_default=True,
+    help="Prove the graph by a training step.",
 )
 
 
@@ -63,22 +75,60 @@ def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that decide a plan."""
     for option in reversed(
         [
-            click.option("-k", "k", type=int, default=4, show_default=True, help="Number of stages."),
+            click.option(
+                "-k", "k", type=int, default=4, show_default=True, help="Number of stages."
+            ),
             click.option("--microbatches", type=int, help="Microbatches per step; default k."),
             click.option("--schedule", default="1f1b", show_default=True, help=SCHEDULE_HELP),
-            click.option("--stages-per-rank", type=int, help="Stages on each rank; default what the schedule needs."),
-            click.option("--placement", type=click.Choice(["linear", "loop", "v"]), help="Where the stages lie."),
-            click.option("--objective", default="variance", show_default=True, help="variance, max-load or step-time."),
+            click.option(
+                "--stages-per-rank",
+                type=int,
+                help="Stages on each rank; default what the schedule needs.",
+            ),
+            click.option(
+                "--placement",
+                type=click.Choice(["linear", "loop", "v"]),
+                help="Where the stages lie.",
+            ),
+            click.option(
+                "--objective",
+                default="variance",
+                show_default=True,
+                help="variance, max-load or step-time.",
+            ),
             click.option("--memory", help=MEMORY_HELP),
             click.option("--optimizer", help=OPTIMIZER_HELP),
-            click.option("--master-weights", is_flag=True, help="Count float32 copies of parameters of fewer bits."),
+            click.option(
+                "--master-weights",
+                is_flag=True,
+                help="Count float32 copies of parameters of fewer bits.",
+            ),
             click.option("--recompute", default="none", show_default=True, help=RECOMPUTE_HELP),
-            click.option("--saving", default="", callback=_listed, metavar="FORM[,…]", help=SAVING_HELP),
+            click.option(
+                "--saving", default="", callback=_listed, metavar="FORM[,…]", help=SAVING_HELP
+            ),
             click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
-            click.option("--links", help="File with bandwidth and latency from rank to rank; without it: free."),
-            click.option("--pin", multiple=True, metavar="NODE=STAGE", help="Fix the stage of a node (-1: the last)."),
-            click.option("--no-split", multiple=True, metavar="MODULE[,…]", help="Keep modules or nodes on one stage."),
-            click.option("--parameters-everywhere", is_flag=True, help="Each stage has a node with parameters."),
+            click.option(
+                "--links",
+                help="File with bandwidth and latency from rank to rank; without it: free.",
+            ),
+            click.option(
+                "--pin",
+                multiple=True,
+                metavar="NODE=STAGE",
+                help="Fix the stage of a node (-1: the last).",
+            ),
+            click.option(
+                "--no-split",
+                multiple=True,
+                metavar="MODULE[,…]",
+                help="Keep modules or nodes on one stage.",
+            ),
+            click.option(
+                "--parameters-everywhere",
+                is_flag=True,
+                help="Each stage has a node with parameters.",
+            ),
             granularity_option,
             leaf_option,
             self_check_option,

@@ -30,7 +30,9 @@ def text(target: str, made: Plan, comparisons: Sequence[Comparison]) -> str:
 
 def _verdict(comparisons: Sequence[Comparison]) -> str:
     passed = all(comparison.passed for comparison in comparisons)
-    distances = [comparison.distance for comparison in comparisons if comparison.distance is not None]
+    distances = [
+        comparison.distance for comparison in comparisons if comparison.distance is not None
+    ]
     if not distances:
         return "equal" if passed else "DIFFERENT"
     found = f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
@@ -52,7 +54,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 
 def _lines(comparison: Comparison) -> list[str]:
     """The figures of one comparison, and each tensor that is not bit-equal."""
-    lines = [f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"]
+    lines = [
+        f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"
+    ]
     for kind in ("gradient", "buffer"):
         rows = [difference for difference in comparison.differences if difference.kind == kind]
         equal = sum(difference.equal for difference in rows)
@@ -63,5 +67,7 @@ def _lines(comparison: Comparison) -> list[str]:
             cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
             halved = comparison.distance is not None and difference.kind == "gradient"
             cause = "saved in half precision" if halved else cause
-            lines.append(f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})")
+            lines.append(
+                f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})"
+            )
     return lines

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, fx
 
 from pipecompile.codegen.regions import Regions, Savings, check_regions, enclose
-from pipecompile.ir.saving import Policy
-from pipecompile.passes.ambient import EnterRegions, observed
-from pipecompile.passes.asked import Held
-from pipecompile.passes.contract import apply, stage_of
-from pipecompile.passes.group import storage_key
-from pipecompile.passes.layout import dense_order, gaps, is_dense
+from pipecompile.graph.autograd_context import observed
+from pipecompile.graph.layout import dense_order, gaps, is_dense
+from pipecompile.graph.stages import origin_of, relay, stage_of
+from pipecompile.graph.storages import storage_key
+from pipecompile.ir.encodings import Policy
+from pipecompile.passes.autograd_context import EnterRegions
+from pipecompile.passes.contract import apply
+from pipecompile.passes.data_dependence import Held
 from pipecompile.passes.place import Place
-from pipecompile.passes.relay import Relay, origin_of, relay
+from pipecompile.passes.relay import Relay
 from pipecompile.passes.seed import Seed
 
 __all__ = ["Edge", "StageModule", "emit"]
@@ -95,7 +97,10 @@ def emit(
         check_regions(module, assignment, regions, savings)
     apply(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
-    return tuple(_stage(module, index, count, regions.get(index, ()), savings.get(index, ())) for index in range(count))
+    return tuple(
+        _stage(module, index, count, regions.get(index, ()), savings.get(index, ()))
+        for index in range(count)
+    )
 
 
 def _stage(
@@ -112,9 +117,15 @@ def _stage(
     # First all placeholders, under names that nothing else in the stage has taken yet.
     arrived = [graph.placeholder(origin_of(node)) for node in received]
     for node, value in zip(received, arrived, strict=True):
-        copies[node] = _receive(graph, node, value, [user for user in node.users if stage_of(user) == index])
+        copies[node] = _receive(
+            graph, node, value, [user for user in node.users if stage_of(user) == index]
+        )
     # Nothing is summed of what carries no gradient: it is sent on as it came, whoever reads it here.
-    came = copies | {node: value for node, value in zip(received, arrived, strict=True) if not Edge.of(node).gradient}
+    came = copies | {
+        node: value
+        for node, value in zip(received, arrived, strict=True)
+        if not Edge.of(node).gradient
+    }
     for node in mine:
         if node.op != "output":
             copies[node] = graph.node_copy(node, (came if _relays(node) else copies).__getitem__)
@@ -134,7 +145,9 @@ def _stage(
         module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
         inputs=tuple(map(Edge.of, received)),
         outputs=tuple(map(Edge.of, sent)),
-        gradient_inputs=tuple(n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"),
+        gradient_inputs=tuple(
+            n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"
+        ),
         written=_written_buffers(module, mine),
         random=random,
     )
@@ -197,7 +210,9 @@ def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     if any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)):
         expanded: Tensor = _Expanded.apply(tensor, stride)  # type: ignore[no-untyped-call]
         return expanded
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return torch.empty_strided(
+        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 class _Expanded(torch.autograd.Function):
@@ -208,7 +223,9 @@ class _Expanded(torch.autograd.Function):
         part = tensor
         for dimension, step in enumerate(stride):
             part = part if step else part[(slice(None),) * dimension + (slice(1),)]
-        copy = torch.empty_strided(part.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(part)
+        copy = torch.empty_strided(
+            part.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(part)
         return copy.expand(tensor.shape)
 
     @staticmethod
@@ -223,7 +240,9 @@ def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[
     for node in nodes:
         target = str(node.target)
         if node.op == "call_module" and node.meta["mutates"]:
-            found |= dict.fromkeys(f"{target}.{name}" for name, _ in module.get_submodule(target).named_buffers())
+            found |= dict.fromkeys(
+                f"{target}.{name}" for name, _ in module.get_submodule(target).named_buffers()
+            )
         elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
             found[target] = None
     return tuple(found)

@@ -7,10 +7,11 @@ from difflib import SequenceMatcher
 
 from torch import fx
 
-from pipecompile.codegen.regions import Regions, Savings, fault_of, stage_order, uncheckable
+from pipecompile.codegen.regions import Regions, Savings, fault_of, stage_order
 from pipecompile.errors import CaptureError
-from pipecompile.ir.saving import Policy
-from pipecompile.passes.ties import reads_of
+from pipecompile.graph.recomputability import recompute_limits
+from pipecompile.graph.ties import reads_of
+from pipecompile.ir.encodings import Policy
 
 __all__ = ["transfer", "transfer_regions", "transfer_savings"]
 
@@ -18,7 +19,10 @@ Key = tuple[str, str, str]
 
 
 def transfer(
-    assignment: Mapping[str, int], source: fx.Graph, module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]
+    assignment: Mapping[str, int],
+    source: fx.Graph,
+    module: fx.GraphModule,
+    holders: Mapping[str, tuple[int, ...]],
 ) -> dict[str, int]:
     """A stage for each node of `module` such that it fits the stages of `source`.
 
@@ -31,10 +35,14 @@ def transfer(
     found = {node: assignment[twin.name] for node, twin in _twins(old, new).items()}
     stages: dict[fx.Node, int] = {}
     for node in new:
-        earliest = max((stages[source] for source in node.all_input_nodes if source in stages), default=0)
+        earliest = max(
+            (stages[source] for source in node.all_input_nodes if source in stages), default=0
+        )
         allowed = _allowed(module, node, holders)
         wanted = max(earliest, found.get(node, 0))
-        choices = [stage for stage in allowed if stage >= wanted] if allowed is not None else [wanted]
+        choices = (
+            [stage for stage in allowed if stage >= wanted] if allowed is not None else [wanted]
+        )
         if not choices:
             raise CaptureError(
                 f"in this mode {node.name} ({node.meta['source']}) needs its parameters in stage {wanted} or later, "
@@ -59,8 +67,13 @@ def transfer_regions(
 
     One that is not possible there is left out: its nodes then keep what they save. Requires `meta["group"]`.
     """
-    limits = uncheckable(module)
-    twins = _twins(*([node for node in graph.nodes if node.op != "get_attr"] for graph in (source, module.graph)))
+    limits = recompute_limits(module)
+    twins = _twins(
+        *(
+            [node for node in graph.nodes if node.op != "get_attr"]
+            for graph in (source, module.graph)
+        )
+    )
     names = {node.name: twin.name for node, twin in twins.items()}
     found: dict[int, list[list[str]]] = {}
     for stage, chosen in regions.items():
@@ -79,7 +92,10 @@ def transfer_savings(
     """The same for runs of nodes that save by policies."""
     found: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}
     for chosen in dict.fromkeys(policies for runs in savings.values() for _, policies in runs):
-        same = {stage: [nodes for nodes, policies in runs if policies == chosen] for stage, runs in savings.items()}
+        same = {
+            stage: [nodes for nodes, policies in runs if policies == chosen]
+            for stage, runs in savings.items()
+        }
         for stage, moved in transfer_regions(same, source, module, assignment).items():
             found.setdefault(stage, []).extend((nodes, chosen) for nodes in moved)
     return found
@@ -89,10 +105,16 @@ def _twins(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> dict[fx.Node, fx.N
     """Nodes of `new` that do the same in the same place as one of `old`."""
     matcher = SequenceMatcher(None, list(map(_key, old)), list(map(_key, new)), autojunk=False)
     blocks = matcher.get_matching_blocks()
-    return {new[block.b + offset]: old[block.a + offset] for block in blocks for offset in range(block.size)}
+    return {
+        new[block.b + offset]: old[block.a + offset]
+        for block in blocks
+        for offset in range(block.size)
+    }
 
 
-def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]) -> None:
+def _gather(
+    stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]
+) -> None:
     """Moves nodes to later stages until no group is on two; CaptureError where parameters or inputs cannot follow."""
     groups: dict[str, list[fx.Node]] = {}
     for node in stages:
@@ -101,7 +123,9 @@ def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping
     while moving:
         moving = False
         for members in groups.values():
-            before = [source for node in members for source in node.all_input_nodes if source in stages]
+            before = [
+                source for node in members for source in node.all_input_nodes if source in stages
+            ]
             latest = max(stages[node] for node in (*members, *before))
             moving = moving or any(stages[node] < latest for node in members)
             stages.update(dict.fromkeys(members, latest))
@@ -116,11 +140,17 @@ def _gather(stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping
 
 
 def _key(node: fx.Node) -> Key:
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", repr(node.target))
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__qualname__", repr(node.target))
+    )
     return node.op, target, node.meta["module"]
 
 
-def _allowed(module: fx.GraphModule, node: fx.Node, holders: Mapping[str, tuple[int, ...]]) -> set[int] | None:
+def _allowed(
+    module: fx.GraphModule, node: fx.Node, holders: Mapping[str, tuple[int, ...]]
+) -> set[int] | None:
     """The stages that hold everything that `node` reads; None if it reads nothing."""
     parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
     names = [name for part in parts for name in reads_of(module, part)]

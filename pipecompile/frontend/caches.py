@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     Cache = functools._lru_cache_wrapper[Any]
 
 # Their caches hold no tensors, and are too many to look at.
-OTHERS = frozenset({"torch", "sympy", "mpmath", "functools", "typing", "re", "numpy", "networkx", "pipecompile"})
+OTHERS = frozenset(
+    {"torch", "sympy", "mpmath", "functools", "typing", "re", "numpy", "networkx", "pipecompile"}
+)
 
 
 class CacheUse:
@@ -32,7 +34,9 @@ class CacheUse:
 
     def clear(self) -> bool:
         """Empties the caches that were used and keep tensors; whether one of them kept some before."""
-        used = [(cache, kept) for cache, before, kept in self._before if cache.cache_info() != before]
+        used = [
+            (cache, kept) for cache, before, kept in self._before if cache.cache_info() != before
+        ]
         keeping = [(cache, kept) for cache, kept in used if kept or _keeps_tensors(cache)]
         for cache, _ in keeping:
             cache.cache_clear()
@@ -41,7 +45,9 @@ class CacheUse:
 
 def _caches() -> list[Cache]:
     """All there are, but for those that aged since the last full search without an import or a full collection."""
-    old = _old(len(sys.modules), gc.get_stats()[1]["collections"] + gc.get_stats()[2]["collections"])
+    old = _old(
+        len(sys.modules), gc.get_stats()[1]["collections"] + gc.get_stats()[2]["collections"]
+    )
     young = _among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
     return list({id(cache): cache for cache in (*old, *young)}.values())
 
@@ -53,7 +59,11 @@ def _old(modules: int, collections: int) -> list[Cache]:
 
 def _among(objects: Iterable[Any]) -> list[Cache]:
     caches = [each for each in objects if type(each) is functools._lru_cache_wrapper]
-    return [each for each in caches if str(getattr(each, "__module__", "")).partition(".")[0] not in OTHERS]
+    return [
+        each
+        for each in caches
+        if str(getattr(each, "__module__", "")).partition(".")[0] not in OTHERS
+    ]
 
 
 def _keeps_tensors(cache: Cache) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.frontend.tape import SYMBOLS, Tape, tensors_in
-from pipecompile.passes.watch import Watch
+from pipecompile.graph.side_effects import Watch
 
 __all__ = ["Call", "applying", "encloses_recorded", "hooking", "target_of"]
 
@@ -22,11 +22,15 @@ METHOD_OWNERS = ("Tensor.", "TensorBase.", "_TensorBase.")
 class Call:
     """A call that is about to run; `state` are the tensors, besides its arguments, that it may write to."""
 
-    def __init__(self, tape: Tape, watch: Watch, args: Any, kwargs: Any, state: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, tape: Tape, watch: Watch, args: Any, kwargs: Any, state: Sequence[Tensor] = ()
+    ) -> None:
         self._tape = tape
         self._watch = watch
         self._args, self._kwargs = tuple(args), dict(kwargs)
-        touched = {id(tensor): tensor for tensor in (*tensors_in((self._args, self._kwargs)), *state)}
+        touched = {
+            id(tensor): tensor for tensor in (*tensors_in((self._args, self._kwargs)), *state)
+        }
         self._versions = [(tensor, tensor._version) for tensor in touched.values()]
         self.random = self._averages = False
 
@@ -40,7 +44,9 @@ class Call:
     @property
     def mutates(self) -> bool:
         """Whether an argument or a buffer was written to in place."""
-        return self._averages or any(tensor._version != version for tensor, version in self._versions)
+        return self._averages or any(
+            tensor._version != version for tensor, version in self._versions
+        )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as nodes. In-place calls return their argument: ask before the result is bound."""
@@ -49,7 +55,9 @@ class Call:
 
 def target_of(function: Any, name: str) -> tuple[str, Any]:
     """The kind of node and the target that call `function` again."""
-    method = isinstance(function, METHOD_TYPES) or getattr(function, "__qualname__", "").startswith(METHOD_OWNERS)
+    method = isinstance(function, METHOD_TYPES) or getattr(function, "__qualname__", "").startswith(
+        METHOD_OWNERS
+    )
     return ("call_method", name) if method else ("call_function", function)
 
 
@@ -60,7 +68,9 @@ def hooking(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]
         if tensor.requires_grad:
             tensor.register_hook(hook)
 
-    register_hook.__qualname__ = f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}.register_hook"
+    register_hook.__qualname__ = (
+        f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}.register_hook"
+    )
     return register_hook
 
 
@@ -73,9 +83,13 @@ def encloses_recorded(function: Any) -> bool:
     left = [function]
     while left:
         value = left.pop()
-        if isinstance(value, SYMBOLS) or any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
+        if isinstance(value, SYMBOLS) or any(
+            isinstance(tensor, FakeTensor) for tensor in tensors_in(value)
+        ):
             return True
-        if id(value) not in seen and not isinstance(value, (nn.Module, Tensor, type, types.ModuleType)):
+        if id(value) not in seen and not isinstance(
+            value, (nn.Module, Tensor, type, types.ModuleType)
+        ):
             seen.add(id(value))
             left.extend(_enclosed(value))
     return False

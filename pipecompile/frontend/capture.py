@@ -14,19 +14,25 @@ from torch.nn.parameter import is_lazy
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.caches import CacheUse
-from pipecompile.frontend.captured import Capture, Note, aliases_of, batch_size, eliminate_dead_code
-from pipecompile.frontend.exported import exported
-from pipecompile.frontend.faults import UnsupportedError, asks_data
+from pipecompile.frontend.captured_graph import (
+    Capture,
+    Note,
+    aliases_of,
+    batch_size,
+    eliminate_dead_code,
+)
+from pipecompile.frontend.data_probe import Heard, hear
+from pipecompile.frontend.export import exported
 from pipecompile.frontend.guards import Guards, faked, symbol_of
-from pipecompile.frontend.hearing import Heard, hear
 from pipecompile.frontend.leaves import paths_of
 from pipecompile.frontend.recorder import Manner, Recorder
+from pipecompile.frontend.refusals import UnsupportedError, asks_data
 from pipecompile.frontend.settings import qualified
 from pipecompile.frontend.signature import Arguments, Inputs, Outputs
 from pipecompile.frontend.source import source_of
-from pipecompile.frontend.surroundings import quiet
-from pipecompile.passes.attributes import STATE, Attributes
-from pipecompile.passes.propagate import distinct, faked_state, has_values, named_state
+from pipecompile.frontend.torch_patches import quiet
+from pipecompile.graph.attributes import STATE, Attributes
+from pipecompile.graph.propagation import distinct, faked_state, has_values, named_state
 
 __all__ = ["capture", "captures"]
 
@@ -54,7 +60,9 @@ ATTEMPTS = (
     _Attempt("recorded, data asked", exporting=False, symbolic=True, asking=True),
     _Attempt("recorded as for export, data asked", exporting=True, symbolic=True, asking=True),
     _Attempt("recorded for one batch size", exporting=False, symbolic=False, asking=True),
-    _Attempt("recorded as for export, for one batch size", exporting=True, symbolic=False, asking=True),
+    _Attempt(
+        "recorded as for export, for one batch size", exporting=True, symbolic=False, asking=True
+    ),
 )
 
 
@@ -93,7 +101,9 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
         yield exported(model, call, again)
     except CaptureError as error:
         if not found:
-            told = "" if isinstance(error, UnsupportedError) else f"; as torch.export sees it: {error}"
+            told = (
+                "" if isinstance(error, UnsupportedError) else f"; as torch.export sees it: {error}"
+            )
             raise CaptureError(f"{failures[0]}{told}") from failures[0]
 
 
@@ -102,19 +112,31 @@ def _hear(model: nn.Module, call: Arguments, failures: Sequence[CaptureError]) -
     try:
         return hear(model, call)
     except Exception as error:
-        raise failures[0] if failures else CaptureError(f"the model fails on the sample input: {error}") from error
+        raise (
+            failures[0]
+            if failures
+            else CaptureError(f"the model fails on the sample input: {error}")
+        ) from error
 
 
 def _recorded(
-    model: nn.Module, call: Arguments, attempt: _Attempt, manner: Manner, again: Callable[[Arguments], Capture]
+    model: nn.Module,
+    call: Arguments,
+    attempt: _Attempt,
+    manner: Manner,
+    again: Callable[[Arguments], Capture],
 ) -> Capture:
     before = Attributes.of(model)
     try:
         run = _run(model, call, attempt, manner)
         after = Attributes.of(model)
-        changed = [(module, name) for module, name in before.changed(after) if not _is_torchs(module)]
+        changed = [
+            (module, name) for module, name in before.changed(after) if not _is_torchs(module)
+        ]
         if changed:
-            _refuse_state(model, changed, run, after, _run_again(model, call, attempt, manner, run, changed))
+            _refuse_state(
+                model, changed, run, after, _run_again(model, call, attempt, manner, run, changed)
+            )
     finally:
         before.restore()
     return Capture(
@@ -127,7 +149,9 @@ def _recorded(
         guards=run.guards,
         method=attempt.name,
         notes=tuple(_notes(run, changed)),
-        sets=frozenset(f"{run.recorder.path_of(module)}.{name}".lstrip(".") for module, name in changed),
+        sets=frozenset(
+            f"{run.recorder.path_of(module)}.{name}".lstrip(".") for module, name in changed
+        ),
         training={path: module.training for path, module in model.named_modules()},
         again=again,
     )
@@ -229,7 +253,11 @@ def _explained(recorder: Recorder, model: nn.Module, error: Exception) -> str:
 
 
 def _refuse_state(
-    model: nn.Module, changed: Sequence[tuple[nn.Module, str]], run: _Run, after: Attributes, second: _Run
+    model: nn.Module,
+    changed: Sequence[tuple[nn.Module, str]],
+    run: _Run,
+    after: Attributes,
+    second: _Run,
 ) -> None:
     """CaptureError unless what a forward leaves on modules is only for itself.
 
@@ -245,7 +273,11 @@ def _refuse_state(
                 f"{after.described(module, name)}: state that a graph cannot keep; make it a buffer and write to it "
                 "in place"
             )
-        if isinstance(value, Tensor) and value.requires_grad and not second.recorder.tape.is_used(value):
+        if (
+            isinstance(value, Tensor)
+            and value.requires_grad
+            and not second.recorder.tape.is_used(value)
+        ):
             raise CaptureError(
                 f"{where} is set by the forward to a tensor with a gradient that no output uses: a loss that reads it "
                 "would not train the model; return it with the output"
@@ -296,8 +328,13 @@ def _refuse_unfit(model: nn.Module) -> None:
     if torch.is_inference_mode_enabled():
         raise InputError("a model is captured to be trained; leave torch.inference_mode first")
     for path, module in model.named_modules():
-        if any(is_lazy(value) for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            raise InputError(f"{path or 'the model'} has parameters without a shape yet; run the model once first")
+        if any(
+            is_lazy(value)
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ):
+            raise InputError(
+                f"{path or 'the model'} has parameters without a shape yet; run the model once first"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
                 f"{path or 'the model'} is a scripted module; give the Python module that it was made from"

@@ -47,7 +47,11 @@ def _text(arguments: Any) -> str:
 
 
 def _value(node: fx.Node) -> str:
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)]
+    leaves = [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(node.meta["val"])
+        if isinstance(leaf, Tensor)
+    ]
     if node.op in ("placeholder", "get_attr"):
         return str([layout(leaf) for leaf in leaves])
     return str([(tuple(v.shape), str(v.dtype), v.requires_grad) for v in leaves])

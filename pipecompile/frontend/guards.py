@@ -36,19 +36,27 @@ class Guards:
             return Guards(batch, None)
         fixed = environment.replacements.get(symbol)
         if isinstance(fixed, sympy.Integer):
-            return Guards(batch, symbol, ((sympy.Eq(symbol, batch), "the forward makes a number of it"),))
+            return Guards(
+                batch, symbol, ((sympy.Eq(symbol, batch), "the forward makes a number of it"),)
+            )
         branches = [(guard.expr, _place(guard.sloc)) for guard in environment.guards]
         ranges = [
             (sympy.Ge(symbol, interval.lower), "torch treats batches of 0 and 1 apart")
             for symbol, interval in environment.var_to_range.items()
         ]
         # What is assumed of data is no matter of the batch: data's own symbols are in it.
-        return Guards(batch, symbol, tuple(each for each in (*branches, *ranges) if each[0].free_symbols <= {symbol}))
+        return Guards(
+            batch,
+            symbol,
+            tuple(each for each in (*branches, *ranges) if each[0].free_symbols <= {symbol}),
+        )
 
     @property
     def fixed(self) -> bool:
         """Whether the recording is for one batch size only."""
-        return self.symbol is None or any(isinstance(expression, sympy.Eq) for expression, _ in self.assumed)
+        return self.symbol is None or any(
+            isinstance(expression, sympy.Eq) for expression, _ in self.assumed
+        )
 
     def broken(self, batch: int) -> str | None:
         """Why the recording does not hold at this batch size; None if it does."""
@@ -64,7 +72,9 @@ def faked(tensor: Tensor, mode: FakeTensorMode, *, symbolic: bool) -> Tensor:
     """A fake of `tensor`; if `symbolic`, its dimension 0 is the symbol of the batch."""
     if not symbolic or not tensor.dim():
         return mode.from_tensor(tensor, static_shapes=True)
-    if tensor._is_view():  # the fake of a view is a view of a fake, which would bring its own symbols
+    if (
+        tensor._is_view()
+    ):  # the fake of a view is a view of a fake, which would bring its own symbols
         tensor = tensor.clone()
     sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (tensor.dim() - 1)
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
@@ -83,4 +93,8 @@ def _place(location: Any) -> str:
     """Where a guard comes from, in the user's code."""
     user = getattr(location, "user_stack", None)
     frames = [f for f in user or () if not f.filename.startswith(HIDDEN)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else str(location).split("\n")[0]
+    return (
+        f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        if frames
+        else str(location).split("\n")[0]
+    )

@@ -26,7 +26,9 @@ CONTAINERS = (
 def is_of_torch(module: nn.Module) -> bool:
     """Whether a module is one of torch.nn or of a subclass, and no container."""
     bases = [base for base in type(module).__mro__ if base is not nn.Module]
-    return any(base.__module__.startswith("torch.nn.modules.") for base in bases) and not isinstance(module, CONTAINERS)
+    return any(
+        base.__module__.startswith("torch.nn.modules.") for base in bases
+    ) and not isinstance(module, CONTAINERS)
 
 
 def paths_of(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

@@ -23,11 +23,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.calls import Call, applying, encloses_recorded, hooking, target_of
-from pipecompile.frontend.faults import DataDependentError, UnsupportedError, asks_data
-from pipecompile.frontend.hearing import Heard
+from pipecompile.frontend.data_probe import Heard
 from pipecompile.frontend.leaves import is_of_torch
+from pipecompile.frontend.refusals import DataDependentError, UnsupportedError, asks_data
 from pipecompile.frontend.source import source, source_of
-from pipecompile.frontend.surroundings import (
+from pipecompile.frontend.tape import SYMBOLS, Tape, contains_tensor, tensors_in
+from pipecompile.frontend.torch_patches import (
     cleared_by_autocast,
     exporting,
     inference_as_no_grad,
@@ -35,11 +36,10 @@ from pipecompile.frontend.surroundings import (
     known_saving,
     seeded_by_torch,
 )
-from pipecompile.frontend.tape import SYMBOLS, Tape, contains_tensor, tensors_in
-from pipecompile.passes.answers import Answer, answering
-from pipecompile.passes.attributes import same
-from pipecompile.passes.propagate import swapped
-from pipecompile.passes.watch import Watch
+from pipecompile.graph.attributes import same
+from pipecompile.graph.data_answers import Answer, answering
+from pipecompile.graph.propagation import swapped
+from pipecompile.graph.side_effects import Watch
 
 __all__ = ["Manner", "Recorder"]
 
@@ -64,7 +64,9 @@ class Manner:
 class Recorder(TorchFunctionMode):
     """The mode under which the forward runs; `tape` grows as it does. `whole` are the modules that asked data."""
 
-    def __init__(self, root: nn.Module, mode: FakeTensorMode, state: dict[int, Tensor], manner: Manner) -> None:
+    def __init__(
+        self, root: nn.Module, mode: FakeTensorMode, state: dict[int, Tensor], manner: Manner
+    ) -> None:
         super().__init__()
         self.root = root
         self.mode = mode
@@ -73,12 +75,16 @@ class Recorder(TorchFunctionMode):
         self.failed_in: str | None = None
         self.whole: dict[str, str] = {}  # path → the line that asked
         self.hooked: set[str] = set()  # modules that are taken apart and whose forward hooks ran
-        self.assignments: dict[tuple[nn.Module, str], str] = {}  # attributes of modules → the line that set them
+        self.assignments: dict[
+            tuple[nn.Module, str], str
+        ] = {}  # attributes of modules → the line that set them
         self._paths: dict[nn.Module, str] = {}
         for path, module in root.named_modules():
             self._paths.setdefault(module, path)
         self._state = state
-        self._own = {module: [state[id(tensor)] for tensor in _held(module)] for module in root.modules()}
+        self._own = {
+            module: [state[id(tensor)] for tensor in _held(module)] for module in root.modules()
+        }
         self._watch = Watch()
 
     def path_of(self, module: nn.Module) -> str:
@@ -111,7 +117,11 @@ class Recorder(TorchFunctionMode):
     def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
         self.assignments[module, name] = source()
         path = self._paths.get(module)
-        if path is None or _get_current_function_mode() is not self or not self._is_leaf(module, path):
+        if (
+            path is None
+            or _get_current_function_mode() is not self
+            or not self._is_leaf(module, path)
+        ):
             return
         if name not in vars(module) or not same(vars(module)[name], value):
             raise CaptureError(
@@ -153,7 +163,9 @@ class Recorder(TorchFunctionMode):
         out = func(*args)
         name = func.__self__.__name__
         if isinstance(out, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
-            node = self.tape.create("call_function", getattr, (self.tape.argument(args[0]), name), {})
+            node = self.tape.create(
+                "call_function", getattr, (self.tape.argument(args[0]), name), {}
+            )
             self.tape.bind(out, node)
         return out
 
@@ -163,7 +175,13 @@ class Recorder(TorchFunctionMode):
                 f"{self.tape.where()}: a hook encloses a value of the forward, which is another in each step; let it "
                 "compute from the gradient and from constants"
             )
-        self._record("call_function", hooking(hook), Call(self.tape, self._watch, (tensor,), {}), None, hook=True)
+        self._record(
+            "call_function",
+            hooking(hook),
+            Call(self.tape, self._watch, (tensor,), {}),
+            None,
+            hook=True,
+        )
 
     def _require_gradient(self, tensor: Tensor, required: bool) -> None:
         """As the method of that name does: the tensor itself changes, so its maker stays with the call."""
@@ -188,11 +206,15 @@ class Recorder(TorchFunctionMode):
                 "could not know what they receive; use torch.where or a mask of fixed shape"
             )
 
-    def call_autograd_function(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    def call_autograd_function(
+        self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any
+    ) -> Any:
         """What runs in place of `Function.apply`: one node, since its backward is its own."""
         if _get_current_function_mode() is not self:
             return original(function, *args, **kwargs)
-        if function is CheckpointFunction:  # a region that is computed again: its values are those of its forward
+        if (
+            function is CheckpointFunction
+        ):  # a region that is computed again: its values are those of its forward
             run, _, *inputs = args
             return run(*inputs)
         call = Call(self.tape, self._watch, args, kwargs)
@@ -203,7 +225,9 @@ class Recorder(TorchFunctionMode):
 
     # -- calls of modules
 
-    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """What runs in place of a module's call."""
         path = self._paths.get(module)
         if path is None:
@@ -236,11 +260,18 @@ class Recorder(TorchFunctionMode):
         return module is not self.root and (path in self.manner.leaves or is_of_torch(module))
 
     def _call_leaf(
-        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, number: int | None = None
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        number: int | None = None,
     ) -> Any:
         """Runs a module on fake tensors and records it as one node; with `number` it is told what that call was."""
         state = [*module.parameters(), *module.buffers()]
-        if any(not same(_held(part), self._own[part]) for part in module.modules() if part in self._own):
+        if any(
+            not same(_held(part), self._own[part]) for part in module.modules() if part in self._own
+        ):
             raise UnsupportedError(
                 f"{self.tape.where()}: the module is called with tensors in the place of its parameters or buffers "
                 "(functional_call), which its node would not have; call the function that it stands for"
@@ -257,7 +288,9 @@ class Recorder(TorchFunctionMode):
             return None
         heard = self.manner.heard or {}
         if (self.tape.path, number) not in heard:
-            raise UnsupportedError(f"{self.tape.where()}: the model does not call this module on the sample itself")
+            raise UnsupportedError(
+                f"{self.tape.where()}: the model does not call this module on the sample itself"
+            )
         return heard[self.tape.path, number]
 
     def _notice_hooks(self, module: nn.Module, path: str) -> None:
@@ -274,5 +307,8 @@ class Recorder(TorchFunctionMode):
 def _held(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers in a module's own tables now."""
     return [
-        tensor for table in (module._parameters, module._buffers) for tensor in table.values() if tensor is not None
+        tensor
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
     ]

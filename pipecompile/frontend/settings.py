@@ -50,7 +50,9 @@ def qualified(thing: Any) -> str:
 
 def layout(value: Tensor) -> str:
     """Shape, strides and type; a dimension of one element has no stride that matters."""
-    strides = tuple(stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    strides = tuple(
+        stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
     return f"{tuple(value.shape)}:{strides}:{value.dtype}:{value.requires_grad}"
 
 
@@ -105,7 +107,9 @@ class _Describer:
             case type() | BuiltinFunctionType() | MethodDescriptorType():
                 return qualified(value)
             case CodeType():
-                return f"code({value.co_code.hex()}, {value.co_names}, {self.text(value.co_consts)})"
+                return (
+                    f"code({value.co_code.hex()}, {value.co_names}, {self.text(value.co_consts)})"
+                )
         return self.unknown(value)
 
     def _module(self, module: nn.Module) -> str:
@@ -129,7 +133,13 @@ class _Describer:
             return qualified(function)
         self.seen.add(id(function))
         enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
-        parts = (function.__code__, function.__defaults__, function.__kwdefaults__, enclosed, dict(_globals(function)))
+        parts = (
+            function.__code__,
+            function.__defaults__,
+            function.__kwdefaults__,
+            enclosed,
+            dict(_globals(function)),
+        )
         return f"{qualified(function)}{self.text(parts)}"
 
 

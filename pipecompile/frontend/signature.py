@@ -15,8 +15,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, InputError
-from pipecompile.frontend.faults import UnsupportedError
-from pipecompile.passes.trees import know_dataclasses
+from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.graph.pytrees import know_dataclasses
 
 __all__ = ["Arguments", "Inputs", "Outputs", "arguments_of"]
 
@@ -34,7 +34,9 @@ class Arguments:
     kwargs: dict[str, Any]
 
 
-def arguments_of(model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None) -> Arguments:
+def arguments_of(
+    model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
+) -> Arguments:
     """A minibatch as its call: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
     extra = dict(sample_kwargs or {})
     if isinstance(sample, Arguments):
@@ -95,12 +97,18 @@ class Inputs:
         """The tensors of `call`; InputError if it differs in its tree or in a constant."""
         leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
         if spec != self.spec:
-            raise InputError(f"the batch has the structure {spec}, but the plan was made for {self.spec}")
+            raise InputError(
+                f"the batch has the structure {spec}, but the plan was made for {self.spec}"
+            )
         for leaf, name, constant in zip(leaves, self.names, self.constants, strict=True):
             if name is not None and not isinstance(leaf, Tensor):
-                raise InputError(f"{name} is a {type(leaf).__name__}, but the plan was made for a tensor")
+                raise InputError(
+                    f"{name} is a {type(leaf).__name__}, but the plan was made for a tensor"
+                )
             if name is None and (type(leaf) is not type(constant) or leaf != constant):
-                raise InputError(f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again")
+                raise InputError(
+                    f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again"
+                )
         return [leaf for leaf, name in zip(leaves, self.names, strict=True) if name is not None]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Arguments:
@@ -128,7 +136,9 @@ class Outputs:
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
             if isinstance(leaf, SYMBOLS):
-                raise UnsupportedError("the model returns a size of its input, which is another for each batch size")
+                raise UnsupportedError(
+                    "the model returns a size of its input, which is another for each batch size"
+                )
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise CaptureError(
                     f"the model returns a {type(leaf).__name__}, which cannot travel between stages; "
@@ -137,12 +147,18 @@ class Outputs:
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        batched = tuple(value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors)
+        batched = tuple(
+            value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors
+        )
         return Outputs(spec, is_tensor, constants, batched), tensors
 
     def alike(self, other: Outputs) -> bool:
         """Whether both have one structure and the same constants."""
-        return (self.spec, self.is_tensor, self.constants) == (other.spec, other.is_tensor, other.constants)
+        return (self.spec, self.is_tensor, self.constants) == (
+            other.spec,
+            other.is_tensor,
+            other.constants,
+        )
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """The result whose tensors are `tensors`."""

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-import pipecompile.passes.propagate  # noqa: F401
+import pipecompile.graph.propagation  # noqa: F401
 
 __all__ = ["HIDDEN", "is_users", "place", "source", "source_of"]
 
 # Frames of these folders are never the line that a user wrote.
 HIDDEN = tuple(
     str(Path(sys.modules[name].__file__ or "").parent)
-    for name in (torch.__name__, "pipecompile.passes.propagate", "pipecompile.errors")
+    for name in (torch.__name__, "pipecompile.graph.propagation", "pipecompile.errors")
 )
 CALLER = str(Path(__file__).with_name("capture.py"))  # whose own callers are not the model
 STANDARD_LIBRARY = Path(contextlib.__file__).parent

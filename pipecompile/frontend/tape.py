@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.faults import UnsupportedError
+from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.source import source
-from pipecompile.passes.ambient import observed
+from pipecompile.graph.autograd_context import observed
 
 __all__ = ["Mark", "Symbolic", "Tape", "contains_tensor", "tensors_in"]
 
@@ -124,12 +124,16 @@ class Tape:
         """Ends the graph with the flat outputs."""
         self.create("output", "output", (tuple(map(self.argument, values)),), {})
 
-    def create(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def create(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
         """Adds a node that runs under what holds now."""
         node = self.graph.create_node(op, target, args, kwargs)
         ambient = observed()
         region = None if ambient == self._outside else replace(ambient, number=self._cleared)
-        node.meta.update(module=self.path, source=source(), ambient=region, random=False, mutates=False)
+        node.meta.update(
+            module=self.path, source=source(), ambient=region, random=False, mutates=False
+        )
         return node
 
     def bind(self, value: Any, node: fx.Node) -> None:
@@ -177,7 +181,9 @@ class Tape:
             return self._nodes[id(tensor)]
         if id(tensor) in self._names:
             return self._read(self._names[id(tensor)], tensor)
-        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
             raise UnsupportedError(
                 f"{self.where()}: a tensor of shape {tuple(tensor.shape)} comes from a call that cannot be seen "
                 "(C++ or numpy code, torch.func, or a tensor kept from elsewhere); make it with torch functions in the "
@@ -206,7 +212,9 @@ class Tape:
     def mark(self) -> Mark:
         """This moment, to come back to."""
         last = next(iter(reversed(self.graph.nodes)), None)
-        return Mark(last, len(self._bindings), len(self._reads), len(self.constants), len(self._called))
+        return Mark(
+            last, len(self._bindings), len(self._reads), len(self.constants), len(self._called)
+        )
 
     def undo(self, mark: Mark) -> None:
         """Forgets what was recorded since `mark`."""
@@ -235,7 +243,9 @@ class Tape:
         What the forward read of such a buffer it reads from a copy, since it would have kept the old tensor. The
         model's table gets its own tensor back; a buffer that cannot be written to so stays replaced.
         """
-        written = [self._write(slot, slot.table[slot.key]) for slot in self._slots if self._can_write(slot)]
+        written = [
+            self._write(slot, slot.table[slot.key]) for slot in self._slots if self._can_write(slot)
+        ]
         for read, write in written:
             readers = [user for user in read.users if user is not write]
             if readers:
@@ -249,7 +259,9 @@ class Tape:
             return False
         known = id(new) in self._nodes or id(new) in self._names
         tied = sum(other.tensor is slot.tensor for other in self._slots) > 1
-        return known and not tied and (new.shape, new.dtype) == (slot.tensor.shape, slot.tensor.dtype)
+        return (
+            known and not tied and (new.shape, new.dtype) == (slot.tensor.shape, slot.tensor.dtype)
+        )
 
     def _write(self, slot: _Slot, new: Tensor) -> tuple[fx.Node, fx.Node]:
         slot.table[slot.key] = slot.tensor
@@ -299,4 +311,6 @@ def _items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 
 def _hides_tensors(value: Any) -> bool:
     """Whether `value` is an object whose attributes hold tensors that no node could hand it."""
-    return contains_tensor(value) or any(map(contains_tensor, getattr(value, "__dict__", {}).values()))
+    return contains_tensor(value) or any(
+        map(contains_tensor, getattr(value, "__dict__", {}).values())
+    )

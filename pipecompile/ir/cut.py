@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["Cut"]
 

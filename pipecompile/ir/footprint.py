@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipecompile.ir.allocator import ZERO, Amount
-from pipecompile.ir.serde import Value
+from pipecompile.ir.amount import ZERO, Amount
+from pipecompile.ir.serialization import Value
 
 __all__ = ["AMOUNTS", "NOTHING", "Footprint", "Parcel", "Shared", "size_of"]
 
@@ -96,5 +96,7 @@ class Footprint(Value, frozen=True, kw_only=True):
         return size_of(parcel for parcel in self.sent if not parcel.needed)
 
 
-AMOUNTS: tuple[str, ...] = tuple(field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount)
+AMOUNTS: tuple[str, ...] = tuple(
+    field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount
+)
 NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))  # type: ignore[arg-type]  # all others have defaults

@@ -8,10 +8,20 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from pipecompile.ir.saving import ELEMENT_BYTES, Use
-from pipecompile.ir.serde import NonNegative, Value
+from pipecompile.ir.encodings import ELEMENT_BYTES, Use
+from pipecompile.ir.serialization import NonNegative, Value
 
-__all__ = ["FUSED_ATTENTION", "Content", "CostGraph", "FusedType", "Gradient", "Node", "Packs", "Parameter", "Tensor"]
+__all__ = [
+    "FUSED_ATTENTION",
+    "Content",
+    "CostGraph",
+    "FusedType",
+    "Gradient",
+    "Node",
+    "Packs",
+    "Parameter",
+    "Tensor",
+]
 
 FusedType = Literal["bfloat16", "float16", "float32"]
 Packs = Literal["never", "before", "after"]
@@ -101,7 +111,11 @@ class Tensor(Value, frozen=True, kw_only=True):
     @property
     def givers(self) -> tuple[str, ...]:
         """The consumers that give a gradient for it."""
-        return tuple(name for name in self.consumers if name not in self.silent) if self.gradient_bytes else ()
+        return (
+            tuple(name for name in self.consumers if name not in self.silent)
+            if self.gradient_bytes
+            else ()
+        )
 
 
 class Gradient(Value, frozen=True, kw_only=True):
@@ -173,38 +187,66 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         for tensor in self.tensors:
             for name in (tensor.producer, *tensor.consumers):
                 if name not in names:
-                    raise ValueError(f"tensor of {tensor.producer!r} names {name!r}, which is not a node")
+                    raise ValueError(
+                        f"tensor of {tensor.producer!r} names {name!r}, which is not a node"
+                    )
             if tensor.expanded_by not in (None, *tensor.consumers):
-                raise ValueError(f"tensor of {tensor.producer!r} is expanded by {tensor.expanded_by!r}, not a consumer")
-            self._check_storages(f"tensor of {tensor.producer!r}", () if tensor.storage is None else (tensor.storage,))
+                raise ValueError(
+                    f"tensor of {tensor.producer!r} is expanded by {tensor.expanded_by!r}, not a consumer"
+                )
+            self._check_storages(
+                f"tensor of {tensor.producer!r}",
+                () if tensor.storage is None else (tensor.storage,),
+            )
         for index, gradient in enumerate(self.gradients):
-            known_at = (*gradient.readers, *gradient.captured, *gradient.joined, *chain(*gradient.given))
+            known_at = (
+                *gradient.readers,
+                *gradient.captured,
+                *gradient.joined,
+                *chain(*gradient.given),
+            )
             for name in (gradient.producer, gradient.last, *known_at):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
             if not set(gradient.turned) <= set(gradient.given):
                 raise ValueError(f"gradient {index} is turned for pairs that it is not given for")
             before = gradient.continues
-            if before is not None and (before >= index or self.gradients[before].last != gradient.producer):
-                raise ValueError(f"gradient {index} continues {before}, which does not end where it begins")
+            if before is not None and (
+                before >= index or self.gradients[before].last != gradient.producer
+            ):
+                raise ValueError(
+                    f"gradient {index} continues {before}, which does not end where it begins"
+                )
         if self.contents and len(self.contents) != len(self.storages):
-            raise ValueError(f"there are {len(self.storages)} storages, but contents of {len(self.contents)}")
+            raise ValueError(
+                f"there are {len(self.storages)} storages, but contents of {len(self.contents)}"
+            )
         for content in self.contents:
             if content is not None and content.dtype not in ELEMENT_BYTES:
-                raise ValueError(f"contents of {content.dtype!r} are not known; leave them out (null)")
+                raise ValueError(
+                    f"contents of {content.dtype!r} are not known; leave them out (null)"
+                )
         for node in self.nodes:
             self._check_storages(f"node {node.name!r}", node.saved)
             if node.uses and len(node.uses) != len(node.saved):
-                raise ValueError(f"node {node.name!r} saves {len(node.saved)} storages, but for {len(node.uses)} uses")
+                raise ValueError(
+                    f"node {node.name!r} saves {len(node.saved)} storages, but for {len(node.uses)} uses"
+                )
             for parameter in set(node.parameters) - known:
-                raise ValueError(f"node {node.name!r} reads {parameter!r}, which is not among the parameters")
+                raise ValueError(
+                    f"node {node.name!r} reads {parameter!r}, which is not among the parameters"
+                )
             for parameter in set(node.given_as_views) - set(node.parameters):
-                raise ValueError(f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read")
+                raise ValueError(
+                    f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read"
+                )
 
     def _check_storages(self, owner: str, storages: Iterable[int]) -> None:
         for storage in storages:
             if storage >= len(self.storages):
-                raise ValueError(f"{owner} names storage {storage}, but there are {len(self.storages)}")
+                raise ValueError(
+                    f"{owner} names storage {storage}, but there are {len(self.storages)}"
+                )
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from typing import Literal, NamedTuple
 
-from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["FREE", "Hop", "Link", "Links"]
 
@@ -52,7 +52,9 @@ class Links(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         sides = {side for matrix in self._matrices for side in (len(matrix), *map(len, matrix))}
         if len(sides) > 1 or 0 in sides:
-            raise ValueError(f"matrices must be square and of one size, but have sides {sorted(sides)}")
+            raise ValueError(
+                f"matrices must be square and of one size, but have sides {sorted(sides)}"
+            )
 
     @staticmethod
     def of(link: Link) -> Links:
@@ -61,7 +63,11 @@ class Links(Value, frozen=True, kw_only=True):
 
     @property
     def _matrices(self) -> list[tuple[tuple[int | None, ...], ...]]:
-        return [value for value in (self.bandwidth_bytes_per_s, self.latency_ns) if isinstance(value, tuple)]
+        return [
+            value
+            for value in (self.bandwidth_bytes_per_s, self.latency_ns)
+            if isinstance(value, tuple)
+        ]
 
     @property
     def ranks(self) -> int | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pipecompile.ir.allocator import ALLOCATORS, AllocatorName, Instructions
+from pipecompile.ir.amount import AllocatorName, Instructions
+from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import RankMemory, by_stage
-from pipecompile.ir.moments import moments
-from pipecompile.ir.saving import Policy
+from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
-from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.serialization import NonNegative, Positive, Value
 from pipecompile.ir.size import budgets
 
 __all__ = [
@@ -249,18 +248,34 @@ class Plan(Value, frozen=True, kw_only=True):
         _same("stages", len(self.stages), "k", self.k)
         _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
         _same("placed stages", len(self.schedule.placement), "k", self.k)
-        _same("microbatches of the schedule", self.schedule.microbatches, "microbatches", self.microbatches)
+        _same(
+            "microbatches of the schedule",
+            self.schedule.microbatches,
+            "microbatches",
+            self.microbatches,
+        )
         _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
         if not self.links.fits(self.ranks):
-            raise ValueError(f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}")
+            raise ValueError(
+                f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}"
+            )
         _same("k of the options", self.options.k, "k", self.k)
         self.options.caps(self.ranks)
-        _same("microbatches of the options", self.options.microbatches, "microbatches", self.microbatches)
+        _same(
+            "microbatches of the options",
+            self.options.microbatches,
+            "microbatches",
+            self.microbatches,
+        )
         if (self.options.schedule == "search") != (self.ordering is not None):
-            raise ValueError("a plan says how its schedule was searched for if that was asked for, and only then")
+            raise ValueError(
+                "a plan says how its schedule was searched for if that was asked for, and only then"
+            )
         if self.options.schedule not in ("search", self.schedule.name):
-            raise ValueError(f"the options ask for {self.options.schedule!r}, the schedule is {self.schedule.name!r}")
+            raise ValueError(
+                f"the options ask for {self.options.schedule!r}, the schedule is {self.schedule.name!r}"
+            )
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
         for left, right in zip(self.stages, self.stages[1:], strict=False):
@@ -280,18 +295,20 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def savings(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Policy, ...]], ...]]:
         """By stage the runs of its nodes that save by policies, with these."""
-        runs = {index: tuple((run.nodes, run.policies) for run in s.saving) for index, s in enumerate(self.stages)}
+        runs = {
+            index: tuple((run.nodes, run.policies) for run in s.saving)
+            for index, s in enumerate(self.stages)
+        }
         return {index: chosen for index, chosen in runs.items() if chosen}
 
     def footprints(self, rank: int) -> dict[int, Footprint]:
         """What the stages of a rank hold, by stage."""
         placement = self.schedule.placement
-        return {index: stage.footprint for index, stage in enumerate(self.stages) if placement[index] == rank}
-
-    def memory_by_stage(self, rank: int) -> dict[int, RankMemory]:
-        """What of the peak that is expected of a rank is of each of its stages."""
-        at, microbatches = moments(self.schedule.rows[rank]), self.schedule.microbatches
-        return by_stage(self.footprints(rank), at, microbatches=microbatches, allocator=ALLOCATORS[self.allocator])
+        return {
+            index: stage.footprint
+            for index, stage in enumerate(self.stages)
+            if placement[index] == rank
+        }
 
 
 def _same(what: str, got: int, expected_what: str, expected: int) -> None:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
-from pipecompile.ir.serde import NonNegative, Positive, Value
+from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = [
     "BACKWARDS",
@@ -55,13 +55,19 @@ class Kind(StrEnum):
     REDUCE = "REDUCE_GRAD"
     STEP = "STEP"
 
-    __hash__ = str.__hash__  # that of Enum runs in Python, and schedules hash actions by the hundred thousand
+    __hash__ = (
+        str.__hash__
+    )  # that of Enum runs in Python, and schedules hash actions by the hundred thousand
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE})
+COMPUTE = frozenset(
+    {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE}
+)
 SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
-TRANSFERS = frozenset({Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD})
+TRANSFERS = frozenset(
+    {Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
+)
 _NUMBER = r"0|[1-9][0-9]*"
 _PATTERN = re.compile(
     rf"({_NUMBER})(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)({_NUMBER}|)(?:@({_NUMBER}))?"
@@ -84,9 +90,15 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         """Reads torch's notation; ValueError says what is wrong with `text`."""
         match = _PATTERN.fullmatch(text)
-        if match is None or (match[2] != "STEP" and (match[2] == "REDUCE_GRAD") != (match[3] == "")):
-            raise ValueError(f"{text!r} is not an action such as '0F2', '1SEND_B0', '0REDUCE_GRAD' or '0F2@1'")
-        microbatch, version = (None if digits in ("", None) else int(digits) for digits in match.group(3, 4))
+        if match is None or (
+            match[2] != "STEP" and (match[2] == "REDUCE_GRAD") != (match[3] == "")
+        ):
+            raise ValueError(
+                f"{text!r} is not an action such as '0F2', '1SEND_B0', '0REDUCE_GRAD' or '0F2@1'"
+            )
+        microbatch, version = (
+            None if digits in ("", None) else int(digits) for digits in match.group(3, 4)
+        )
         return Action(int(match[1]), Kind(match[2]), microbatch, version)
 
     def __str__(self) -> str:
@@ -110,12 +122,18 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         if not self.placement or max(self.placement) >= len(self.actions):
-            raise ValueError(f"placement {list(self.placement)} does not fit {len(self.actions)} ranks")
+            raise ValueError(
+                f"placement {list(self.placement)} does not fit {len(self.actions)} ranks"
+            )
         for rank, action in self:
             if action.stage >= len(self.placement) or self.placement[action.stage] != rank:
-                raise ValueError(f"rank {rank} performs {action}, but its stage is not placed there")
+                raise ValueError(
+                    f"rank {rank} performs {action}, but its stage is not placed there"
+                )
             if action.microbatch is not None and action.microbatch >= self.microbatches:
-                raise ValueError(f"rank {rank} performs {action}, but there are {self.microbatches} microbatches")
+                raise ValueError(
+                    f"rank {rank} performs {action}, but there are {self.microbatches} microbatches"
+                )
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         return ((rank, action) for rank, row in enumerate(self.rows) for action in row)
@@ -139,7 +157,10 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         """The same order without the later microbatches; nothing that stays depends on them."""
         if microbatches == self.microbatches:
             return self
-        rows = [[a for a in row if a.microbatch is None or a.microbatch < microbatches] for row in self.rows]
+        rows = [
+            [a for a in row if a.microbatch is None or a.microbatch < microbatches]
+            for row in self.rows
+        ]
         return Schedule.of(self.name, microbatches, self.placement, rows, self.weight_versions)
 
     @staticmethod

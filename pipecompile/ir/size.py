@@ -22,7 +22,9 @@ def parse_bytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", str(size))
     if match is None:
-        raise InputError(f"{size!r} is not a size; write 16GiB (2³⁰ bytes each), 16GB (10⁹) or a number of bytes")
+        raise InputError(
+            f"{size!r} is not a size; write 16GiB (2³⁰ bytes each), 16GB (10⁹) or a number of bytes"
+        )
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
@@ -31,7 +33,9 @@ def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ..
     if isinstance(memory, str) and "," in memory:
         given, memory = memory, memory.split(",")
         if not all(part.strip() for part in memory):
-            raise InputError(f"{given!r} lacks a size beside a comma; write one for each rank, as 16GiB,24GiB")
+            raise InputError(
+                f"{given!r} lacks a size beside a comma; write one for each rank, as 16GiB,24GiB"
+            )
     if isinstance(memory, str) or not isinstance(memory, Sequence):
         return parse_bytes(memory)
     return tuple(map(parse_bytes, memory))

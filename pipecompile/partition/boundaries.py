@@ -128,14 +128,21 @@ class Prefixes(Boundaries):
             saved=_running(instance.saved[self.order]),
             freeable=_running(instance.freeable[:, self.order]),
             parameters=_running(instance.parameters[self.order]),
-            crossing={crossing: self._crossing(instance.weights(crossing)) for crossing in instance.crossings},
+            crossing={
+                crossing: self._crossing(instance.weights(crossing))
+                for crossing in instance.crossings
+            },
         )
 
     @cached_property
     def spans(self) -> tuple[Integers, Integers]:
         """Per flow the places of its producer and of its last consumer."""
         producers, consumers, starts = self.instance.ends
-        last = np.maximum.reduceat(self.place[consumers], starts) if len(starts) else np.zeros(0, np.intp)
+        last = (
+            np.maximum.reduceat(self.place[consumers], starts)
+            if len(starts)
+            else np.zeros(0, np.intp)
+        )
         return self.place[producers], last
 
     def _crossing(self, weights: Integers) -> Integers:
@@ -191,7 +198,9 @@ class Ideals(Boundaries):
         """See `Boundaries.inside`."""
         left, right = self.bits[a], self.bits[b]
         # Words in which every b has all that any a has need no comparison: most of them, if a and b are near.
-        differ = np.flatnonzero(np.bitwise_or.reduce(left, axis=0) & ~np.bitwise_and.reduce(right, axis=0))
+        differ = np.flatnonzero(
+            np.bitwise_or.reduce(left, axis=0) & ~np.bitwise_and.reduce(right, axis=0)
+        )
         found = np.ones((len(a), len(b)), np.bool_)
         for word in differ:
             found &= (left[:, word, None] & ~right[None, :, word]) == 0
@@ -209,7 +218,9 @@ class Ideals(Boundaries):
         for column, index in enumerate(flows):
             flow = self.instance.flows[index]
             uses = sum(_has(bits, unit).astype(np.int64) for unit in flow.consumers)
-            result[:, column] = (_has(bits, flow.producer) & (uses < len(flow.consumers))) * (1 + uses)
+            result[:, column] = (_has(bits, flow.producer) & (uses < len(flow.consumers))) * (
+                1 + uses
+            )
         return result
 
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
@@ -219,7 +230,8 @@ class Ideals(Boundaries):
         return [
             index
             for index, flow in enumerate(self.instance.flows)
-            if _bit(in_some_a, flow.producer) and not all(_bit(in_all_b, unit) for unit in flow.consumers)
+            if _bit(in_some_a, flow.producer)
+            and not all(_bit(in_all_b, unit) for unit in flow.consumers)
         ]
 
     def contains(self, row: int) -> Mask:
@@ -255,7 +267,9 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
         if total > limit:
             return None
         if total > len(bits):
-            bits = np.concatenate([bits[:count], np.zeros((2 * total - count, bits.shape[1]), np.uint64)])
+            bits = np.concatenate(
+                [bits[:count], np.zeros((2 * total - count, bits.shape[1]), np.uint64)]
+            )
         bits[count:total] = bits[parents]
         bits[count:total, unit // 64] |= _flag(unit)
         births.append((unit, parents))
@@ -265,7 +279,13 @@ def enumerate_ideals(instance: Instance, below: Rows, free: Rows, limit: int) ->
 
 def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[int, Rows]]) -> Sums:
     """Each ideal's sums from those of its parent."""
-    held = (instance.compute, instance.resident, instance.saved, instance.freeable, instance.parameters)
+    held = (
+        instance.compute,
+        instance.resident,
+        instance.saved,
+        instance.freeable,
+        instance.parameters,
+    )
     compute, resident, saved, freeable, parameters = (
         _inherited(values, values[..., below].sum(axis=-1), births, len(bits)) for values in held
     )
@@ -287,7 +307,9 @@ def _sums(instance: Instance, bits: Bits, below: Rows, births: Sequence[tuple[in
     return Sums(compute, resident, saved, freeable, parameters, crossing)
 
 
-def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Rows]], count: int) -> Integers:
+def _inherited(
+    values: Integers, first: Integers, births: Sequence[tuple[int, Rows]], count: int
+) -> Integers:
     result = np.zeros((*values.shape[:-1], count), np.int64)
     result[..., 0], start = first, 1
     for unit, parents in births:
@@ -296,10 +318,15 @@ def _inherited(values: Integers, first: Integers, births: Sequence[tuple[int, Ro
     return result
 
 
-def _completed(instance: Instance, bits: Bits, births: Sequence[tuple[int, Rows]]) -> Iterator[list[tuple[int, Mask]]]:
+def _completed(
+    instance: Instance, bits: Bits, births: Sequence[tuple[int, Rows]]
+) -> Iterator[list[tuple[int, Mask]]]:
     """Per unit that was added: the flows that it consumes, and in which new ideals it is the last to do so."""
     for unit, parents in births:
-        others = [(flow, [u for u in instance.flows[flow].consumers if u != unit]) for flow in instance.consumed[unit]]
+        others = [
+            (flow, [u for u in instance.flows[flow].consumers if u != unit])
+            for flow in instance.consumed[unit]
+        ]
         yield [(flow, _has_all(bits[parents], units)) for flow, units in others]
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipecompile.partition.boundaries import Boundaries, Rows
+from pipecompile.partition.communication import Payments
 from pipecompile.partition.instance import Integers, Mask
-from pipecompile.partition.payments import Payments
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.windows import Limit
 
@@ -106,7 +106,11 @@ class Chains:
         bands, compute = self.bands(limit), self.family.sums.compute[0]
         total = 0
         for stage in range(self.problem.k):
-            a, b, most = compute[bands[stage]], compute[bands[stage + 1]], self._most_compute(stage, limit)
+            a, b, most = (
+                compute[bands[stage]],
+                compute[bands[stage + 1]],
+                self._most_compute(stage, limit),
+            )
             low = 0 if most is None else np.searchsorted(a, b - most)
             total += int((np.searchsorted(a, b, side="right") - low).sum())
         return total * self.effort
@@ -126,7 +130,9 @@ class Chains:
         width = max(1, BLOCK // len(a))
         for start in range(0, len(b), width):
             part = b[start : start + width]
-            low = 0 if most is None else int(np.searchsorted(compute[a], compute[part].min() - most))
+            low = (
+                0 if most is None else int(np.searchsorted(compute[a], compute[part].min() - most))
+            )
             high = int(np.searchsorted(compute[a], compute[part].max(), side="right"))
             if low < high:
                 yield a[low:high], part
@@ -146,10 +152,14 @@ class Chains:
             load = -(-load * speed.denominator // speed.numerator)
         before = problem.hop(stage - 1) if stage else None
         after = problem.hop(stage) if stage < problem.k - 1 else None
-        transfers = self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
+        transfers = (
+            self.family.crossing(before)[a][:, None] + self.family.crossing(after)[b][None, :]
+        )
         if problem.communication == "endpoint" and not self.rough:
             transfers = transfers - self.family.passing(a, b, before and after)
-        result: Integers = np.maximum(load, transfers) if problem.communication == "overlap" else load + transfers
+        result: Integers = (
+            np.maximum(load, transfers) if problem.communication == "overlap" else load + transfers
+        )
         return result
 
     def possible(self, a: Rows, b: Rows, stage: int) -> Mask:
@@ -169,17 +179,29 @@ class Chains:
         layers = [{0: _Layer.start(cost.kind)}]
         for stage in range(k):
             layers.append(self._step(stage, bands, layers[-1], cost, limit))
-        ends = [(layer.total[0], layer.peak[0], used) for used, layer in layers[k].items() if layer.reached[0]]
+        ends = [
+            (layer.total[0], layer.peak[0], used)
+            for used, layer in layers[k].items()
+            if layer.reached[0]
+        ]
         return _walk_back(layers, bands, min(ends)[2]) if ends else None
 
     def _step(
-        self, stage: int, bands: list[Rows], before: dict[int, _Layer], cost: _Squares | _Nothing, limit: Limit
+        self,
+        stage: int,
+        bands: list[Rows],
+        before: dict[int, _Layer],
+        cost: _Squares | _Nothing,
+        limit: Limit,
     ) -> dict[int, _Layer]:
         """One stage more: the best value of each row of the next band, by how many ranks are used."""
         live = np.flatnonzero(np.logical_or.reduce([layer.reached for layer in before.values()]))
         a, b = bands[stage][live], bands[stage + 1]
         left = self.problem.k - stage - 1
-        after = {used: _Layer.empty(len(b), cost.kind) for used in range(stage + 1, self.ranks - left + 1)}
+        after = {
+            used: _Layer.empty(len(b), cost.kind)
+            for used in range(stage + 1, self.ranks - left + 1)
+        }
         for part, some in self._blocks(a, b, stage, limit):
             load, fits = self.loads(part, some, stage), self.possible(part, some, stage)
             self.payments.add(part, some, stage, load, fits)
@@ -189,7 +211,9 @@ class Chains:
                     shared = self._shared(load, part, some, replicas)
                     ok = fits if limit.load is None else fits & (shared <= limit.load)
                     spent = cost(shared, part, some)
-                    after[used + replicas].improve(columns, layer, rows, replicas, spent, shared, ok)
+                    after[used + replicas].improve(
+                        columns, layer, rows, replicas, spent, shared, ok
+                    )
         return after
 
     def _shared(self, load: Integers, a: Rows, b: Rows, replicas: int) -> Integers:
@@ -198,7 +222,9 @@ class Chains:
             return load
         weights = self.family.sums.parameters[b][None, :] - self.family.sums.parameters[a][:, None]
         sizes, where = np.unique(weights, return_inverse=True)
-        reduction = np.array([self.problem.reduction_ns(max(int(size), 0), replicas) for size in sizes], np.int64)
+        reduction = np.array(
+            [self.problem.reduction_ns(max(int(size), 0), replicas) for size in sizes], np.int64
+        )
         result: Integers = -(-load // replicas) + reduction[where].reshape(load.shape)
         return result
 
@@ -227,8 +253,13 @@ class _Squares:
     @staticmethod
     def of(chains: Chains, limit: Limit) -> _Squares:
         problem, sums = chains.problem, chains.family.sums
-        total, speeds = int(sums.compute[0, -1]), [problem.speed(stage) for stage in range(problem.k)]
-        crossing = max((int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0)
+        total, speeds = (
+            int(sums.compute[0, -1]),
+            [problem.speed(stage) for stage in range(problem.k)],
+        )
+        crossing = max(
+            (int(sums.crossing[hop].max()) for hop in chains.family.instance.hops), default=0
+        )
         priced = chains.payments.most
         spare = chains.ranks - problem.k
         reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
@@ -274,7 +305,14 @@ class _Layer:
         )
 
     def improve(
-        self, columns: Rows, before: _Layer, rows: Rows, replicas: int, spent: Integers, load: Integers, fits: Mask
+        self,
+        columns: Rows,
+        before: _Layer,
+        rows: Rows,
+        replicas: int,
+        spent: Integers,
+        load: Integers,
+        fits: Mask,
     ) -> None:
         """Takes, in place, what is better by cost and then by the largest load; the first of equals stays."""
         fits = fits & before.reached[rows][:, None]
@@ -291,7 +329,11 @@ class _Layer:
         better = some & (~self.reached[columns] | (least < was) | ((least == was) & (worst < high)))
         chosen = columns[better]
         self.total[chosen], self.peak[chosen] = least[better], worst[better]
-        self.whence[chosen], self.replicas[chosen], self.reached[chosen] = rows[choice[better]], replicas, True
+        self.whence[chosen], self.replicas[chosen], self.reached[chosen] = (
+            rows[choice[better]],
+            replicas,
+            True,
+        )
 
 
 def _walk_back(layers: list[dict[int, _Layer]], bands: list[Rows], used: int) -> Chain:

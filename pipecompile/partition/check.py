@@ -18,7 +18,9 @@ def faults(problem: Problem, assignment: Mapping[str, int]) -> Iterator[str]:
     for stage, names in enumerate(members):
         if not names:
             yield f"stage {stage} is empty"
-        if problem.parameters_everywhere and not any(problem.graph.by_name[n].parameter_bytes for n in names):
+        if problem.parameters_everywhere and not any(
+            problem.graph.by_name[n].parameter_bytes for n in names
+        ):
             yield f"stage {stage} has no parameters"
     yield from _memory(problem, members)
 
@@ -49,7 +51,10 @@ def _memory(problem: Problem, members: list[list[str]]) -> Iterator[str]:
         if size > cap:
             yield f"rank {rank} holds {size} bytes, {size - cap} over its cap"
     for stage in range(problem.k):
-        if problem.memory.price is not None and problem.memory.price(_candidate(problem, members, stage)).ns is None:
+        if (
+            problem.memory.price is not None
+            and problem.memory.price(_candidate(problem, members, stage)).ns is None
+        ):
             yield f"stage {stage} cannot fit its budget"
 
 

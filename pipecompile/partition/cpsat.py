@@ -33,7 +33,11 @@ class Answer:
 
 
 def solve_integer(
-    instance: Instance, known: Sequence[int] | None, limit: Limit, seconds: float, time_units: int = COARSE
+    instance: Instance,
+    known: Sequence[int] | None,
+    limit: Limit,
+    seconds: float,
+    time_units: int = COARSE,
 ) -> Answer:
     """The best cut within `limit`, which a `known` cut meets, for variance or max-load.
 
@@ -47,7 +51,9 @@ def solve_integer(
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = True  # several strategies in turns, the same way each time
+    solver.parameters.interleave_search = (
+        True  # several strategies in turns, the same way each time
+    )
     solver.parameters.random_seed = 0
     model.model.minimize(objective)
     status = solver.solve(model.model)
@@ -79,7 +85,10 @@ class _Model:
     def build(self) -> Any:
         """All constraints; returns what is to be minimised."""
         self._place()
-        problem, loads = self.instance.problem, [self._load(stage) for stage in range(self.instance.k)]
+        problem, loads = (
+            self.instance.problem,
+            [self._load(stage) for stage in range(self.instance.k)],
+        )
         ranks = [
             sum(loads[stage] for stage, where in enumerate(problem.stage_ranks) if where == rank)
             for rank in range(problem.ranks)
@@ -96,7 +105,9 @@ class _Model:
         problem = self.instance.problem
         slowest = min(problem.speed(stage) for stage in range(problem.k))
         sent = sum(int(self.instance.weights(hop).sum()) for hop in self.instance.hops)
-        largest = int(int(self.instance.compute[0].sum()) / slowest) + 2 * problem.k * sent + problem.k
+        largest = (
+            int(int(self.instance.compute[0].sum()) / slowest) + 2 * problem.k * sent + problem.k
+        )
         return (largest if self.limit.load is None else self.limit.load) // self.scale
 
     def _place(self) -> None:
@@ -122,7 +133,11 @@ class _Model:
 
     def _load(self, stage: int) -> Any:
         """The load of a stage: at least what it computes and, added or as the longer of the two, what it sends."""
-        problem, compute, transfers = self.instance.problem, self._compute(stage), sum(self._transfers(stage))
+        problem, compute, transfers = (
+            self.instance.problem,
+            self._compute(stage),
+            sum(self._transfers(stage)),
+        )
         if problem.communication != "overlap":
             return compute + transfers
         load = self.model.new_int_var(0, self._most(), "")
@@ -135,7 +150,9 @@ class _Model:
         speed = self.instance.problem.speed(stage)
         times = self.instance.compute[int(stage == self.instance.k - 1)].tolist()
         work = sum(
-            time * speed.denominator // self.scale * self._in(unit, stage) for unit, time in enumerate(times) if time
+            time * speed.denominator // self.scale * self._in(unit, stage)
+            for unit, time in enumerate(times)
+            if time
         )
         if speed == 1:
             return work
@@ -158,7 +175,9 @@ class _Model:
         hop = self.instance.problem.hop(boundary)
         if hop is None:
             return
-        for flow, weight in zip(self.instance.flows, self.instance.weights(hop).tolist(), strict=True):
+        for flow, weight in zip(
+            self.instance.flows, self.instance.weights(hop).tolist(), strict=True
+        ):
             first = self.until[flow.producer, boundary]
             ends = [self.until[unit, boundary] for unit in flow.consumers]
             if weight // self.scale and not (_is(first, 0) or all(_is(end, 1) for end in ends)):
@@ -172,7 +191,9 @@ class _Model:
         hop = next(iter(self.instance.hops), None)
         if hop is None:
             return
-        for flow, weight in zip(self.instance.flows, self.instance.weights(hop).tolist(), strict=True):
+        for flow, weight in zip(
+            self.instance.flows, self.instance.weights(hop).tolist(), strict=True
+        ):
             if weight // self.scale and self._touches(flow, stage):
                 pays = self.model.new_bool_var("")
                 here = self._in_rank(flow.producer, stage)
@@ -187,7 +208,9 @@ class _Model:
         ranks = self.instance.problem.stage_ranks
         stages = [s for s, rank in enumerate(ranks) if rank == ranks[stage]]
         ends = (flow.producer, *flow.consumers)
-        return stage == stages[-1] and any(self.low[unit] <= s <= self.high[unit] for unit in ends for s in stages)
+        return stage == stages[-1] and any(
+            self.low[unit] <= s <= self.high[unit] for unit in ends for s in stages
+        )
 
     def _in_rank(self, unit: int, stage: int) -> Any:
         ranks = self.instance.problem.stage_ranks
@@ -197,20 +220,27 @@ class _Model:
         """Stages are not empty, hold parameters where they must, and fit the memory of their ranks."""
         problem, units = self.instance.problem, range(self.instance.count)
         for stage in range(problem.k):
-            counted = [u for u in units if not problem.parameters_everywhere or self.instance.parameters[u]]
+            counted = [
+                u for u in units if not problem.parameters_everywhere or self.instance.parameters[u]
+            ]
             self.model.add(sum(self._in(unit, stage) for unit in counted) >= 1)
         if problem.memory is None:
             return
         held = [0] * problem.ranks
         for stage, rank in enumerate(problem.stage_ranks):
-            sizes = (self.instance.resident + problem.memory.in_flight[stage] * self.instance.saved).tolist()
+            sizes = (
+                self.instance.resident + problem.memory.in_flight[stage] * self.instance.saved
+            ).tolist()
             held[rank] += sum(sizes[unit] * self._in(unit, stage) for unit in units)
         for cap, size in zip(problem.memory.caps, held, strict=True):
             self.model.add(size <= cap)
 
     def _square(self, load: Any) -> Any:
         most = self._most()
-        value, square = self.model.new_int_var(0, most, ""), self.model.new_int_var(0, most * most, "")
+        value, square = (
+            self.model.new_int_var(0, most, ""),
+            self.model.new_int_var(0, most * most, ""),
+        )
         self.model.add(value >= load)
         self.model.add_multiplication_equality(square, [value, value])
         return square
@@ -218,7 +248,9 @@ class _Model:
     def search_early_first(self) -> None:
         """An order of decisions for the worker that follows one; without any, CP-SAT 9.15 sometimes aborts."""
         variables = [variable for variable in self.until.values() if not isinstance(variable, int)]
-        self.model.add_decision_strategy(variables, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE)
+        self.model.add_decision_strategy(
+            variables, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE
+        )
 
     def hint(self, known: Sequence[int]) -> None:
         """Starts from a cut."""
@@ -228,11 +260,15 @@ class _Model:
 
     def stage_of(self, solver: cp_model.CpSolver, unit: int) -> int:
         """The stage that the solver gave a unit."""
-        return next(stage for stage in range(self.instance.k) if solver.value(self.until[unit, stage]))
+        return next(
+            stage for stage in range(self.instance.k) if solver.value(self.until[unit, stage])
+        )
 
     def true_bound(self, found: float) -> int:
         """A bound in nanoseconds, or their squares, from one in units of time."""
-        scale = self.scale if self.instance.problem.objective == "max-load" else self.scale * self.scale
+        scale = (
+            self.scale if self.instance.problem.objective == "max-load" else self.scale * self.scale
+        )
         return max(0, floor(found + 1e-6) * scale)
 
 

@@ -51,7 +51,9 @@ def _cut(instance: Instance, problem: Problem) -> Chain | None:
     plain = Instance(problem, instance.units)
     prefixes = Prefixes(plain, next(iter(orders(plain))))
     prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
-    return cut_order(prefixes, Limit(), Pricing(problem, min(PRICES, prices), pairs_limit=PAIRS).best)
+    return cut_order(
+        prefixes, Limit(), Pricing(problem, min(PRICES, prices), pairs_limit=PAIRS).best
+    )
 
 
 def _shared_memory(instance: Instance, memory: Memory) -> str | None:
@@ -83,7 +85,9 @@ def _memory(instance: Instance, memory: Memory) -> str:
             return f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks have"
     while many - few > max(1, many // 1000):
         middle = (few + many) // 2
-        few, many, found = (few, middle, better) if (better := cut(middle)) is not None else (middle, many, found)
+        few, many, found = (
+            (few, middle, better) if (better := cut(middle)) is not None else (middle, many, found)
+        )
     stage, unit = _tightest(instance, memory, found)
     cap = memory.caps[problem.stage_ranks[stage]]
     name, alone = instance.units[unit][0], memory.held(instance.units[unit], stage)
@@ -112,6 +116,8 @@ def _tightest(instance: Instance, memory: Memory, chain: Chain) -> tuple[int, in
     room, order = [], next(iter(orders(instance)))
     for stage, (start, stop) in enumerate(zip(chain.rows, chain.rows[1:], strict=False)):
         cap = memory.caps[instance.problem.stage_ranks[stage]]
-        room.append((cap - sum(held(unit, stage) for unit in order[start:stop]), stage, start, stop))
+        room.append(
+            (cap - sum(held(unit, stage) for unit in order[start:stop]), stage, start, stop)
+        )
     _, stage, start, stop = min(room)
     return stage, max(order[start:stop], key=lambda unit: held(unit, stage))

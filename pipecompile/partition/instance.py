@@ -19,7 +19,9 @@ from pipecompile.partition.units import Unit
 __all__ = ["Flow", "Instance", "Integers", "Mask"]
 
 Crossing = Hop | str
-REACH_MAX = 16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
+REACH_MAX = (
+    16_384  # units up to which everything that a unit needs is added up, in units² / 8 bytes
+)
 
 Integers = NDArray[Any]  # int64, or Python integers where squares do not fit
 Mask = NDArray[np.bool_]
@@ -128,7 +130,9 @@ class Instance:
     def compute(self) -> Integers:
         """Per unit its time: row 0 in a stage that is not the last, row 1 in the last."""
         problem = self.problem
-        return self._array([[problem.compute_ns(u, last=last) for u in self.units] for last in (False, True)])
+        return self._array(
+            [[problem.compute_ns(u, last=last) for u in self.units] for last in (False, True)]
+        )
 
     @cached_property
     def produced(self) -> tuple[tuple[int, ...], ...]:
@@ -162,7 +166,9 @@ class Instance:
     def weights(self, crossing: Crossing) -> Integers:
         """Per flow the time of its transfers over a hop, or the bytes of its buffers."""
         if crossing not in self._weights:
-            self._weights[crossing] = self._array([self._weight(flow, crossing) for flow in self.flows])
+            self._weights[crossing] = self._array(
+                [self._weight(flow, crossing) for flow in self.flows]
+            )
         return self._weights[crossing]
 
     @cached_property
@@ -179,18 +185,25 @@ class Instance:
     @cached_property
     def resident(self) -> Integers:
         """Per unit the bytes that it holds whatever the microbatches; zeros without a memory cap."""
-        return self._bytes(lambda name: self.problem.memory.resident[name] if self.problem.memory else 0)
+        return self._bytes(
+            lambda name: self.problem.memory.resident[name] if self.problem.memory else 0
+        )
 
     @cached_property
     def saved(self) -> Integers:
         """Per unit the bytes that it holds for each microbatch in flight; zeros without a memory cap."""
-        return self._bytes(lambda name: self.problem.memory.saved[name] if self.problem.memory else 0)
+        return self._bytes(
+            lambda name: self.problem.memory.saved[name] if self.problem.memory else 0
+        )
 
     @cached_property
     def freeable(self) -> Integers:
         """Per class of `Memory.freeable` and unit the bytes; (0, units) without any."""
         classes = self.problem.memory.freeable if self.problem.memory else ()
-        found = [[sum(each.bytes.get(name, 0) for name in unit) for unit in self.units] for each in classes]
+        found = [
+            [sum(each.bytes.get(name, 0) for name in unit) for unit in self.units]
+            for each in classes
+        ]
         return self._array(found).reshape(len(classes), self.count)
 
     @cached_property
@@ -272,16 +285,24 @@ class Instance:
 
     def assignment(self, stages: Iterable[int]) -> dict[str, int]:
         """The stage of each node, from that of each unit."""
-        return {name: int(stage) for unit, stage in zip(self.units, stages, strict=True) for name in unit}
+        return {
+            name: int(stage)
+            for unit, stage in zip(self.units, stages, strict=True)
+            for name in unit
+        }
 
 
-def _reached(order: range, sources: Sequence[Sequence[int]], weights: Integers) -> NDArray[np.float64]:
+def _reached(
+    order: range, sources: Sequence[Sequence[int]], weights: Integers
+) -> NDArray[np.float64]:
     """Per unit the weight of all units that lead to it, itself included; of the heaviest path where units are many."""
     count = len(weights)
     if count > REACH_MAX:
         heaviest = np.zeros(count)
         for unit in order:
-            heaviest[unit] = weights[unit] + max((heaviest[source] for source in sources[unit]), default=0)
+            heaviest[unit] = weights[unit] + max(
+                (heaviest[source] for source in sources[unit]), default=0
+            )
         return heaviest
     bits = np.zeros((count, -(-count // 8)), np.uint8)
     for unit in order:

@@ -24,11 +24,16 @@ CELLS_NEARBY = 1 << 19
 def every_cut(instance: Instance, limit: Limit, share: float = 1.0) -> Chains | None:
     """A family that holds every cut within the limit; None if a `share` of what there may be does not hold it."""
     low, high = windows(instance, limit)
-    sides = [(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s))) for s in range(1, instance.k)]
+    sides = [
+        (np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s)))
+        for s in range(1, instance.k)
+    ]
     return _family(instance, sides, int(CELLS * share))
 
 
-def nearby(instance: Instance, order: Sequence[int], rows: Sequence[int], reach: int) -> Chains | None:
+def nearby(
+    instance: Instance, order: Sequence[int], rows: Sequence[int], reach: int
+) -> Chains | None:
     """A family of ideals that differ from the prefixes at `rows` of an order by units at most `reach` away in it."""
     sides, places = [], np.asarray(order, np.intp)
     for row in rows[1:-1]:
@@ -48,4 +53,6 @@ def _family(instance: Instance, sides: Sequence[tuple[Rows, Rows]], cells: int) 
         left -= len(found.bits)
         lists.append(found)
     family = Ideals(instance, lists)
-    return Chains(family, {stage: np.flatnonzero(family.origin == stage) for stage in range(1, instance.k)})
+    return Chains(
+        family, {stage: np.flatnonzero(family.origin == stage) for stage in range(1, instance.k)}
+    )

@@ -42,7 +42,9 @@ def _spread(prefixes: Prefixes, count: int) -> dict[int, Rows]:
     """For every boundary the same prefixes: of each equal share of the compute that over which least is sent."""
     compute, k = prefixes.sums.compute[0], prefixes.instance.k
     share = np.minimum(compute * count // max(int(compute[-1]), 1), count - 1)
-    crossing = sum(prefixes.crossing(hop) for hop in prefixes.instance.hops) + np.zeros(len(prefixes), np.int64)
+    crossing = sum(prefixes.crossing(hop) for hop in prefixes.instance.hops) + np.zeros(
+        len(prefixes), np.int64
+    )
     order = np.lexsort((np.arange(len(prefixes)), crossing, share))
     first = np.flatnonzero(np.diff(share[order], prepend=-1))
     pinned = [prefixes.place[unit] + step for unit in prefixes.instance.decided for step in (0, 1)]
@@ -51,4 +53,6 @@ def _spread(prefixes: Prefixes, count: int) -> dict[int, Rows]:
 
 
 def _around(prefixes: Prefixes, row: int, width: int) -> Rows:
-    return np.arange(max(0, row - width // 2), min(len(prefixes), row + width // 2 + 1), dtype=np.intp)
+    return np.arange(
+        max(0, row - width // 2), min(len(prefixes), row + width // 2 + 1), dtype=np.intp
+    )

@@ -22,12 +22,20 @@ def stage_loads(
     Under `endpoint` each stage that holds some but not all of a tensor's endpoints pays once.
     """
     k, names = problem.k, _members(problem, assignment)
-    compute = [ceil(problem.compute_ns(names[s], last=s == k - 1) / problem.speed(s)) for s in range(k)]
-    transfers = _endpoint(problem, assignment) if problem.communication == "endpoint" else _relay(problem, assignment)
+    compute = [
+        ceil(problem.compute_ns(names[s], last=s == k - 1) / problem.speed(s)) for s in range(k)
+    ]
+    transfers = (
+        _endpoint(problem, assignment)
+        if problem.communication == "endpoint"
+        else _relay(problem, assignment)
+    )
     join = max if problem.communication == "overlap" else int.__add__
     loads = [join(*pair) for pair in zip(compute, transfers, strict=True)]
     if replicas is not None:
-        weights = [sum(problem.graph.by_name[name].parameter_bytes for name in group) for group in names]
+        weights = [
+            sum(problem.graph.by_name[name].parameter_bytes for name in group) for group in names
+        ]
         loads = [
             -(-load // r) + problem.reduction_ns(weight, r)
             for load, r, weight in zip(loads, replicas, weights, strict=True)
@@ -107,7 +115,11 @@ def lower_bound(problem: Problem) -> int:
         return maximum
     if problem.objective == "step-time":
         return _step_bound(problem, total)
-    bounds = [ceil(Fraction(total**2) / sum(s * s for s in shares)), _recomputed(problem, 2), alone**2]
+    bounds = [
+        ceil(Fraction(total**2) / sum(s * s for s in shares)),
+        _recomputed(problem, 2),
+        alone**2,
+    ]
     if set(shares) == {1} and problem.replica_ranks is None:
         bounds += _large_units(least, problem.ranks)
     return max(bounds)
@@ -116,7 +128,9 @@ def lower_bound(problem: Problem) -> int:
 def _shares(problem: Problem) -> tuple[list[Fraction], Fraction]:
     """How much compute each rank takes per unit of load, and the largest share that one stage may have."""
     if problem.replica_ranks is not None:
-        most = problem.replica_ranks - problem.k + 1  # convex in the numbers of replicas: one stage has all others
+        most = (
+            problem.replica_ranks - problem.k + 1
+        )  # convex in the numbers of replicas: one stage has all others
         return [Fraction(most), *[Fraction(1)] * (problem.k - 1)], Fraction(most)
     shares = [Fraction(1)] * problem.ranks
     for stage, rank in enumerate(problem.stage_ranks):
@@ -127,11 +141,18 @@ def _shares(problem: Problem) -> tuple[list[Fraction], Fraction]:
 def _recomputed(problem: Problem, power: int) -> int:
     """The last stage does not recompute: with ρ the most that a unit shrinks there, l₁ + … + ρ·l_k ≥ all compute."""
     k = problem.k
-    if not problem.recompute or problem.ranks != k or problem.speeds is not None or problem.replica_ranks is not None:
+    if (
+        not problem.recompute
+        or problem.ranks != k
+        or problem.speeds is not None
+        or problem.replica_ranks is not None
+    ):
         return 0
     full = [problem.compute_ns(unit, last=False) for unit in problem.units]
     least = [problem.compute_ns(unit, last=True) for unit in problem.units]
-    shrink = max((Fraction(a, b) for a, b in zip(full, least, strict=True) if b), default=Fraction(1))
+    shrink = max(
+        (Fraction(a, b) for a, b in zip(full, least, strict=True) if b), default=Fraction(1)
+    )
     return ceil(Fraction(sum(full) ** power) / (k - 1 + Fraction(shrink) ** power))
 
 

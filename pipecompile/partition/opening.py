@@ -9,13 +9,13 @@ from dataclasses import replace
 import msgspec
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.partition.crossing import crossing_bound
-from pipecompile.partition.front import CUTS_PER_SECOND, solve
 from pipecompile.partition.hierarchy import inside, kept_together
 from pipecompile.partition.instance import Instance
+from pipecompile.partition.min_cut_bound import crossing_bound
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.solver import CUTS_PER_SECOND, solve
 from pipecompile.partition.units import Unit
 from pipecompile.partition.windows import Limit
 
@@ -27,7 +27,9 @@ LATER = 0.25  # of the budget, for each search after the first that finds a cut
 TESTS = 6  # of values for which minimum cuts bound what is sent
 
 
-def solve_opening(problem: Problem, seconds: float, *, explained: bool = True) -> tuple[Partition, tuple[Unit, ...]]:
+def solve_opening(
+    problem: Problem, seconds: float, *, explained: bool = True
+) -> tuple[Partition, tuple[Unit, ...]]:
     """The best cut between blocks, or a better one with some of them opened until it is near what any cut is worth.
 
     A block opens into its modules and those into their operators: all of them as long as there is no cut, then those
@@ -42,7 +44,9 @@ def solve_opening(problem: Problem, seconds: float, *, explained: bool = True) -
         if not ends:
             break
         closed = _opened(closed, ends, parts)
-        with suppress(InfeasibleError):  # the best cut is still one, but a short search may find none
+        with suppress(
+            InfeasibleError
+        ):  # the best cut is still one, but a short search may find none
             found = solve(keeping(problem, closed), seconds=LATER * seconds, explained=False)
             best = min(best, found, key=_worth)
             bound = max(bound, _bound(problem, found, closed, seconds))
@@ -73,7 +77,9 @@ def _opened(
     closed: tuple[Unit, ...], ends: Collection[Unit], parts: Mapping[Unit, tuple[Unit, ...]]
 ) -> tuple[Unit, ...]:
     """What is still kept together when those in `ends` are opened one level."""
-    return tuple(part for names in closed for part in (parts.get(names, ()) if names in ends else (names,)))
+    return tuple(
+        part for names in closed for part in (parts.get(names, ()) if names in ends else (names,))
+    )
 
 
 def _worth(found: Partition) -> tuple[int, int, int]:
@@ -89,20 +95,28 @@ def _bound(problem: Problem, found: Partition, closed: tuple[Unit, ...], seconds
     bound, value = lower_bound(problem), found.search.value
     if problem.objective == "step-time":
         least = replace(problem, objective="max-load", communication="none")
-        return max(bound, problem.microbatches * lower_bound(least)) if problem.whole_backwards else bound
+        return (
+            max(bound, problem.microbatches * lower_bound(least))
+            if problem.whole_backwards
+            else bound
+        )
     limit = Limit(squares=value) if problem.objective == "variance" else Limit(most=value)
     tests = min(TESTS, int(seconds * CUTS_PER_SECOND / (len(problem.units) * problem.k)))
     return crossing_bound(Instance.of(problem), limit, bound, tests)
 
 
-def at_stage_ends(problem: Problem, assignment: Mapping[str, int], closed: Collection[Unit]) -> set[Unit]:
+def at_stage_ends(
+    problem: Problem, assignment: Mapping[str, int], closed: Collection[Unit]
+) -> set[Unit]:
     """Which of `closed` lie where a stage begins or ends: in their own stage nothing must run before, or after.
 
     They could lie in the stage before, or after, as far as order goes. The first stage has no end to the left and the
     last none to the right.
     """
     unit_of = {name: unit for unit in problem.units for name in unit}
-    pairs = [(tensor.producer, name) for tensor in problem.graph.tensors for name in tensor.consumers]
+    pairs = [
+        (tensor.producer, name) for tensor in problem.graph.tensors for name in tensor.consumers
+    ]
     within = [
         (unit_of[a], unit_of[b])
         for a, b in (*pairs, *problem.precedence)

@@ -30,7 +30,9 @@ def orders(instance: Instance) -> Iterator[list[int]]:
         list(reversed(_depth_first(instance, instance.after, list(reversed(own))))),
         list(reversed(_depth_first(instance, instance.after, own))),
     ):
-        if instance.decided:  # what pins put early comes early: stages of what needs and feeds it never decrease
+        if (
+            instance.decided
+        ):  # what pins put early comes early: stages of what needs and feeds it never decrease
             order = sorted(order, key=lambda unit: low[unit] + high[unit])
         if tuple(order) not in seen:
             seen.add(tuple(order))
@@ -44,7 +46,9 @@ def reordered(instance: Instance, stages: Sequence[int], random: np.random.Gener
         return topological(instance, lambda unit: (stages[unit], noise[unit], unit))
     depth = _levels(range(instance.count), instance.before)
     scale = float(random.choice([1.0, 4.0, 16.0]))
-    return topological(instance, lambda unit: (stages[unit], depth[unit] + scale * noise[unit], unit))
+    return topological(
+        instance, lambda unit: (stages[unit], depth[unit] + scale * noise[unit], unit)
+    )
 
 
 def topological(instance: Instance, key: Callable[[int], Any]) -> list[int]:
@@ -71,7 +75,9 @@ def _levels(order: Sequence[int] | Iterator[int], sources: Sequence[Sequence[int
     return level
 
 
-def _depth_first(instance: Instance, sources: Sequence[Sequence[int]], ends: Sequence[int]) -> list[int]:
+def _depth_first(
+    instance: Instance, sources: Sequence[Sequence[int]], ends: Sequence[int]
+) -> list[int]:
     """Every unit after its sources, one branch finished before the next begins."""
     done, order = [False] * instance.count, []
     for end in ends:

@@ -13,14 +13,17 @@ from itertools import pairwise
 
 from pipecompile.partition.boundaries import Boundaries
 from pipecompile.partition.chains import Chain, Chains
-from pipecompile.partition.payments import Stage
+from pipecompile.partition.communication import Stage
 from pipecompile.partition.problem import Candidate, Price, Problem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["Pricing"]
 
 Key = tuple[int, bytes, bytes]
-SURE, SHARE = 16, 3  # parts of the prices that there may be: for a family without guesses, and with them
+SURE, SHARE = (
+    16,
+    3,
+)  # parts of the prices that there may be: for a family without guesses, and with them
 
 
 @dataclass
@@ -90,7 +93,9 @@ class Pricing:
                 Candidate(
                     stage=stage,
                     before=tuple(name for unit in before.nonzero()[0] for name in units[unit]),
-                    nodes=tuple(name for unit in (until & ~before).nonzero()[0] for name in units[unit]),
+                    nodes=tuple(
+                        name for unit in (until & ~before).nonzero()[0] for name in units[unit]
+                    ),
                     in_flight=memory.in_flight[stage],
                     budget=memory.caps[self.problem.stage_ranks[stage]],
                 )

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.errors import InfeasibleError, InputError
-from pipecompile.ir.floors import Freeable
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
+from pipecompile.memory_model.lower_bounds import Freeable
 from pipecompile.partition.hierarchy import kept_together
 from pipecompile.partition.units import FIRST, LAST, Unit, units
 
@@ -74,10 +74,14 @@ class Memory:
     freeable: tuple[Freeable, ...] = ()
 
     @staticmethod
-    def simple(graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int) -> Memory:
+    def simple(
+        graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int
+    ) -> Memory:
         """The rule of cost graphs: Σ parameter_bytes × `factor` (rounded up per node) + in-flight × Σ saved_bytes."""
         resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
-        return Memory(caps, in_flight, resident, {node.name: node.saved_bytes for node in graph.nodes})
+        return Memory(
+            caps, in_flight, resident, {node.name: node.saved_bytes for node in graph.nodes}
+        )
 
     def held(self, names: Iterable[str], stage: int) -> int:
         """The bytes of these nodes as `stage`, by the sum above."""
@@ -133,7 +137,9 @@ class Problem:
         if self.microbatches < 1:
             raise InputError(f"microbatches={self.microbatches}, but a step has at least one")
         if self.objective == "step-time" and self.step_ns is None:
-            raise InputError("objective step-time needs a schedule to simulate; give one, or choose max-load")
+            raise InputError(
+                "objective step-time needs a schedule to simulate; give one, or choose max-load"
+            )
         self._check_ranks()
         self._check_memory()
         self._check_replicas()
@@ -143,21 +149,39 @@ class Problem:
     def _check_sizes(self) -> None:
         """Sums are held in 64 bits."""
         slowest = min(map(self.speed, range(self.k)))
-        if max(Fraction(1), 1 / slowest) * 4 * sum(_compute_ns(node, True) for node in self.graph.nodes) > LARGEST:
-            raise InputError(f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale them down")
-        if max(number for s in range(self.k) for number in self.speed(s).as_integer_ratio()) > 10**6:
+        if (
+            max(Fraction(1), 1 / slowest)
+            * 4
+            * sum(_compute_ns(node, True) for node in self.graph.nodes)
+            > LARGEST
+        ):
+            raise InputError(
+                f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale them down"
+            )
+        if (
+            max(number for s in range(self.k) for number in self.speed(s).as_integer_ratio())
+            > 10**6
+        ):
             raise InputError("speeds must be fractions of numbers up to 10⁶")
         if sum(node.parameter_bytes for node in self.graph.nodes) > LARGEST:
             raise InputError(f"the parameters of all nodes must sum to less than {LARGEST} bytes")
         hops = {self.hop(stage) for stage in range(self.k - 1)}
-        sent = (hop.transfer_ns(t.bytes, t.gradient_bytes) for hop in hops if hop for t in self.graph.tensors)
+        sent = (
+            hop.transfer_ns(t.bytes, t.gradient_bytes)
+            for hop in hops
+            if hop
+            for t in self.graph.tensors
+        )
         if 4 * self.k * sum(sent) > LARGEST:
             raise InputError(
                 f"all transfers must sum to less than {LARGEST // 4 // self.k} ns; scale times and bytes down"
             )
         if self.memory is not None:
             flight = max(self.memory.in_flight)
-            if sum(self.memory.resident.values()) + flight * sum(self.memory.saved.values()) > LARGEST:
+            if (
+                sum(self.memory.resident.values()) + flight * sum(self.memory.saved.values())
+                > LARGEST
+            ):
                 raise InputError(f"all nodes must hold less than {LARGEST} bytes together")
 
     def _check_ranks(self) -> None:
@@ -166,12 +190,16 @@ class Problem:
         if set(self.stage_ranks) != set(range(self.ranks)):
             raise InputError(f"the placement {self.stage_ranks} must use every rank from 0 on")
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
-            raise InputError(f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank")
+            raise InputError(
+                f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank"
+            )
         ranks = self.replica_ranks or self.ranks
         if not self.links.fits(ranks):
             raise InputError(f"the links are for {self.links.ranks} ranks, but there are {ranks}")
         if self.links.one is None and self.communication == "endpoint":
-            raise InputError("endpoint communication knows no path between ranks; give one link, or choose relay")
+            raise InputError(
+                "endpoint communication knows no path between ranks; give one link, or choose relay"
+            )
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -179,7 +207,9 @@ class Problem:
         if len(self.memory.caps) != self.ranks or len(self.memory.in_flight) != self.k:
             raise InputError(f"memory must be given for {self.ranks} ranks and {self.k} stages")
         if self.memory.price is not None and self.ranks != self.k:
-            raise InputError("stages that share a rank cannot be priced one by one; give each stage its rank")
+            raise InputError(
+                "stages that share a rank cannot be priced one by one; give each stage its rank"
+            )
 
     def _check_replicas(self) -> None:
         if self.replica_ranks is None:
@@ -187,11 +217,15 @@ class Problem:
         if self.replica_ranks < self.k:
             raise InputError(f"{self.replica_ranks} ranks are fewer than the k={self.k} stages")
         if self.replica_ranks > REPLICAS_MAX:
-            raise InputError(f"{self.replica_ranks} ranks are more than replicas are searched for: {REPLICAS_MAX}")
+            raise InputError(
+                f"{self.replica_ranks} ranks are more than replicas are searched for: {REPLICAS_MAX}"
+            )
         if self.ranks != self.k or self.speeds is not None or self.links.one is None:
             raise InputError("replicated stages need one stage a rank, equal speeds and one link")
         if self.objective == "step-time":
-            raise InputError("the step of replicated stages cannot be simulated; choose variance or max-load")
+            raise InputError(
+                "the step of replicated stages cannot be simulated; choose variance or max-load"
+            )
         if self.memory is not None and len(set(self.memory.caps)) > 1:
             raise InputError("replicated stages need the same memory on every rank")
 
@@ -205,7 +239,9 @@ class Problem:
                     f"pin {name}={stage}: the graph has no such node; names are those of the graph or plan"
                 )
             if not -self.k <= stage < self.k:
-                raise InputError(f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from the end")
+                raise InputError(
+                    f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from the end"
+                )
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -237,7 +273,11 @@ class Problem:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """See `units`; InfeasibleError if there are fewer than `k`."""
-        found = units(self.graph, (*self.together, *kept_together(self.graph, self.granularity)), self.precedence)
+        found = units(
+            self.graph,
+            (*self.together, *kept_together(self.graph, self.granularity)),
+            self.precedence,
+        )
         if self.k > len(found):
             finer = ", or a finer granularity" if self.granularity in ("modules", "blocks") else ""
             raise InfeasibleError(
@@ -248,7 +288,10 @@ class Problem:
 
     def _largest(self, found: tuple[Unit, ...]) -> str:
         joined = sorted((unit for unit in found if len(unit) > 1), key=len, reverse=True)[:3]
-        names = (f"{self.graph.by_name[unit[0]].group or unit[0]} with {len(unit)} nodes" for unit in joined)
+        names = (
+            f"{self.graph.by_name[unit[0]].group or unit[0]} with {len(unit)} nodes"
+            for unit in joined
+        )
         return f" (nodes that stay together: {', '.join(names)})" if joined else ""
 
     @cached_property
@@ -258,18 +301,24 @@ class Problem:
         ends = {FIRST: 0, LAST: self.k - 1}
         pinned: dict[Unit, int] = {}
         for unit in self.units:
-            wanted = {ends[g]: name for name in unit if (g := self.graph.by_name[name].group) in ends}
+            wanted = {
+                ends[g]: name for name in unit if (g := self.graph.by_name[name].group) in ends
+            }
             wanted |= {stages[name]: name for name in unit if name in stages}
             if len(wanted) > 1:
                 text = " and ".join(f"{name}={stage}" for stage, name in sorted(wanted.items()))
-                raise InfeasibleError(f"pins {text}: these nodes cannot be separated; pin them to one stage")
+                raise InfeasibleError(
+                    f"pins {text}: these nodes cannot be separated; pin them to one stage"
+                )
             if wanted:
                 pinned[unit] = next(iter(wanted))
         return pinned
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
         """The time of these nodes for one microbatch at speed 1, in the last stage or in another one."""
-        return sum(_compute_ns(self.graph.by_name[name], 0 if last else self.recompute) for name in names)
+        return sum(
+            _compute_ns(self.graph.by_name[name], 0 if last else self.recompute) for name in names
+        )
 
 
 def _compute_ns(node: Node, again: Fraction | int) -> int:

@@ -15,7 +15,9 @@ FIRST, LAST = "inputs", "outputs"  # groups that lie in the first and in the las
 
 
 def units(
-    graph: CostGraph, together: Iterable[Sequence[str]] = (), precedence: Iterable[tuple[str, str]] = ()
+    graph: CostGraph,
+    together: Iterable[Sequence[str]] = (),
+    precedence: Iterable[tuple[str, str]] = (),
 ) -> tuple[Unit, ...]:
     """The nodes that must stay together, in a topological order as near as possible to the graph's own.
 
@@ -28,13 +30,20 @@ def units(
     for node in graph.nodes:
         if node.group is not None:
             first.setdefault(node.group, index[node.name])
-    owner = {node.name: index[node.name] if node.group is None else first[node.group] for node in graph.nodes}
+    owner = {
+        node.name: index[node.name] if node.group is None else first[node.group]
+        for node in graph.nodes
+    }
     merged = nx.DiGraph()
     merged.add_nodes_from(owner.values())
-    merged.add_edges_from((owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers)
+    merged.add_edges_from(
+        (owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers
+    )
     merged.add_edges_from((owner[a], owner[b]) for a, b in precedence)
     for names in together:
-        merged.add_edges_from((owner[a], owner[b]) for a, b in zip(names, (*names[1:], names[0]), strict=True))
+        merged.add_edges_from(
+            (owner[a], owner[b]) for a, b in zip(names, (*names[1:], names[0]), strict=True)
+        )
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))
     acyclic = nx.condensation(merged)
     members: dict[int, list[str]] = {unit: [] for unit in acyclic}

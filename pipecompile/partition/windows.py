@@ -31,7 +31,9 @@ class Limit:
     def load(self) -> int | None:
         """No rank's load is above this."""
         known = [
-            limit for limit in (self.most, None if self.squares is None else isqrt(self.squares)) if limit is not None
+            limit
+            for limit in (self.most, None if self.squares is None else isqrt(self.squares))
+            if limit is not None
         ]
         return min(known, default=None)
 
@@ -53,7 +55,10 @@ class Limit:
             for amount, (speed, _) in parts:
                 fits &= amount <= self.most * speed * SLACK
         if self.squares is not None:
-            fits &= sum(amount**2 / max(squared, 1e-300) for amount, (_, squared) in parts) <= self.squares * SLACK
+            fits &= (
+                sum(amount**2 / max(squared, 1e-300) for amount, (_, squared) in parts)
+                <= self.squares * SLACK
+            )
         return fits
 
 
@@ -85,7 +90,9 @@ def _sides(instance: Instance, limit: Limit, boundary: int) -> tuple[Mask, Mask]
     needed, fed = instance.needed_compute + here, instance.fed_compute + here
     nothing, both = np.zeros_like(needed), total + 2 * here
     most, squares = replace(limit, squares=None), replace(limit, most=None)
-    even = _even(limit, problem, boundary, both)  # what lies below may be more than this, and above more than the rest
+    even = _even(
+        limit, problem, boundary, both
+    )  # what lies below may be more than this, and above more than the rest
     below, above = np.maximum(needed, even), np.maximum(fed, both - even)
     return (
         most.allows(needed, nothing, problem, boundary)

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import Call
-from pipecompile.passes.answers import conditions
+from pipecompile.graph.data_answers import conditions
 from pipecompile.profiling.operator import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 

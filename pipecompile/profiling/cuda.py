@@ -41,11 +41,20 @@ class Difference:
 
 
 def _dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
 ) -> Tensor:
     """Fused on CUDA but in place, and where nothing or all is dropped; torch.dropout says `train`."""
     if inplace or not (training and train) or not 0 < p < 1 or not input.numel():
-        return torch.dropout_(input, p, training) if inplace else torch.dropout(input, p, training and train)
+        return (
+            torch.dropout_(input, p, training)
+            if inplace
+            else torch.dropout(input, p, training and train)
+        )
     return torch.native_dropout(input, p, True)[0]
 
 
@@ -80,7 +89,9 @@ def _attention(
     return output
 
 
-def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> str:
+def attention_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> str:
     """What CUDA runs for `scaled_dot_product_attention`: flash, efficient or math; math for types that are not fused.
 
     Below compute capability 8.0, where bfloat16 is not fused, there is no flash.
@@ -91,12 +102,22 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if str(query.dtype).removeprefix("torch.") not in _fused.get():
         return "math"
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel() for tensor in (query, key, value)):
+    if any(
+        tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel()
+        for tensor in (query, key, value)
+    ):
         return "math"
     causal = not is_causal or query.shape[-2] == key.shape[-2]
     flash = torch.backends.cuda.flash_sdp_enabled() and "bfloat16" in _fused.get()
     efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
-    if flash and mask is None and query.dtype in _HALVES and len(sizes) == 1 and max(sizes) <= 256 and causal:
+    if (
+        flash
+        and mask is None
+        and query.dtype in _HALVES
+        and len(sizes) == 1
+        and max(sizes) <= 256
+        and causal
+    ):
         return "flash"
     alignment = 8 if query.dtype in _HALVES else 4
     heads = {tensor.shape[1] for tensor in (query, key, value)}
@@ -106,13 +127,22 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     return "math"
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
     """Heads are padded to a multiple of 8 before and cut after."""
     size = query.shape[-1]
     missing = -size % 8
     padded = [F.pad(tensor, (0, missing)) if missing else tensor for tensor in (query, key, value)]
     scale = size**-0.5 if scale is None else scale
-    output: Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+    output: Tensor = aten._scaled_dot_product_flash_attention(
+        *padded, dropout_p, is_causal, False, scale=scale
+    )[0]
     return output[..., :size] if missing else output
 
 
@@ -132,7 +162,9 @@ def _aligned(mask: Tensor) -> Tensor:
     """Rows of a mask begin at multiples of 8 elements; one whose rows do not is copied."""
     if mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         return mask
-    return F.pad(mask, (0, _MASK_ALIGNMENT - mask.shape[-1] % _MASK_ALIGNMENT))[..., : mask.shape[-1]]
+    return F.pad(mask, (0, _MASK_ALIGNMENT - mask.shape[-1] % _MASK_ALIGNMENT))[
+        ..., : mask.shape[-1]
+    ]
 
 
 DIFFERENCES = (

@@ -11,8 +11,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from pipecompile.cost_models.protocol import tensors
-from pipecompile.profiling.ledger import Ledger
+from pipecompile.graph.storages import tensors
+from pipecompile.profiling.storage_tracker import Ledger
 
 __all__ = ["Destinations"]
 
@@ -31,7 +31,7 @@ class Destinations:
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
     `early` are those whose gradients a first half of a backward makes, since they hang off several autograd nodes on
-    the way to the node's inputs, or off a custom Function (runtime/halves.py).
+    the way to the node's inputs, or off a custom Function (runtime/split_backward.py).
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -48,7 +48,9 @@ class Destinations:
         self._hooks: list[RemovableHandle] = []
         self._aliases: dict[Node | None, list[tuple[str, str]]] = defaultdict(list)
 
-    def follow(self, name: str, values: Sequence[Tensor], made: Collection[Node], sources: Sources) -> None:
+    def follow(
+        self, name: str, values: Sequence[Tensor], made: Collection[Node], sources: Sources
+    ) -> None:
         """Will note what the backward of node `name` does, which gave these values and made these autograd nodes."""
         if len(values) == 1:
             self._strides[name] = _strides(values[0])
@@ -59,13 +61,25 @@ class Destinations:
         capturing, joining = _branching(made, reached)
         self.early[name] = list(_early(made, reached))
         for kind, nodes in ((self.captured, capturing), (self.joined, joining)):
-            self._hooks += [node.register_prehook(partial(self._note, kind, name)) for node in nodes]
+            self._hooks += [
+                node.register_prehook(partial(self._note, kind, name)) for node in nodes
+            ]
         for node in made:
-            children = {place: child for place, (child, _) in enumerate(node.next_functions) if child in sources}
-            pairs = {p: [*((s, name) for s in sources[c]), *self._aliases[c]] for p, c in children.items()}
+            children = {
+                place: child
+                for place, (child, _) in enumerate(node.next_functions)
+                if child in sources
+            }
+            pairs = {
+                p: [*((s, name) for s in sources[c]), *self._aliases[c]]
+                for p, c in children.items()
+            }
             if pairs:
                 self._hooks.append(node.register_hook(partial(self._give, pairs)))
-            leaves = {place: getattr(child, "variable", None) for place, (child, _) in enumerate(node.next_functions)}
+            leaves = {
+                place: getattr(child, "variable", None)
+                for place, (child, _) in enumerate(node.next_functions)
+            }
             parameters = {place: id(leaf) for place, leaf in leaves.items() if leaf is not None}
             if parameters:
                 self._hooks.append(node.register_hook(partial(self._give_views, name, parameters)))
@@ -77,12 +91,18 @@ class Destinations:
         self._hooks.clear()
         self._aliases.clear()
 
-    def _note(self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]) -> None:
+    def _note(
+        self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]
+    ) -> None:
         for index in self._ledger.known(tensors(gradients)):
             kind[index].append(name)
 
     def _give_views(
-        self, name: str, parameters: Mapping[int, int], gradients: Sequence[Tensor | None], _: object
+        self,
+        name: str,
+        parameters: Mapping[int, int],
+        gradients: Sequence[Tensor | None],
+        _: object,
     ) -> None:
         for place, parameter in parameters.items():
             gradient = gradients[place]
@@ -90,7 +110,10 @@ class Destinations:
                 self.given_as_views[name].append(parameter)
 
     def _give(
-        self, pairs: Mapping[int, Sequence[tuple[str, str]]], gradients: Sequence[Tensor | None], _: object
+        self,
+        pairs: Mapping[int, Sequence[tuple[str, str]]],
+        gradients: Sequence[Tensor | None],
+        _: object,
     ) -> None:
         for place, own in pairs.items():
             gradient = gradients[place]
@@ -101,12 +124,16 @@ class Destinations:
             for index in self._ledger.known(tensors(gradient)):
                 assert gradient is not None
                 self.given[index] += own
-                self.turned[index] += [pair for pair in own if self._strides.get(pair[0]) != _strides(gradient)]
+                self.turned[index] += [
+                    pair for pair in own if self._strides.get(pair[0]) != _strides(gradient)
+                ]
 
 
 def _strides(value: Tensor) -> Strides:
     """Of the dimensions along which there is more than one element."""
-    return tuple((size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1)
+    return tuple(
+        (size, stride) for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1
+    )
 
 
 def _reached(made: Iterable[Node], sources: Sources) -> dict[Node, set[Node | None]]:
@@ -119,10 +146,12 @@ def _reached(made: Iterable[Node], sources: Sources) -> dict[Node, set[Node | No
     return {node: ends for node, ends in reached.items() if node is not None}
 
 
-def _branching(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> tuple[list[Node], list[Node]]:
+def _branching(
+    made: Iterable[Node], reached: Mapping[Node, set[Node | None]]
+) -> tuple[list[Node], list[Node]]:
     """Where parameters branch off the way to what a call was given, or several ways.
 
-    None of custom Functions, which make all of their gradients at once (runtime/halves.py).
+    None of custom Functions, which make all of their gradients at once (runtime/split_backward.py).
     """
     own = [node for node in made if node in reached and not isinstance(node, BackwardCFunction)]
     capturing = [node for node in own if any(child not in reached for child in _children(node))]
@@ -135,7 +164,9 @@ def _early(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> It
     begins: dict[Node, set[Node | None]] = defaultdict(set)
     for node in sorted(made, key=_age, reverse=True):
         is_custom = isinstance(node, BackwardCFunction)
-        own: set[Node | None] = ({None, node} if is_custom else {node}) if node in reached else begins[node]
+        own: set[Node | None] = (
+            ({None, node} if is_custom else {node}) if node in reached else begins[node]
+        )
         for child in _children(node) - reached.keys():
             begins[child] |= own
     for node, ways in begins.items():

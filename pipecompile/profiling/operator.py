@@ -30,7 +30,12 @@ def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hash
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
     function = node.target if node.op == "call_function" else None
     constants = tuple("" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return function, tuple(map(_settings, module.modules())), constants, repr(node.meta.get("ambient"))
+    return (
+        function,
+        tuple(map(_settings, module.modules())),
+        constants,
+        repr(node.meta.get("ambient")),
+    )
 
 
 def _settings(module: nn.Module) -> Hashable:
@@ -49,4 +54,6 @@ def _function_name(function: Any) -> str:
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{_type_name(owner)}.{function.__name__}"
     known = resolve_name(function)
-    return known if known is not None else f"{function.__module__.lstrip('_')}.{function.__qualname__}"
+    return (
+        known if known is not None else f"{function.__module__.lstrip('_')}.{function.__qualname__}"
+    )

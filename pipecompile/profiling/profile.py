@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipecompile.cost_models.protocol import Cost, CostModel, size_bytes
+from pipecompile.cost_models.protocol import Cost, CostModel
+from pipecompile.graph.propagation import has_values, named_state
+from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
-from pipecompile.ir.allocator import Instructions
-from pipecompile.passes.propagate import has_values, named_state
+from pipecompile.ir.amount import Instructions
 from pipecompile.profiling.cuda import as_on_cuda
-from pipecompile.profiling.observe import Facts, Observation, observe
-from pipecompile.profiling.price import price
-from pipecompile.profiling.scratch import scratch_on
+from pipecompile.profiling.kernel_scratch import scratch_on
+from pipecompile.profiling.observation import Facts, Observation, observe
+from pipecompile.profiling.pricing import price
 from pipecompile.profiling.workload import Loss, Workload
 
 __all__ = ["profile"]
@@ -42,7 +43,9 @@ def profile(
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _untouched(graph_module), _training_attention():
-        kernels = as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
+        kernels = (
+            as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
+        )
         with _anywhere(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, scratch_on(cost_model.memory, instructions))
@@ -89,7 +92,11 @@ def _known(graph: fx.Graph, observation: Observation) -> dict[int, int]:
     """The storages that nodes save or pass on, numbered anew in their order."""
     read = {node.name for node in graph.nodes if node.users}
     nodes = observation.nodes.items()
-    storages = {s for name, facts in nodes for s in (*facts.saved, *(facts.storages if name in read else ()))}
+    storages = {
+        s
+        for name, facts in nodes
+        for s in (*facts.saved, *(facts.storages if name in read else ()))
+    }
     return {storage: index for index, storage in enumerate(sorted(storages))}
 
 
@@ -103,7 +110,9 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
-                    if not torch.equal(buffer, before):  # an expanded buffer never changes and refuses any write
+                    if not torch.equal(
+                        buffer, before
+                    ):  # an expanded buffer never changes and refuses any write
                         buffer.copy_(before)
 
 
@@ -151,10 +160,18 @@ def _nodes(
 
 def _input_bytes(workload: Workload, node: fx.Node, facts: Facts) -> int:
     """What the node reads of the minibatch: the loss its targets."""
-    return size_bytes(workload.targets) if node.op == "output" else facts.bytes if node.op == "placeholder" else 0
+    return (
+        size_bytes(workload.targets)
+        if node.op == "output"
+        else facts.bytes
+        if node.op == "placeholder"
+        else 0
+    )
 
 
-def _tensors(graph: fx.Graph, observation: Observation, known: dict[int, int]) -> Iterator[ir.Tensor]:
+def _tensors(
+    graph: fx.Graph, observation: Observation, known: dict[int, int]
+) -> Iterator[ir.Tensor]:
     """One for each value that somebody reads; a tuple counts as the sum of its tensors and has no one storage."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from pipecompile.passes.propagate import named_state, without_values
+from pipecompile.graph.propagation import named_state, without_values
 
 __all__ = ["Loss", "Workload"]
 
@@ -44,7 +44,9 @@ class Workload:
     def faked(self) -> Workload:
         """The same on fake CPU tensors, one storage each; call it under the FakeTensorMode that is to own them."""
         # Copying with the fakes already in the memo copies the modules around them and never a real tensor.
-        memo: dict[int, Any] = {id(value): without_values(value, "cpu") for _, value in named_state(self.module)}
+        memo: dict[int, Any] = {
+            id(value): without_values(value, "cpu") for _, value in named_state(self.module)
+        }
         return replace(
             self,
             module=copy.deepcopy(self.module, memo),

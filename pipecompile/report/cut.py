@@ -40,7 +40,10 @@ def _loads(cut: Cut) -> Iterator[str]:
     if _is_shared(cut):
         return table([["rank", "load", "", "of mean"], *rows], left={2})
     nodes = Counter(cut.stages.values())
-    of_stages = [["", ""], *([str(nodes[stage]), str(count)] for stage, count in enumerate(cut.replicas))]
+    of_stages = [
+        ["", ""],
+        *([str(nodes[stage]), str(count)] for stage, count in enumerate(cut.replicas)),
+    ]
     rows = [[row[0], *more, *row[1:]] for row, more in zip(rows, of_stages, strict=True)]
     return table([["stage", "nodes", "replicas", "load", "", "of mean"], *rows], left={4})
 

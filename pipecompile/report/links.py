@@ -23,9 +23,13 @@ def links_table(links: Links) -> str:
 
 def _matrix(unit: str, ranks: int, cell: Callable[[int, int], str]) -> Iterator[str]:
     rows = [[unit, *(f"to {rank}" for rank in range(ranks))]]
-    rows += [[f"from {a}", *("-" if a == b else cell(a, b) for b in range(ranks))] for a in range(ranks)]
+    rows += [
+        [f"from {a}", *("-" if a == b else cell(a, b) for b in range(ranks))] for a in range(ranks)
+    ]
     return table(rows, left={0})
 
 
 def _rate(link: Link) -> str:
-    return "any" if link.bandwidth_bytes_per_s is None else f"{link.bandwidth_bytes_per_s / 1e9:.2f}"
+    return (
+        "any" if link.bandwidth_bytes_per_s is None else f"{link.bandwidth_bytes_per_s / 1e9:.2f}"
+    )

@@ -54,5 +54,8 @@ def line(tag: str, cells: Iterable[str], kind: str = "") -> str:
 
 def bar(parts: Iterable[tuple[str, int]], whole: int) -> str:
     """A bar of parts, each of a class that gives its colour, as shares of `whole`."""
-    filled = (f'<i class="{name}" style="width:{100 * part / max(whole, 1):.2f}%"></i>' for name, part in parts)
+    filled = (
+        f'<i class="{name}" style="width:{100 * part / max(whole, 1):.2f}%"></i>'
+        for name, part in parts
+    )
     return f'<span class="bar">{"".join(filled)}</span>'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipecompile.ir.problem import NamedOrder, Order
 from pipecompile.ir.schedule import Timeline
+from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
 
 __all__ = ["order_text", "order_title"]
@@ -16,7 +16,9 @@ _WIDTH = 92  # of an order, beside its rank
 def order_text(order: Order, timeline: Timeline) -> str:
     """Figures, the named schedules beside it, idle time and memory of each rank, and the beginning of the orders."""
     parts = [_header(order), order.violations, _named(order), _ranks(order), _orders(order)]
-    return "\n\n".join(["\n".join(part) for part in map(list, parts) if part] + [timeline_text(timeline)])
+    return "\n\n".join(
+        ["\n".join(part) for part in map(list, parts) if part] + [timeline_text(timeline)]
+    )
 
 
 def order_title(order: Order) -> str:
@@ -33,7 +35,15 @@ def _header(order: Order) -> Iterator[str]:
     yield f"  bubble     {order.bubble:.1%}"
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
-        step = next((text for row in order.orders for text in row if "STEP" in text and text.endswith("@1")), "")
+        step = next(
+            (
+                text
+                for row in order.orders
+                for text in row
+                if "STEP" in text and text.endswith("@1")
+            ),
+            "",
+        )
         made = f", {step} makes version 1" if step else ""
         yield f"  weights    {order.weight_versions}: versions stand behind the @{made}; no flush"
     if order.asked == "search":
@@ -45,7 +55,9 @@ def _bounded(order: Order, objective: str) -> str:
     if order.objective != objective or order.lower_bound_ns is None or not order.fits:
         return ""
     proof = "proven" if order.proven else "not proven"
-    return f", bound {time_text(order.lower_bound_ns)}, ratio {_ratio(order.value_ns, order)}, {proof}"
+    return (
+        f", bound {time_text(order.lower_bound_ns)}, ratio {_ratio(order.value_ns, order)}, {proof}"
+    )
 
 
 def _ratio(value: int, order: Order) -> str:
@@ -65,15 +77,17 @@ def _gain(order: Order) -> str:
         return "no named schedule fits"
     if order.name != "search":
         return f"nothing better than {order.name}"
-    return (
-        f"{1 - order.value_ns / best.value_ns:.2%} less than {best.name} ({best.shape}), the best named one that fits"
-    )
+    gain = f"{1 - order.value_ns / best.value_ns:.2%}"
+    return f"{gain} less than {best.name} ({best.shape}), the best named one that fits"
 
 
 def _named(order: Order) -> Iterator[str]:
     if order.named:
         rows = [["named", "placed", order.objective, "ratio", "memory"]]
-        rows += [[other.name, other.shape, time_text(other.value_ns), *_worth(other, order)] for other in order.named]
+        rows += [
+            [other.name, other.shape, time_text(other.value_ns), *_worth(other, order)]
+            for other in order.named
+        ]
         yield from table(rows, left={0, 1, 4})
 
 

@@ -12,7 +12,9 @@ from pipecompile.report.text import size_text, time_text
 
 __all__ = ["profile_page"]
 
-_KEY = "".join(f'<i class="{name}"></i>{name}' for name in ("forward", "backward", "saved", "params"))
+_KEY = "".join(
+    f'<i class="{name}"></i>{name}' for name in ("forward", "backward", "saved", "params")
+)
 
 
 def profile_page(title: str, profile: Profile) -> str:
@@ -22,7 +24,9 @@ def profile_page(title: str, profile: Profile) -> str:
         f'<p>{escape(headline(profile))} <span class="key">{_KEY}</span></p>',
         *_totals(profile),
         *_section("By module", "module", profile.modules, profile.total),
-        *_section("By operator", "operator", shown(profile.operators, profile.total), profile.total),
+        *_section(
+            "By operator", "operator", shown(profile.operators, profile.total), profile.total
+        ),
         *_nodes(profile),
         "<p>Parameters and buffers that several rows read are counted in each. Bars are shares of the whole.</p>",
     ]
@@ -31,13 +35,18 @@ def profile_page(title: str, profile: Profile) -> str:
 
 def _totals(profile: Profile) -> Iterator[str]:
     yield "<dl>"
-    yield from (f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in totals(profile))
+    yield from (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in totals(profile)
+    )
     yield "</dl>"
 
 
 def _section(heading: str, column: str, rows: Sequence[Row], total: Row) -> Iterator[str]:
     yield f"<h2>{heading}</h2>\n<table>"
-    yield line("th", [column, "nodes", "forward", "backward", "", "time", "saved", "", "params", ""])
+    yield line(
+        "th", [column, "nodes", "forward", "backward", "", "time", "saved", "", "params", ""]
+    )
     for row in rows:
         times = (row.forward_ns, row.backward_ns)
         cells = [
@@ -57,13 +66,18 @@ def _section(heading: str, column: str, rows: Sequence[Row], total: Row) -> Iter
 
 def _nodes(profile: Profile) -> Iterator[str]:
     yield "<h2>Nodes that take most of the time, with those alike</h2>\n<table>"
-    yield line("th", ["node", "alike", "operator", "forward", "backward", "", "time", "saved", "source"])
+    yield line(
+        "th", ["node", "alike", "operator", "forward", "backward", "", "time", "saved", "source"]
+    )
     yield from (_node(nodes, profile.total) for nodes in profile.heaviest)
     yield "</table>"
 
 
 def _node(nodes: Sequence[Node], total: Row) -> str:
-    first, times = nodes[0], (sum(node.forward_ns for node in nodes), sum(node.backward_ns for node in nodes))
+    first, times = (
+        nodes[0],
+        (sum(node.forward_ns for node in nodes), sum(node.backward_ns for node in nodes)),
+    )
     cells = [
         f"<code>{escape(first.name)}</code>",
         f"×{len(nodes)}" if len(nodes) > 1 else "",

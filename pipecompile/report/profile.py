@@ -9,11 +9,21 @@ from itertools import groupby
 from typing import Any
 
 from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.modules import block_of
-from pipecompile.ir.optimizer import optimizer_bytes
+from pipecompile.ir.module_paths import block_of
+from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.report.text import bar, size_text, table, time_text
 
-__all__ = ["Profile", "Row", "headline", "profile_figures", "profile_of", "profile_text", "share", "shown", "totals"]
+__all__ = [
+    "Profile",
+    "Row",
+    "headline",
+    "profile_figures",
+    "profile_of",
+    "profile_text",
+    "share",
+    "shown",
+    "totals",
+]
 
 _NAME_WIDTH = 34
 _HEAVIEST = 10
@@ -66,10 +76,14 @@ class Profile:
     heaviest: tuple[tuple[Node, ...], ...]
 
 
-def profile_of(graph: CostGraph, costs: str, *, verified: bool, optimizer: str | None = None) -> Profile:
+def profile_of(
+    graph: CostGraph, costs: str, *, verified: bool, optimizer: str | None = None
+) -> Profile:
     """Sums `graph` up; InputError if the optimizer is not known."""
     trained = [parameter for parameter in graph.parameters if parameter.trainable]
-    state, _ = optimizer_bytes(trained, optimizer, master_weights=False, lists=graph.memory == "cuda")
+    state, _ = optimizer_bytes(
+        trained, optimizer, master_weights=False, lists=graph.memory == "cuda"
+    )
     operators = _grouped(graph.nodes, lambda node: node.operator or node.name).items()
     return Profile(
         costs=costs,
@@ -82,7 +96,11 @@ def profile_of(graph: CostGraph, costs: str, *, verified: bool, optimizer: str |
         optimizer=optimizer,
         optimizer_bytes=sum(state),
         modules=tuple(_modules(graph)),
-        operators=tuple(sorted((_row(graph, *pair) for pair in operators), key=lambda row: (-row.time_ns, row.name))),
+        operators=tuple(
+            sorted(
+                (_row(graph, *pair) for pair in operators), key=lambda row: (-row.time_ns, row.name)
+            )
+        ),
         heaviest=tuple(_heaviest(graph)),
     )
 
@@ -96,7 +114,9 @@ def _heaviest(graph: CostGraph) -> list[tuple[Node, ...]]:
     alike: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         alike.setdefault((_kind(node), node.source), []).append(node)
-    return sorted(map(tuple, alike.values()), key=lambda nodes: -sum(map(_time_ns, nodes)))[:_HEAVIEST]
+    return sorted(map(tuple, alike.values()), key=lambda nodes: -sum(map(_time_ns, nodes)))[
+        :_HEAVIEST
+    ]
 
 
 def _time_ns(node: Node) -> int:
@@ -119,7 +139,9 @@ def _row(graph: CostGraph, name: str, nodes: Sequence[Node], depth: int = 0) -> 
         backward_ns=sum(node.backward_ns for node in nodes),
         saved_bytes=sum(node.saved_bytes for node in nodes),
         # A graph from elsewhere may say of its parameters only how large they are.
-        parameter_bytes=sum(sizes) if graph.parameters else sum(node.parameter_bytes for node in nodes),
+        parameter_bytes=sum(sizes)
+        if graph.parameters
+        else sum(node.parameter_bytes for node in nodes),
     )
 
 
@@ -134,11 +156,17 @@ def _grouped(nodes: Iterable[Node], key: Callable[[Node], str]) -> dict[str, lis
 def _modules(graph: CostGraph) -> Iterator[Row]:
     """A row for each run of like blocks, and one for each part of them; what lies in no module is one row."""
     blocks = _grouped(graph.nodes, lambda node: block_of(node.module))
-    for (parent, *_), run in groupby(blocks.items(), key=lambda item: (_parent(item[0]), *_likeness(item[1]))):
+    for (parent, *_), run in groupby(
+        blocks.items(), key=lambda item: (_parent(item[0]), *_likeness(item[1]))
+    ):
         members = list(run)
         nodes = [node for _, members_nodes in members for node in members_nodes]
         first, last = members[0][0], members[-1][0]
-        yield _row(graph, (f"{first}-{last[len(parent) + 1 :]}" if len(members) > 1 else first) or MODEL, nodes)
+        yield _row(
+            graph,
+            (f"{first}-{last[len(parent) + 1 :]}" if len(members) > 1 else first) or MODEL,
+            nodes,
+        )
         parts = _grouped(nodes, _part)
         if len(parts) > 1:
             yield from (_row(graph, name, part, depth=1) for name, part in parts.items())
@@ -172,7 +200,10 @@ def totals(profile: Profile) -> Iterator[tuple[str, str]]:
     yield "forward", time_text(row.forward_ns)
     halves = (profile.backward_input_ns, profile.backward_weight_ns)
     inputs, weights = ("?" if half is None else time_text(half) for half in halves)
-    yield "backward", f"{time_text(row.backward_ns)} (inputs alone {inputs}, weights alone {weights})"
+    yield (
+        "backward",
+        f"{time_text(row.backward_ns)} (inputs alone {inputs}, weights alone {weights})",
+    )
     yield "parameters", f"{size_text(row.parameter_bytes)} with buffers"
     yield "gradients", size_text(profile.gradient_bytes)
     if profile.optimizer is not None:
@@ -197,17 +228,30 @@ def _table(title: str, rows: Sequence[Row], total: Row) -> Iterator[str]:
     most = max((row.time_ns for row in rows), default=0)
     for row in rows:
         name = _fitted(f"{'  ' * row.depth}{_short(row.name)}", _NAME_WIDTH)
-        times = [time_text(row.forward_ns), time_text(row.backward_ns), bar(row.time_ns / max(most, 1), 5)]
+        times = [
+            time_text(row.forward_ns),
+            time_text(row.backward_ns),
+            bar(row.time_ns / max(most, 1), 5),
+        ]
         saved = [size_text(row.saved_bytes), share(row.saved_bytes, total.saved_bytes)]
-        parameters = [size_text(row.parameter_bytes), share(row.parameter_bytes, total.parameter_bytes)]
-        lines.append([name, str(row.nodes), *times, share(row.time_ns, total.time_ns), *saved, *parameters])
+        parameters = [
+            size_text(row.parameter_bytes),
+            share(row.parameter_bytes, total.parameter_bytes),
+        ]
+        lines.append(
+            [name, str(row.nodes), *times, share(row.time_ns, total.time_ns), *saved, *parameters]
+        )
     return table(lines, left={0, 4})
 
 
 def shown(rows: Sequence[Row], total: Row) -> list[Row]:
     """Rows that matter to time or memory, and the sum of the others."""
     figures = ("time_ns", "saved_bytes", "parameter_bytes")
-    large = [row for row in rows if any(getattr(row, name) > _SMALL * getattr(total, name) for name in figures)]
+    large = [
+        row
+        for row in rows
+        if any(getattr(row, name) > _SMALL * getattr(total, name) for name in figures)
+    ]
     small = [row for row in rows if row not in large]
     sums = {
         name: sum(getattr(row, name) for row in small)
@@ -227,7 +271,11 @@ def _nodes(profile: Profile) -> Iterator[str]:
         node, time = nodes[0], sum(map(_time_ns, nodes))
         alike = f"×{len(nodes)}" if len(nodes) > 1 else ""
         source = node.source if len(node.source) <= 28 else f"…{node.source[-27:]}"
-        figures = [time_text(time), share(time, profile.total.time_ns), size_text(sum(n.saved_bytes for n in nodes))]
+        figures = [
+            time_text(time),
+            share(time, profile.total.time_ns),
+            size_text(sum(n.saved_bytes for n in nodes)),
+        ]
         operator = _fitted(_short(node.operator), 20)
         lines.append([_fitted(node.name, 20), alike, operator, *figures, source])
     return table(lines, left={0, 2, 6})
@@ -256,7 +304,12 @@ def profile_figures(profile: Profile) -> dict[str, Any]:
         "modules": list(map(_figures, profile.modules)),
         "operators": list(map(_figures, profile.operators)),
         "heaviest": [
-            {"name": nodes[0].name, "nodes": len(nodes), "ns": sum(map(_time_ns, nodes)), "source": nodes[0].source}
+            {
+                "name": nodes[0].name,
+                "nodes": len(nodes),
+                "ns": sum(map(_time_ns, nodes)),
+                "source": nodes[0].source,
+            }
             for nodes in profile.heaviest
         ],
     }

@@ -29,7 +29,9 @@ def step_figures(timeline: Timeline, path: Sequence[Critical]) -> dict[str, Any]
         "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
         "peak_activation_bytes": timeline.peak_bytes,
         "activations": [timeline.memory(rank) for rank in range(len(timeline.events))],
-        "critical_path": [[c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in path],
+        "critical_path": [
+            [c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in path
+        ],
     }
 
 
@@ -53,12 +55,18 @@ def _path(timeline: Timeline, path: Sequence[Critical]) -> Iterator[str]:
     if not path:
         return
     busy = sum(critical.event.end_ns - critical.event.start_ns for critical in path)
-    reasons = Counter(critical.why for critical in path if critical.why in ("transfer", "queue", "send"))
+    reasons = Counter(
+        critical.why for critical in path if critical.why in ("transfer", "queue", "send")
+    )
     away = time_text(timeline.makespan_ns - busy)
     messages = f", {away} in {sum(reasons.values())} messages" if reasons else ""
     yield f"critical path: {len(path)} actions, {time_text(busy)} of compute{messages}"
     for rank, part in groupby(path, key=lambda critical: critical.rank):
         actions = [str(critical.event.action) for critical in part]
         if len(actions) > _SHOWN:
-            actions = [*actions[: _SHOWN // 2], f"… {len(actions) - _SHOWN} more …", *actions[-_SHOWN // 2 :]]
+            actions = [
+                *actions[: _SHOWN // 2],
+                f"… {len(actions) - _SHOWN} more …",
+                *actions[-_SHOWN // 2 :],
+            ]
         yield f"  rank {rank:>2}  {' '.join(actions)}"

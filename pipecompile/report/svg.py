@@ -55,7 +55,12 @@ def picture(headline: str, timeline: Timeline) -> str:
     """A self-contained SVG of a step, with its own background and no scripts or fonts."""
     scale = _Scale(timeline.makespan_ns, len(timeline.events))
     height = scale.bottom + _BOTTOM
-    body = [*_title(headline, timeline), *_axis(scale), *_ranks(timeline, scale), *_legend(timeline, scale)]
+    body = [
+        *_title(headline, timeline),
+        *_axis(scale),
+        *_ranks(timeline, scale),
+        *_legend(timeline, scale),
+    ]
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
@@ -87,7 +92,13 @@ def _axis(scale: _Scale) -> Iterator[str]:
     for index in range(int(scale.makespan_ns // step) + 1):
         x = scale.x(index * step)
         yield f'<line x1="{x:.2f}" y1="{_TOP}" x2="{x:.2f}" y2="{scale.bottom}" stroke="#e4e4e1"/>'
-        yield _text(x, scale.bottom + 18, f"{index * step / 1e6:,.{digits}f}", anchor="middle", colour="#59636e")
+        yield _text(
+            x,
+            scale.bottom + 18,
+            f"{index * step / 1e6:,.{digits}f}",
+            anchor="middle",
+            colour="#59636e",
+        )
     yield _text(_WIDTH - _RIGHT + 10, scale.bottom + 18, "ms", colour="#59636e")
 
 
@@ -103,7 +114,9 @@ def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         yield f'<rect x="{_LEFT}" y="{y}" width="{scale.inner}" height="{_BAR}" fill="#1f2328" fill-opacity="0.05"/>'
         yield _text(20, y + _BAR / 2 + 4, f"rank {rank}", colour="#1f2328")
         shades = _shades(row)
-        yield from (shape for event in row for shape in _event(event, scale, y, shades[event.action.stage]))
+        yield from (
+            shape for event in row for shape in _event(event, scale, y, shades[event.action.stage])
+        )
         yield _text(_WIDTH - 20, y + _BAR / 2 + 4, f"{idle:.1%}", anchor="end", colour="#1f2328")
 
 
@@ -111,7 +124,10 @@ def _shades(row: Sequence[Event]) -> dict[int, str]:
     """How opaque each stage of a rank is: the first one fully, the others paler."""
     stages = sorted({event.action.stage for event in row})
     step = 0.4 / max(len(stages) - 1, 1)
-    return {stage: f"{1 - index * step:.2f}".rstrip("0").rstrip(".") for index, stage in enumerate(stages)}
+    return {
+        stage: f"{1 - index * step:.2f}".rstrip("0").rstrip(".")
+        for index, stage in enumerate(stages)
+    }
 
 
 def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
@@ -127,7 +143,14 @@ def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
     label = str(event.action.microbatch)
     size = next((size for size in (12, 9) if width >= 0.62 * size * len(label) + 2), None)
     if size is not None:
-        yield _text(left + width / 2, y + (_BAR + 0.7 * size) / 2, label, anchor="middle", colour=ink, size=size)
+        yield _text(
+            left + width / 2,
+            y + (_BAR + 0.7 * size) / 2,
+            label,
+            anchor="middle",
+            colour=ink,
+            size=size,
+        )
 
 
 def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
@@ -143,7 +166,14 @@ def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
 
 
 def _text(
-    x: float, y: float, text: str, *, colour: str, size: int = 12, weight: int = 400, anchor: str = "start"
+    x: float,
+    y: float,
+    text: str,
+    *,
+    colour: str,
+    size: int = 12,
+    weight: int = 400,
+    anchor: str = "start",
 ) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"'
     return f'<text {place} font-size="{size}" font-weight="{weight}" fill="{colour}">{escape(text)}</text>'

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, takewhile
 
+from pipecompile.ir.encodings import POLICIES
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Stage
-from pipecompile.ir.saving import POLICIES
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
+from pipecompile.memory_model.rank import memory_by_stage
 
 __all__ = [
     "EXTRA",
@@ -83,11 +84,15 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in own_texts(plan.links))
     yield f"  memory     {cap_text(plan)}; predicted for {_ALLOCATORS[plan.allocator]}; {_optimizer_text(plan)}"
-    if plan.options.memory_bytes is None and (plan.options.recompute == "auto" or plan.options.saving):
+    if plan.options.memory_bytes is None and (
+        plan.options.recompute == "auto" or plan.options.saving
+    ):
         yield "  note       without a memory budget nothing is computed again, or saved in another form"
     yield from _forms(plan)
     proof = "verified against the model" if plan.capture.verified else "unverified capture"
-    yield f"  capture    {proof}" + ("" if plan.capture.method == "recorded" else f"; {plan.capture.method}")
+    yield f"  capture    {proof}" + (
+        "" if plan.capture.method == "recorded" else f"; {plan.capture.method}"
+    )
     yield from (f"             {note}" for note in plan.capture.notes)
 
 
@@ -111,7 +116,13 @@ def _forms(plan: Plan) -> Iterator[str]:
 def cap_text(plan: Plan) -> str:
     """What each rank may hold, if that is one size for all."""
     caps = set(plan.options.caps(plan.ranks) or ())
-    return f"cap {size_text(caps.pop())} a rank" if len(caps) == 1 else "a cap for each rank" if caps else "no cap"
+    return (
+        f"cap {size_text(caps.pop())} a rank"
+        if len(caps) == 1
+        else "a cap for each rank"
+        if caps
+        else "no cap"
+    )
 
 
 def _optimizer_text(plan: Plan) -> str:
@@ -123,7 +134,11 @@ def _optimizer_text(plan: Plan) -> str:
 
 def links_text(links: Links) -> str:
     """How ranks are connected, from the slowest to the fastest link."""
-    found = sorted({link for *_, link in links.pairs()}, key=lambda link: link.transfer_ns(_TYPICAL), reverse=True)
+    found = sorted(
+        {link for *_, link in links.pairs()},
+        key=lambda link: link.transfer_ns(_TYPICAL),
+        reverse=True,
+    )
     if found in ([], [Link()]):
         return "free: none given"
     return " – ".join(map(link_text, dict.fromkeys([found[0], found[-1]])))
@@ -139,7 +154,9 @@ def own_texts(links: Links) -> Iterator[str]:
 def link_text(link: Link) -> str:
     """Bandwidth and latency."""
     rate = link.bandwidth_bytes_per_s
-    return f"{'any size' if rate is None else f'{rate / 1e9:.1f} GB/s'} + {time_text(link.latency_ns)}"
+    return (
+        f"{'any size' if rate is None else f'{rate / 1e9:.1f} GB/s'} + {time_text(link.latency_ns)}"
+    )
 
 
 def _ordering(plan: Plan) -> Iterator[str]:
@@ -161,7 +178,9 @@ def _ordering(plan: Plan) -> Iterator[str]:
 
 def _objective(plan: Plan) -> str:
     search = plan.search
-    value, bound = (objective_text(search.objective, number) for number in (search.value, search.bound))
+    value, bound = (
+        objective_text(search.objective, number) for number in (search.value, search.bound)
+    )
     proof = "proven" if search.proven else "not proven"
     label = "variance, Σ load²" if search.objective == "variance" else search.objective
     return f"{label} {value}, bound {bound}, gap {gap_text(search.gap)}, {proof} ({search.method})"
@@ -174,7 +193,11 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
     """
     names = {"max_load_ns": ("max load", "max-load"), "sum_of_squares_ns2": ("Σ load²", "variance")}
     values = plan.search.values
-    texts = [f"{label} {objective_text(kind, values[name])}" for name, (label, kind) in names.items() if name in values]
+    texts = [
+        f"{label} {objective_text(kind, values[name])}"
+        for name, (label, kind) in names.items()
+        if name in values
+    ]
     if texts and plan.links.one != Link():
         texts[-1] += " with transfers"
     if "step_ns" in values:
@@ -192,7 +215,9 @@ def objective_text(objective: str, value: int) -> str:
     """A value of an objective with its unit."""
     if objective != "variance":
         return time_text(value)
-    unit, scale = ("s²", 1e18) if value >= 1e18 else ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
+    unit, scale = (
+        ("s²", 1e18) if value >= 1e18 else ("ms²", 1e12) if value >= 1e12 else ("µs²", 1e6)
+    )
     return f"{value / scale:,.1f} {unit}"
 
 
@@ -204,13 +229,26 @@ def gap_text(gap: float) -> str:
 def _stages(plan: Plan) -> Iterator[str]:
     loads = [plan.prediction.loads_ns[rank] for rank in plan.schedule.placement]
     total, largest = max(sum(loads), 1), max(*loads, 1)
-    rows = [["stage", "modules", "nodes", "forward", "backward", "load", "", "share", "params", "sends"]]
+    rows = [
+        ["stage", "modules", "nodes", "forward", "backward", "load", "", "share", "params", "sends"]
+    ]
     sizes = {parameter.name: parameter.bytes for parameter in plan.parameters}
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
         held = size_text(sum(sizes.get(name, 0) for name in stage.parameters))
         times = [time_text(time) for time in (stage.forward_ns, stage.backward_ns, load)]
         filled, share = bar(load / largest, 5), f"{load / total:.1%}"
-        rows.append([str(index), _modules(stage), str(len(stage.nodes)), *times, filled, share, held, _sends(stage)])
+        rows.append(
+            [
+                str(index),
+                _modules(stage),
+                str(len(stage.nodes)),
+                *times,
+                filled,
+                share,
+                held,
+                _sends(stage),
+            ]
+        )
     return table(rows, left={1, 6})
 
 
@@ -220,8 +258,14 @@ def _modules(stage: Stage) -> str:
     text = ", ".join(names)
     if len(text) > _MODULES_WIDTH:
         first, last = names[0].split("."), names[-1].split(".")
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-        text = f"{names[0]} … {'.'.join(last[shared:])}" if len(names) > 1 and last[shared:] else names[0]
+        shared = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+        )
+        text = (
+            f"{names[0]} … {'.'.join(last[shared:])}"
+            if len(names) > 1 and last[shared:]
+            else names[0]
+        )
     return text if len(text) <= _MODULES_WIDTH else f"…{text[1 - _MODULES_WIDTH :]}"
 
 
@@ -238,25 +282,43 @@ def bar(part: float, width: int) -> str:
 def _ranks(plan: Plan) -> Iterator[str]:
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
     rows = [["rank", "idle", *kinds, "expected", "bound"]]
-    for rank, (memory, idle) in enumerate(zip(plan.prediction.memory, plan.prediction.idle, strict=True)):
+    for rank, (memory, idle) in enumerate(
+        zip(plan.prediction.memory, plan.prediction.idle, strict=True)
+    ):
         share = idle.total_ns / max(plan.prediction.step_ns, 1)
         held = [size_text(getattr(memory, kind).expected) for kind in kinds]
-        rows.append([str(rank), f"{share:.1%}", *held, size_text(memory.total.expected), size_text(memory.total.bound)])
-        rows += [[name, "", *map(size_text, sizes), ""] for name, sizes in stage_shares(plan, rank, kinds)]
+        rows.append(
+            [
+                str(rank),
+                f"{share:.1%}",
+                *held,
+                size_text(memory.total.expected),
+                size_text(memory.total.bound),
+            ]
+        )
+        rows += [
+            [name, "", *map(size_text, sizes), ""]
+            for name, sizes in stage_shares(plan, rank, kinds)
+        ]
     return table(rows, left=set())
 
 
 def stage_shares(plan: Plan, rank: int, kinds: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
     """What the stages of a rank that has several hold at its peak: a name, bytes by kind, and all of them."""
-    shares = plan.memory_by_stage(rank)
+    shares = memory_by_stage(plan, rank)
     for index, share in shares.items() if len(shares) > 1 else ():
-        yield f"stage {index}", [*(getattr(share, kind).expected for kind in kinds), share.total.expected]
+        yield (
+            f"stage {index}",
+            [*(getattr(share, kind).expected for kind in kinds), share.total.expected],
+        )
 
 
 def _budgets(plan: Plan) -> Iterator[str]:
     """What each stage's rank may hold and has left, and what the stage computes again; nothing if there is neither."""
     caps = plan.options.caps(plan.ranks)
-    if caps is None and all(stage.recompute == "none" and not stage.saving for stage in plan.stages):
+    if caps is None and all(
+        stage.recompute == "none" and not stage.saving for stage in plan.stages
+    ):
         return iter(())
     titles = ["stage", "computed again", *EXTRA, *["at least"] * is_bounded(plan)]
     rows = [[*titles, *["rank", "budget", "bound", "left"] * bool(caps)]]
@@ -363,8 +425,13 @@ def idle_shares(idle: Idle, makespan_ns: int) -> list[str]:
 def timeline_text(timeline: Timeline, width: int = 90) -> str:
     """One line a rank, time from left to right: 0 1 2 forwards, a b c backwards, r recompute, · idle."""
     scale = width / max(timeline.makespan_ns, 1)
-    lines = [f"rank {rank:>2} {_line(row, scale, width)}" for rank, row in enumerate(timeline.events)]
-    return "\n".join([*lines, "        0 1 2 … forward   a b c … backward   r recompute   · idle"]) + "\n"
+    lines = [
+        f"rank {rank:>2} {_line(row, scale, width)}" for rank, row in enumerate(timeline.events)
+    ]
+    return (
+        "\n".join([*lines, "        0 1 2 … forward   a b c … backward   r recompute   · idle"])
+        + "\n"
+    )
 
 
 def _line(row: Sequence[Event], scale: float, width: int) -> str:

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import BACKWARDS, Action, Event, Kind, Timeline
+from pipecompile.memory_model.rank import activation_curve
 
 __all__ = ["trace"]
 
@@ -27,17 +27,30 @@ _NAMES = {
 
 def trace(plan: Plan, timeline: Timeline) -> bytes:
     """The JSON of a simulated step; the same plan and timeline give the same bytes."""
-    events = [*_ranks(plan), *_actions(timeline), *_messages(plan, timeline), *_memory(plan, timeline)]
+    events = [
+        *_ranks(plan),
+        *_actions(timeline),
+        *_messages(plan, timeline),
+        *_memory(plan, timeline),
+    ]
     document = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(document, sort_keys=True, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
 def _ranks(plan: Plan) -> Iterator[dict[str, Any]]:
     for rank in range(plan.ranks):
-        stages = ", ".join(str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank)
+        stages = ", ".join(
+            str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank
+        )
         arguments = {"name": f"rank {rank} (stage {stages})"}
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": arguments}
-        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": rank,
+            "tid": 0,
+            "args": {"sort_index": rank},
+        }
 
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -52,18 +65,37 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "tid": 0,
                 "ts": event.start_ns / 1000,
                 "dur": (event.end_ns - event.start_ns) / 1000,
-                "args": {"stage": action.stage, "microbatch": action.microbatch, "kind": _NAMES[action.kind]},
+                "args": {
+                    "stage": action.stage,
+                    "microbatch": action.microbatch,
+                    "kind": _NAMES[action.kind],
+                },
             }
 
 
 def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """An arrow from the end of the action that made a message to the start of the one that uses it."""
-    backward = {(e.action.stage, e.action.microbatch): e for e in _all(timeline) if e.action.kind in BACKWARDS}
-    forward = {(e.action.stage, e.action.microbatch): e for e in _all(timeline) if e.action.kind is Kind.FORWARD}
-    sent = [action for _, action in plan.schedule if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)]
+    backward = {
+        (e.action.stage, e.action.microbatch): e
+        for e in _all(timeline)
+        if e.action.kind in BACKWARDS
+    }
+    forward = {
+        (e.action.stage, e.action.microbatch): e
+        for e in _all(timeline)
+        if e.action.kind is Kind.FORWARD
+    }
+    sent = [
+        action
+        for _, action in plan.schedule
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    ]
     for number, send in enumerate(sent):
         events, step = (forward, 1) if send.kind is Kind.SEND_FORWARD else (backward, -1)
-        source, target = events[send.stage, send.microbatch], events[send.stage + step, send.microbatch]
+        source, target = (
+            events[send.stage, send.microbatch],
+            events[send.stage + step, send.microbatch],
+        )
         shared = {"name": str(send), "cat": "message", "id": number, "tid": 0}
         pid, peer = plan.schedule.placement[send.stage], plan.schedule.placement[send.stage + step]
         arguments = {"bytes": _message_bytes(plan, send)}

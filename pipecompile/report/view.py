@@ -47,7 +47,10 @@ def _figures(plan: Plan) -> Iterator[str]:
         "costs": plan.options.costs,
     }
     yield "<dl>"
-    yield from (f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in figures.items())
+    yield from (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in figures.items()
+    )
     yield "</dl>"
 
 
@@ -58,13 +61,24 @@ def _memory(plan: Plan) -> Iterator[str]:
     whole = "the largest bound" if caps is None else "the rank's budget"
     yield "<h2>Memory of each rank at its peak</h2>"
     yield f'<p>Bars are bounds, as shares of {whole}. <span class="key">{_KEY}</span></p>\n<table>'
-    yield line("th", ["rank", "", *_KINDS, "expected", "bound", *["budget", "left"] * (caps is not None)])
+    yield line(
+        "th", ["rank", "", *_KINDS, "expected", "bound", *["budget", "left"] * (caps is not None)]
+    )
     for index, rank in enumerate(memory):
         bound, cap = rank.total.bound, None if caps is None else caps[index]
         kinds = {kind: getattr(rank, kind) for kind in _KINDS}
-        filled = bar([(kind, held.bound) for kind, held in kinds.items()], largest if cap is None else cap)
+        filled = bar(
+            [(kind, held.bound) for kind, held in kinds.items()], largest if cap is None else cap
+        )
         sizes = [*(held.expected for held in kinds.values()), rank.total.expected, bound]
-        yield line("td", [str(index), filled, *map(size_text, [*sizes, *([] if cap is None else [cap, cap - bound])])])
+        yield line(
+            "td",
+            [
+                str(index),
+                filled,
+                *map(size_text, [*sizes, *([] if cap is None else [cap, cap - bound])]),
+            ],
+        )
         for name, held in stage_shares(plan, index, _KINDS):
             yield line("td", [name, "", *map(size_text, held), *[""] * (1 if cap is None else 3)])
     yield "</table>"
@@ -73,7 +87,9 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _stages(plan: Plan) -> Iterator[str]:
     yield "<h2>Stages, for one microbatch</h2>\n<table>"
     extra = [*EXTRA, *["at least"] * is_bounded(plan)]
-    yield line("th", ["stage", "rank", "nodes", "forward", "backward", "computed again", *extra, "sends"])
+    yield line(
+        "th", ["stage", "rank", "nodes", "forward", "backward", "computed again", *extra, "sends"]
+    )
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
         modules = escape(", ".join(stage.modules))
         cells = [

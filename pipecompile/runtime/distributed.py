@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
+from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.passes.seed import Moment
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.stage import EagerStage, Live, Saved
 
@@ -52,10 +56,18 @@ class Shape(tuple[tuple[int, ...], torch.dtype, bool]):
 Ties = Sequence[tuple[Tensor, dist.ProcessGroup]]
 
 
-def tie_groups(stages_of: Mapping[str, Sequence[int]], placement: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+def tie_groups(
+    stages_of: Mapping[str, Sequence[int]], placement: Sequence[int]
+) -> dict[str, dist.ProcessGroup]:
     """A process group for each tied parameter, over the ranks that hold it. Every rank must call it alike."""
-    ranks_of = {name: tuple(sorted({placement[s] for s in stages})) for name, stages in stages_of.items()}
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
+    ranks_of = {
+        name: tuple(sorted({placement[s] for s in stages})) for name, stages in stages_of.items()
+    }
+    groups = {
+        ranks: dist.new_group(list(ranks))
+        for ranks in sorted(set(ranks_of.values()))
+        if len(ranks) > 1
+    }
     return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
 
 
@@ -103,16 +115,25 @@ class _Stage(PipelineStage):
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[Any, ...]:
         notes = super()._create_grad_recv_info(act_send_info)
-        return _emptied(notes) if not self.is_last and self._is_local(self.stage_index + 1) else notes
+        return (
+            _emptied(notes) if not self.is_last and self._is_local(self.stage_index + 1) else notes
+        )
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
-        received = args if self.is_first else self._taken(self.args_recv_info[fwd_chunk_id], self.stage_index - 1)
+        received = (
+            args
+            if self.is_first
+            else self._taken(self.args_recv_info[fwd_chunk_id], self.stage_index - 1)
+        )
         moment = self.moments[fwd_chunk_id]
         if self.has_backward:
             outputs, self._saved[fwd_chunk_id] = self._core.forward(
-                received, moment, self.targets[fwd_chunk_id], recompute=fwd_chunk_id in self.recomputed
+                received,
+                moment,
+                self.targets[fwd_chunk_id],
+                recompute=fwd_chunk_id in self.recomputed,
             )
         else:
             outputs = self._core.evaluate(received, moment)
@@ -126,15 +147,25 @@ class _Stage(PipelineStage):
         self._core.recompute(self._saved[microbatch])
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         self.fwd_cache.pop(bwd_chunk_id)
-        received = () if self.is_last else self._taken(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1)
+        received = (
+            ()
+            if self.is_last
+            else self._taken(self.grad_recv_info[bwd_chunk_id], self.stage_index + 1)
+        )
         # Popped as it is given, since what nothing else holds goes before parts of gradients are copied.
         if full_backward:
             gradients = self._core.backward(self._saved.pop(bwd_chunk_id), received, {})
         else:
-            gradients, self._live[bwd_chunk_id] = self._core.backward_input(self._saved.pop(bwd_chunk_id), received)
+            gradients, self._live[bwd_chunk_id] = self._core.backward_input(
+                self._saved.pop(bwd_chunk_id), received
+            )
         # Stage 0 sends nothing back; elsewhere a gradient travels as its tensor did.
         for index, gradient in enumerate(gradients):
             gradients[index] = None if self.is_first or gradient is None else _whole(gradient)
@@ -190,12 +221,20 @@ class DistributedPipeline:
         )
         self._ties = ties
         # A parameter may lie in several stages of this rank: it counts once.
-        self._parameters = list(dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters()))
+        self._parameters = list(
+            dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())
+        )
         self._local = sorted(stages)
         self._prepared: dict[Schedule, tuple[_PipelineScheduleRuntime, list[_Stage]]] = {}
 
     def run(
-        self, schedule: Schedule, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Any], *, seed: int, step: int
+        self,
+        schedule: Schedule,
+        inputs: Sequence[Sequence[Tensor]],
+        targets: Sequence[Any],
+        *,
+        seed: int,
+        step: int,
     ) -> list[tuple[Tensor, ...]] | None:
         """Performs this rank's row; on the last stage's rank returns what it gave for each microbatch."""
         backward = any(action.kind not in (Kind.FORWARD, *_TRANSFERS) for _, action in schedule)
@@ -209,10 +248,14 @@ class DistributedPipeline:
             stage.recomputed = frozenset(
                 a.microbatch
                 for _, a in schedule
-                if a.kind is Kind.RECOMPUTE and a.stage == stage.stage_index and a.microbatch is not None
+                if a.kind is Kind.RECOMPUTE
+                and a.stage == stage.stage_index
+                and a.microbatch is not None
             )
         with torch.set_grad_enabled(backward):
-            runtime._step_microbatches([tuple(row) for row in inputs], None, [None] * count, None, False)
+            runtime._step_microbatches(
+                [tuple(row) for row in inputs], None, [None] * count, None, False
+            )
         if backward:
             self._reduce(count)
         results = [[stage.results[j] for j in range(count)] for stage in stages if stage.is_last]
@@ -229,7 +272,9 @@ class DistributedPipeline:
             dist.all_reduce(parameter.grad, group=group)
         scale(self._parameters, microbatches)
 
-    def _prepare(self, schedule: Schedule, backward: bool) -> tuple[_PipelineScheduleRuntime, list[_Stage]]:
+    def _prepare(
+        self, schedule: Schedule, backward: bool
+    ) -> tuple[_PipelineScheduleRuntime, list[_Stage]]:
         if schedule not in self._prepared:
             stages = [self._build(index) for index in self._local]
             runtime = _PipelineScheduleRuntime(
@@ -240,7 +285,8 @@ class DistributedPipeline:
             )
             runtime.register_custom_function(_ComputationType.UNSHARD, _recompute)
             rows: dict[int, list[Any]] = {  # torch allows None in the one place, not in the other
-                rank: [_translate(action) for action in row] for rank, row in enumerate(schedule.rows)
+                rank: [_translate(action) for action in row]
+                for rank, row in enumerate(schedule.rows)
             }
             if backward:
                 runtime._prepare_schedule_with_comms(rows, format="compute_comms")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.passes.seed import Moment
 from pipecompile.runtime.stage import Carried, EagerStage, Live, Saved
 
 __all__ = ["evaluate", "step"]
@@ -29,13 +29,17 @@ def step(
     the unsplit model.
     """
     run = _Step(stages, inputs, targets, seed, step)
-    recomputed = {(action.stage, action.microbatch) for action in order if action.kind is Kind.RECOMPUTE}
+    recomputed = {
+        (action.stage, action.microbatch) for action in order if action.kind is Kind.RECOMPUTE
+    }
     for action in in_order_of_sums(order, stages):
         run.perform(action, recompute=(action.stage, action.microbatch) in recomputed)
     return run.losses()
 
 
-def evaluate(stages: Sequence[EagerStage], inputs: Sequence[Sequence[Tensor]], *, seed: int) -> list[Sequence[Tensor]]:
+def evaluate(
+    stages: Sequence[EagerStage], inputs: Sequence[Sequence[Tensor]], *, seed: int
+) -> list[Sequence[Tensor]]:
     """The model's output tensors for each microbatch, without gradients."""
     results = []
     for microbatch, values in enumerate(inputs):
@@ -56,7 +60,9 @@ def in_order_of_sums(order: Sequence[Action], stages: Sequence[EagerStage]) -> I
 
     def is_due(action: Action) -> bool:
         first = next(other for other in late if other.stage == action.stage)
-        return first is action and all((stage, action.microbatch) in done for stage in waits_for[action.stage])
+        return first is action and all(
+            (stage, action.microbatch) in done for stage in waits_for[action.stage]
+        )
 
     for action in order:
         if action.kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
@@ -76,7 +82,11 @@ def in_order_of_sums(order: Sequence[Action], stages: Sequence[EagerStage]) -> I
 def _later_holders(stages: Sequence[EagerStage], index: int) -> list[int]:
     """The stages behind `index` that hand on gradients of tied parameters to it."""
     gathered = stages[index].gathered
-    return [other for other in range(index + 1, len(stages)) if not gathered.isdisjoint(stages[other].tied)]
+    return [
+        other
+        for other in range(index + 1, len(stages))
+        if not gathered.isdisjoint(stages[other].tied)
+    ]
 
 
 class _Step:
@@ -93,7 +103,9 @@ class _Step:
         self._stages = stages
         self._targets = targets
         self._seed, self._step = seed, step
-        self._values: dict[tuple[int, int], Sequence[Tensor]] = {(0, j): row for j, row in enumerate(inputs)}
+        self._values: dict[tuple[int, int], Sequence[Tensor]] = {
+            (0, j): row for j, row in enumerate(inputs)
+        }
         self._gradients: dict[tuple[int, int], Sequence[Tensor | None]] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
         self._live: dict[tuple[int, int], Live] = {}
@@ -110,9 +122,13 @@ class _Step:
                 stage.recompute(self._saved[key])
             case Kind.BACKWARD:
                 carried = self._carried[action.microbatch]
-                self._hand_back(key, stage.backward(self._saved.pop(key), self._gradients.pop(key, ()), carried))
+                self._hand_back(
+                    key, stage.backward(self._saved.pop(key), self._gradients.pop(key, ()), carried)
+                )
             case Kind.BACKWARD_INPUT:
-                gradients, self._live[key] = stage.backward_input(self._saved.pop(key), self._gradients.pop(key, ()))
+                gradients, self._live[key] = stage.backward_input(
+                    self._saved.pop(key), self._gradients.pop(key, ())
+                )
                 self._hand_back(key, gradients)
             case Kind.BACKWARD_WEIGHT:
                 stage.backward_weight(self._live.pop(key), self._carried[action.microbatch])
@@ -134,4 +150,7 @@ class _Step:
 
     def losses(self) -> list[Tensor]:
         """The loss of each microbatch, once all forwards are done."""
-        return [self._values[len(self._stages), microbatch][0] for microbatch in range(len(self._targets))]
+        return [
+            self._values[len(self._stages), microbatch][0]
+            for microbatch in range(len(self._targets))
+        ]

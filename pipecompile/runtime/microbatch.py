@@ -10,12 +10,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.passes.trees import know_dataclasses
+from pipecompile.graph.pytrees import know_dataclasses
 
 __all__ = ["count_microbatches", "merge", "split"]
 
 
-def count_microbatches(tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> int:
+def count_microbatches(
+    tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> int:
     """How many microbatches of `shapes` the minibatch `tensors` holds; InputError if it is not a whole number.
 
     Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
@@ -45,7 +47,9 @@ def split(tree: Any, microbatches: int) -> list[Any]:
     know_dataclasses(tree)
     leaves, spec = pytree.tree_flatten(tree)
     rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
-    return [pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)]
+    return [
+        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)
+    ]
 
 
 def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:

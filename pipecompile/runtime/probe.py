@@ -28,9 +28,13 @@ T = TypeVar("T")
 def fitted(times_ns: Mapping[int, float]) -> Link:
     """Latency, the time of the smallest size, and bandwidth, by least squares; none if size makes no difference."""
     size, time = fmean(times_ns), fmean(times_ns.values())
-    slope = sum((s - size) * (t - time) for s, t in times_ns.items()) / sum((s - size) ** 2 for s in times_ns)
+    slope = sum((s - size) * (t - time) for s, t in times_ns.items()) / sum(
+        (s - size) ** 2 for s in times_ns
+    )
     latency = max(0, round(times_ns[min(times_ns)]))
-    return Link(bandwidth_bytes_per_s=max(1, round(1e9 / slope)) if slope > 0 else None, latency_ns=latency)
+    return Link(
+        bandwidth_bytes_per_s=max(1, round(1e9 / slope)) if slope > 0 else None, latency_ns=latency
+    )
 
 
 def probe() -> Links:
@@ -43,12 +47,19 @@ def probe() -> Links:
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     transfers = _between(permutations(range(world.size()), 2), device, _transfer)
     own = {} if gpu else _between([(0, 1)], device, _taken)
-    found = {pair: link for part in world.gathered(transfers) for pair, link in part.items() if link is not None}
+    found = {
+        pair: link
+        for part in world.gathered(transfers)
+        for pair, link in part.items()
+        if link is not None
+    }
     taken = [link for part in world.gathered(own) for link in part.values()] or [Link(), Link()]
     ranks = range(world.size())
     rows = [[found.get((a, b), Link()) for b in ranks] for a in ranks]
     return Links(
-        bandwidth_bytes_per_s=tuple(tuple(link.bandwidth_bytes_per_s for link in row) for row in rows),
+        bandwidth_bytes_per_s=tuple(
+            tuple(link.bandwidth_bytes_per_s for link in row) for row in rows
+        ),
         latency_ns=tuple(tuple(link.latency_ns for link in row) for row in rows),
         sending=taken[0],
         receiving=taken[1],
@@ -69,7 +80,9 @@ class _Line:
 
     def start(self, message: Tensor, *, back: bool = False) -> dist.Work:
         """Sends the message, or receives it."""
-        work = dist.isend(message, self.peer) if self.sends != back else dist.irecv(message, self.peer)
+        work = (
+            dist.isend(message, self.peer) if self.sends != back else dist.irecv(message, self.peer)
+        )
         assert work is not None
         return work
 
@@ -89,7 +102,9 @@ def _between(
         dist.barrier()
         if world.rank() in (source, destination):
             sends = world.rank() == source
-            found[source, destination] = measure(_Line(destination if sends else source, sends, device))
+            found[source, destination] = measure(
+                _Line(destination if sends else source, sends, device)
+            )
     dist.barrier()
     return found
 

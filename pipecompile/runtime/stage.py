@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
-from pipecompile.passes.propagate import swapped
-from pipecompile.passes.recompute import has_regions
-from pipecompile.passes.seed import Moment, at
-from pipecompile.runtime.halves import Carried, Part, first_half, second_half
+from pipecompile.graph.propagation import swapped
+from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.recomputed_region import has_regions
+from pipecompile.runtime.split_backward import Carried, Part, first_half, second_half
 
 __all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
 
@@ -76,7 +76,12 @@ class EagerStage:
         self.gathered = frozenset(gathered)
 
     def forward(
-        self, inputs: Sequence[Tensor], moment: Moment, target: Any = None, *, recompute: bool = False
+        self,
+        inputs: Sequence[Tensor],
+        moment: Moment,
+        target: Any = None,
+        *,
+        recompute: bool = False,
     ) -> tuple[tuple[Tensor, ...], Saved]:
         """One microbatch. With `recompute`, only the inputs are kept, and `recompute` must come before the backward."""
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
@@ -104,7 +109,9 @@ class EagerStage:
         with torch.no_grad():
             return self._outputs(inputs, moment)
 
-    def backward(self, saved: Saved, gradients: Sequence[Tensor | None], carried: Carried) -> list[Tensor | None]:
+    def backward(
+        self, saved: Saved, gradients: Sequence[Tensor | None], carried: Carried
+    ) -> list[Tensor | None]:
         """Adds to the parameters' `.grad` and returns the gradients of the inputs (None where there are none).
 
         `gradients` are those of the outputs; ignored by the last stage, whose output is the loss. `carried` holds
@@ -117,9 +124,13 @@ class EagerStage:
             saved.inputs[index].grad = None  # the same numbers, laid out anew
         return [saved.arrived.get(index, value.grad) for index, value in enumerate(saved.inputs)]
 
-    def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Live]:
+    def backward_input(
+        self, saved: Saved, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], Live]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
-        assert not has_regions(self.module), "each half would compute the regions again: go back as a whole"
+        assert not has_regions(self.module), (
+            "each half would compute the regions again: go back as a whole"
+        )
         roots, seeds = self._roots(saved, gradients)
         wanted = [value for value in saved.inputs if value.requires_grad]
         found, live = first_half(roots, seeds, wanted, self.gathered)
@@ -134,10 +145,14 @@ class EagerStage:
 
     def _taken(self, carried: Carried) -> Carried:
         """What is carried to this stage; what is for others stays."""
-        return {parameter: carried.pop(parameter) for parameter in self.gathered if parameter in carried}
+        return {
+            parameter: carried.pop(parameter) for parameter in self.gathered if parameter in carried
+        }
 
     def _leaf(self, index: int, value: Tensor) -> Tensor:
-        return value.detach().requires_grad_(self._gradient_inputs[index] and torch.is_grad_enabled())
+        return value.detach().requires_grad_(
+            self._gradient_inputs[index] and torch.is_grad_enabled()
+        )
 
     def _run(self, saved: Saved) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.moment)
@@ -156,7 +171,9 @@ class EagerStage:
             outputs: tuple[Tensor, ...] = self.module(*inputs)
         return outputs
 
-    def _roots(self, saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(
+        self, saved: Saved, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
             return list(saved.outputs), [None]
@@ -170,8 +187,14 @@ class EagerStage:
 
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise InputError(f"the loss function returned {got}, but it must be a scalar tensor, for example its mean")
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise InputError(
+            f"the loss function returned {got}, but it must be a scalar tensor, for example its mean"
+        )
     return loss
 
 
@@ -194,7 +217,11 @@ def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(sorted({value.device.index for value in tensors if value.device.type == "cuda"}))
 
 
-def _keep_layout(arrived: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor) -> None:
+def _keep_layout(
+    arrived: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor
+) -> None:
     order = sorted(range(gradient.dim()), key=gradient.stride().__getitem__, reverse=True)
-    if gradient.stride() != stride and gradient.permute(order).is_contiguous():  # not a view with gaps of more
+    if (
+        gradient.stride() != stride and gradient.permute(order).is_contiguous()
+    ):  # not a view with gaps of more
         arrived[index] = gradient

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pipecompile.cost_models.clock import Clock
+from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.passes.seed import Moment
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.stage import EagerStage, Live, Saved
 
@@ -59,7 +59,9 @@ def _halves(action: Action) -> tuple[Action, ...]:
 
 
 @torch.enable_grad()
-def timed(works: Mapping[int, Work], order: Sequence[Action], device: torch.device) -> dict[int, dict[Kind, int]]:
+def timed(
+    works: Mapping[int, Work], order: Sequence[Action], device: torch.device
+) -> dict[int, dict[Kind, int]]:
     """Nanoseconds of each kind of action of each stage, as a mean over the microbatches; REDUCE is the end of a step.
 
     Steps are repeated, the first one to warm up; of these means the median counts. Each step begins without gradients:
@@ -68,13 +70,18 @@ def timed(works: Mapping[int, Work], order: Sequence[Action], device: torch.devi
     clock = Clock(device)
     _run(works, order, clock)
     started, runs = time.monotonic(), list[dict[Action, int]]()
-    while len(runs) < LEAST_RUNS or (time.monotonic() - started < SECONDS and len(runs) < MOST_RUNS):
+    while len(runs) < LEAST_RUNS or (
+        time.monotonic() - started < SECONDS and len(runs) < MOST_RUNS
+    ):
         runs.append(_run(works, order, clock))
     actions: dict[int, dict[Kind, list[Action]]] = {stage: defaultdict(list) for stage in works}
     for action in runs[0]:
         actions[action.stage][action.kind].append(action)
     return {
-        stage: {kind: round(median(fmean(run[each] for each in same) for run in runs)) for kind, same in kinds.items()}
+        stage: {
+            kind: round(median(fmean(run[each] for each in same) for run in runs))
+            for kind, same in kinds.items()
+        }
         for stage, kinds in actions.items()
     }
 
@@ -84,7 +91,9 @@ def _run(works: Mapping[int, Work], order: Sequence[Action], clock: Clock) -> di
     for work in works.values():
         for parameter in work.stage.module.parameters():
             parameter.grad = None
-    steps = {index: _Step(work, [a for a in order if a.stage == index]) for index, work in works.items()}
+    steps = {
+        index: _Step(work, [a for a in order if a.stage == index]) for index, work in works.items()
+    }
     ends = {index: Action(index, Kind.REDUCE) for index in works}
     marks: dict[Action, tuple[Any, Any]] = {}
     clock.wait()
@@ -124,5 +133,7 @@ class _Step:
 
     def _forward(self, index: int) -> Saved:
         work, again = self.work, index in self.recomputed
-        _, saved = work.stage.forward(work.inputs[index], Moment(0, 0, index), work.targets[index], recompute=again)
+        _, saved = work.stage.forward(
+            work.inputs[index], Moment(0, 0, index), work.targets[index], recompute=again
+        )
         return saved

@@ -71,7 +71,9 @@ VERTICAL_SYNC = Policy("vertical-sync", _vertical_sync, _each)
 DOUBLE_BUFFERED = Policy("double-buffered", _double_buffered, _coalesced)
 
 
-def versioned(row: Iterable[Action], policy: Policy, ranks: int, microbatches: int) -> Iterator[Action]:
+def versioned(
+    row: Iterable[Action], policy: Policy, ranks: int, microbatches: int
+) -> Iterator[Action]:
     """The actions of a rank with their versions, and an optimizer step behind the last backward of each update."""
     pipeline = Pipeline(ranks, microbatches)
     for action in row:

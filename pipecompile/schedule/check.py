@@ -17,7 +17,7 @@ from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
 from pipecompile.schedule.dependencies import Needs, compute_needs, in_order, message
 from pipecompile.schedule.problem import Problem, Work
-from pipecompile.schedule.versions import bare, versions
+from pipecompile.schedule.weight_versions import bare, versions
 
 __all__ = ["check"]
 
@@ -36,13 +36,23 @@ def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
     Without a problem nothing is said of memory, and a boundary over which no gradient is sent or received at all
     counts as having none.
     """
-    if problem and (schedule.placement, schedule.microbatches) != (problem.placement, problem.microbatches):
-        return ["the schedule has another placement or another number of microbatches than its problem"]
+    if problem and (schedule.placement, schedule.microbatches) != (
+        problem.placement,
+        problem.microbatches,
+    ):
+        return [
+            "the schedule has another placement or another number of microbatches than its problem"
+        ]
     subject = _Subject(bare(schedule), problem or _seen(schedule))
     # Each step speaks only where the one before found nothing: it relies on it.
     return (
         list(_counts(subject))
-        or [*_orders(subject), *_in_microbatch_order(subject), *versions(schedule), *_memory(subject)]
+        or [
+            *_orders(subject),
+            *_in_microbatch_order(subject),
+            *versions(schedule),
+            *_memory(subject),
+        ]
         or [*_links(subject), *_deadlocks(subject)]
     )
 
@@ -71,7 +81,9 @@ class _Subject:
     def messages(self) -> dict[Action, tuple[Action, Action]]:
         """By compute action the send and the receive of what it hands to another rank."""
         stages = len(self.schedule.placement)
-        pairs = ((a, message(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE)
+        pairs = (
+            (a, message(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE
+        )
         return {a: pair for a, pair in pairs if pair and self.rank(pair[0]) != self.rank(pair[1])}
 
     def rank(self, action: Action) -> int:
@@ -92,7 +104,9 @@ def _seen(schedule: Schedule) -> Problem:
     sent = {a.stage - 1 for _, a in schedule if a.kind is Kind.SEND_BACKWARD}
     received = {a.stage for _, a in schedule if a.kind is Kind.RECEIVE_BACKWARD}
     ranks = schedule.placement
-    gradient = tuple(s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1))
+    gradient = tuple(
+        s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1)
+    )
     free = (0,) * len(gradient)
     return Problem(ranks, schedule.microbatches, (Work(0, 0),) * len(ranks), free, free, gradient)
 
@@ -101,10 +115,18 @@ def _counts(subject: _Subject) -> Iterator[str]:
     """Each action that must be there is there once, and no other."""
     counts, expected = subject.counts, set(_expected(subject))
     suspect = (expected ^ counts.keys()) | {action for action, count in counts.items() if count > 1}
-    for action in sorted(suspect, key=lambda a: (a.stage, -1 if a.microbatch is None else a.microbatch, a.kind)):
+    for action in sorted(
+        suspect, key=lambda a: (a.stage, -1 if a.microbatch is None else a.microbatch, a.kind)
+    ):
         count, wanted = counts[action], action in expected
         if count != wanted and not (count == 1 and _is_optional(subject, action)):
-            problem = "is missing" if not count else f"appears {count} times" if wanted else "is out of place"
+            problem = (
+                "is missing"
+                if not count
+                else f"appears {count} times"
+                if wanted
+                else "is out of place"
+            )
             yield f"{subject.name(action)} {problem}"
 
 
@@ -123,7 +145,10 @@ def _expected(subject: _Subject) -> Iterator[Action]:
             again = Action(stage, Kind.RECOMPUTE, microbatch)
             if subject.problem.recomputes(again):
                 yield again
-            split = Action(stage, Kind.BACKWARD_INPUT, microbatch), Action(stage, Kind.BACKWARD_WEIGHT, microbatch)
+            split = (
+                Action(stage, Kind.BACKWARD_INPUT, microbatch),
+                Action(stage, Kind.BACKWARD_WEIGHT, microbatch),
+            )
             halved = split[0] in counts or split[1] in counts
             yield from split if halved else (Action(stage, Kind.BACKWARD, microbatch),)
     if subject.trains and schedule.weight_versions == "synchronous":
@@ -172,7 +197,9 @@ def _in_microbatch_order(subject: _Subject) -> Iterator[str]:
             if action.kind in SUMS:
                 sums[action.stage].append(action)
         for actions in sums.values():
-            yield from _falling(rank, actions, "a stage sums its gradients in the order of the microbatches")
+            yield from _falling(
+                rank, actions, "a stage sums its gradients in the order of the microbatches"
+            )
 
 
 def _falling(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
@@ -184,7 +211,9 @@ def _falling(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
 def _memory(subject: _Subject) -> Iterator[str]:
     """What each rank holds, from its own order alone, stays within its cap."""
     problem = subject.problem
-    for rank, (row, cap) in enumerate(zip(subject.schedule.compute, problem.caps or (), strict=False)):
+    for rank, (row, cap) in enumerate(
+        zip(subject.schedule.compute, problem.caps or (), strict=False)
+    ):
         held = problem.held_bytes(row)
         over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
         if over is not None:
@@ -244,4 +273,6 @@ def _rendezvous(subject: _Subject) -> Needs:
 
 
 def _buffered(action: Action) -> list[Action]:
-    return [_partner(action)] if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD) else []
+    return (
+        [_partner(action)] if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD) else []
+    )

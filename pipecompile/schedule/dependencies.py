@@ -43,7 +43,9 @@ def handovers(problem: Problem) -> list[list[Handover]]:
 
     def hand(part: int, source: int, to: int, target: int, hop_ns: int = 0) -> None:
         away = placement[source] != placement[target]
-        found[part * stages + source].append(Handover(to * stages + target, placement[target], hop_ns if away else 0))
+        found[part * stages + source].append(
+            Handover(to * stages + target, placement[target], hop_ns if away else 0)
+        )
 
     for stage in range(stages):
         hand(_FORWARD, stage, _AGAIN, stage)
@@ -66,9 +68,13 @@ def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Acti
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage + 1 < stages:
-        return Action(stage, Kind.SEND_FORWARD, microbatch), Action(stage + 1, Kind.RECEIVE_FORWARD, microbatch)
+        return Action(stage, Kind.SEND_FORWARD, microbatch), Action(
+            stage + 1, Kind.RECEIVE_FORWARD, microbatch
+        )
     if action.kind in BACKWARDS and stage and gradient[stage - 1]:
-        return Action(stage, Kind.SEND_BACKWARD, microbatch), Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
+        return Action(stage, Kind.SEND_BACKWARD, microbatch), Action(
+            stage - 1, Kind.RECEIVE_BACKWARD, microbatch
+        )
     return None
 
 
@@ -88,7 +94,10 @@ def compute_needs(problem: Problem, schedule: Schedule) -> Needs:
     def needs(action: Action) -> list[Action]:
         task = PARTS[action.kind] * stages + action.stage
         # What is not in the schedule is still waited for; its backward is then called by its full name.
-        return [there.get((source, action.microbatch)) or named(source, action.microbatch) for source in sources[task]]
+        return [
+            there.get((source, action.microbatch)) or named(source, action.microbatch)
+            for source in sources[task]
+        ]
 
     def named(task: int, microbatch: int | None) -> Action:
         kind = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)[task // stages]
@@ -120,4 +129,6 @@ def in_order(rows: Sequence[Sequence[Action]], needs: Needs) -> Iterator[tuple[i
             ready.extend(waiting.pop(action, ()))
     if waiting:
         stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
-        raise ScheduleError("; ".join(f"rank {r} stops at {rows[r][heads[r]]} until {m} is done" for r, m in stuck))
+        raise ScheduleError(
+            "; ".join(f"rank {r} stops at {rows[r][heads[r]]} until {m} is done" for r, m in stuck)
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipecompile.ir.schedule import Action, Idle, Kind, Timeline
 from pipecompile.schedule.dependencies import PARTS
-from pipecompile.schedule.perform import Run
+from pipecompile.schedule.execution import Run
 from pipecompile.schedule.problem import Problem
 
 __all__ = ["idle_of"]
@@ -15,18 +15,34 @@ __all__ = ["idle_of"]
 def idle_of(problem: Problem, run: Run, timeline: Timeline) -> tuple[Idle, ...]:
     """Per rank the idle time by cause; `ir.schedule.Idle` says what the causes are."""
     busy = timeline.busy_ns
-    return tuple(_idle(problem, run, timeline, rank, max(busy) - busy[rank]) for rank in range(len(busy)))
+    return tuple(
+        _idle(problem, run, timeline, rank, max(busy) - busy[rank]) for rank in range(len(busy))
+    )
 
 
 def _idle(problem: Problem, run: Run, timeline: Timeline, rank: int, less_ns: int) -> Idle:
     """The causes of one rank, which has `less_ns` less to do than the busiest."""
     tail = timeline.makespan_ns - run.free[rank]
     summing = max((event.end_ns - run.free[rank] for event in timeline.reductions[rank]), default=0)
-    transfer = run.sending[rank] + max(0, summing) + sum(wait.end_ns - wait.made_ns for wait in run.waits[rank])
+    transfer = (
+        run.sending[rank]
+        + max(0, summing)
+        + sum(wait.end_ns - wait.made_ns for wait in run.waits[rank])
+    )
     memory = sum(_held_back(problem, run, timeline, rank))
-    rest = sum(wait.made_ns - wait.start_ns for wait in run.waits[rank]) - memory + tail - max(0, summing)
+    rest = (
+        sum(wait.made_ns - wait.start_ns for wait in run.waits[rank])
+        - memory
+        + tail
+        - max(0, summing)
+    )
     imbalance = min(rest, less_ns)
-    return Idle(dependency_ns=rest - imbalance, transfer_ns=transfer, memory_ns=memory, imbalance_ns=imbalance)
+    return Idle(
+        dependency_ns=rest - imbalance,
+        transfer_ns=transfer,
+        memory_ns=memory,
+        imbalance_ns=imbalance,
+    )
 
 
 def _held_back(problem: Problem, run: Run, timeline: Timeline, rank: int) -> Iterator[int]:
@@ -34,13 +50,17 @@ def _held_back(problem: Problem, run: Run, timeline: Timeline, rank: int) -> Ite
     if problem.caps is None:
         return
     row, held = timeline.events[rank], timeline.held_bytes[rank]
-    ready: dict[int, int] = {}  # by stage, when the first of the forwards from `seen` on has its inputs
+    ready: dict[
+        int, int
+    ] = {}  # by stage, when the first of the forwards from `seen` on has its inputs
     seen = len(row)
     for wait in reversed(run.waits[rank]):
         for event in row[wait.position : seen]:
             stage, kind, microbatch, _ = event.action
             if kind is Kind.FORWARD:
-                code = (PARTS[kind] * problem.stages + stage) * problem.microbatches + (microbatch or 0)
+                code = (PARTS[kind] * problem.stages + stage) * problem.microbatches + (
+                    microbatch or 0
+                )
                 ready[stage] = min(run.arrivals[code], ready.get(stage, run.arrivals[code]))
         seen = wait.position
         room = problem.caps[rank] - (held[wait.position - 1] if wait.position else 0)

@@ -69,7 +69,9 @@ class Instance:
     def lane_ns(self) -> tuple[tuple[int, ...], ...]:
         """Per kind and stage how long an operation takes."""
         work, split = self.problem.work, self.split
-        backward = [w.backward_input_ns if s else w.backward_ns for w, s in zip(work, split, strict=True)]
+        backward = [
+            w.backward_input_ns if s else w.backward_ns for w, s in zip(work, split, strict=True)
+        ]
         weight = [w.backward_weight_ns if s else 0 for w, s in zip(work, split, strict=True)]
         return (
             tuple(w.forward_ns for w in work),
@@ -87,7 +89,10 @@ class Instance:
             tuple(change(Action(s, Kind.FORWARD)) for s in stages),
             tuple(change(Action(s, backward[s])) for s in stages),
             tuple(change(Action(s, Kind.BACKWARD_WEIGHT)) if self.split[s] else 0 for s in stages),
-            tuple(change(Action(s, Kind.RECOMPUTE)) if self.problem.work[s].recompute else 0 for s in stages),
+            tuple(
+                change(Action(s, Kind.RECOMPUTE)) if self.problem.work[s].recompute else 0
+                for s in stages
+            ),
         )
 
     @cached_property
@@ -135,7 +140,10 @@ class Instance:
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
         placement = self.problem.placement
-        return tuple(tuple(s for s, at in enumerate(placement) if at == rank) for rank in range(self.problem.ranks))
+        return tuple(
+            tuple(s for s, at in enumerate(placement) if at == rank)
+            for rank in range(self.problem.ranks)
+        )
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
@@ -189,7 +197,10 @@ class Instance:
         last = self.problem.microbatches - 1
         done = [0] * len(rows)
         for rank, stages in enumerate(self.stages_of):
-            closing = [(ends[self.operation(WEIGHT if self.split[s] else BACKWARD, s, last)], s) for s in stages]
+            closing = [
+                (ends[self.operation(WEIGHT if self.split[s] else BACKWARD, s, last)], s)
+                for s in stages
+            ]
             for end, stage in sorted(closing):
                 reduce_ns = self.problem.work[stage].reduce_ns
                 done[rank] = max(done[rank], end) + reduce_ns if reduce_ns else done[rank]
@@ -210,7 +221,9 @@ class Instance:
     def fits(self, rows: Sequence[Sequence[int]]) -> bool:
         """Whether every rank stays within its cap."""
         caps = self.problem.caps
-        return caps is None or all(peak <= cap for peak, cap in zip(self.peaks(rows), caps, strict=True))
+        return caps is None or all(
+            peak <= cap for peak, cap in zip(self.peaks(rows), caps, strict=True)
+        )
 
     def rows_of(self, schedule: Schedule) -> Rows:
         """The compute actions of a schedule as operations; where both halves are wanted, one follows the other."""

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.asynchronous import DOUBLE_BUFFERED, STASHED, VERTICAL_SYNC, Policy, versioned
+from pipecompile.schedule.asynchronous import (
+    DOUBLE_BUFFERED,
+    STASHED,
+    VERTICAL_SYNC,
+    Policy,
+    versioned,
+)
 from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_one_b
 from pipecompile.schedule.placement import place, shapes_of
 from pipecompile.schedule.recompute import recomputing
@@ -21,13 +27,24 @@ from pipecompile.schedule.turns import Layout, Turn, layout_of, numbered
 from pipecompile.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
 from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
 
-__all__ = ["ASYNCHRONOUS", "MAY_SPLIT", "NAMES", "SPLIT", "fitting", "generate", "in_flight", "shape_needed"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "MAY_SPLIT",
+    "NAMES",
+    "SPLIT",
+    "fitting",
+    "generate",
+    "in_flight",
+    "shape_needed",
+]
 
 Generator = Callable[[Layout, int], Sequence[Iterable[Turn]]]
 
 
 def _by_rank(turns: Callable[[Layout, int, int], Iterable[Turn]]) -> Generator:
-    return lambda layout, microbatches: [turns(layout, rank, microbatches) for rank in range(len(layout))]
+    return lambda layout, microbatches: [
+        turns(layout, rank, microbatches) for rank in range(len(layout))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +93,11 @@ def shape_needed(name: str) -> tuple[str, int | None]:
 def fitting(placement: Sequence[int], microbatches: int) -> tuple[str, ...]:
     """The schedules that train on this placement with the gradients of the unsplit model: no asynchronous ones."""
     training = (name for name in NAMES if name != "forward-only" and name not in ASYNCHRONOUS)
-    return tuple(n for n in training if _is_shaped(n, placement) and microbatches >= _least_microbatches(n, placement))
+    return tuple(
+        n
+        for n in training
+        if _is_shaped(n, placement) and microbatches >= _least_microbatches(n, placement)
+    )
 
 
 def generate(
@@ -94,14 +115,18 @@ def generate(
     fit and what would.
     """
     stages, policy = len(placement), _named(name).policy
-    again, spared = ([each] * stages if isinstance(each, bool) else list(each) for each in (recompute, but_last))
+    again, spared = (
+        [each] * stages if isinstance(each, bool) else list(each) for each in (recompute, but_last)
+    )
     assert len(again) == len(spared) == stages, "one entry for each stage"
     again[-1] = False
     last = microbatches - 1
     rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
     by_rank = {
         placement[held[0]]: list(
-            recomputing(row, lambda a: again[a.stage] and not (spared[a.stage] and a.microbatch == last))
+            recomputing(
+                row, lambda a: again[a.stage] and not (spared[a.stage] and a.microbatch == last)
+            )
         )
         for held, row in rows
     }
@@ -158,7 +183,9 @@ def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> No
     instead = f"choose one of {', '.join(fitting(placement, max(1, microbatches)))}"
     if not _is_shaped(name, placement):
         shape, held = shape_needed(name)
-        wanted = "one stage on each rank" if held == 1 else f"the stages placed as {shape}, such as "
+        wanted = (
+            "one stage on each rank" if held == 1 else f"the stages placed as {shape}, such as "
+        )
         if held != 1:
             wanted += " ".join(map(str, place(shape, len(set(placement)), held or 2)))
         raise InputError(

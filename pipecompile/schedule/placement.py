@@ -17,7 +17,9 @@ def place(shape: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     if shape == "linear":
         return tuple(rank for rank in range(ranks) for _ in range(stages_per_rank))
     there = tuple(range(ranks))
-    legs = [there if shape == "loop" or leg % 2 == 0 else there[::-1] for leg in range(stages_per_rank)]
+    legs = [
+        there if shape == "loop" or leg % 2 == 0 else there[::-1] for leg in range(stages_per_rank)
+    ]
     return tuple(rank for leg in legs for rank in leg)
 
 
@@ -26,4 +28,6 @@ def shapes_of(placement: Sequence[int]) -> tuple[str, ...]:
     names = {rank: index for index, rank in enumerate(dict.fromkeys(placement))}
     ranks, rest = len(names), len(placement) % len(names)
     called = tuple(names[rank] for rank in placement)
-    return tuple(s for s in SHAPES if not rest and called == place(s, ranks, len(placement) // ranks))
+    return tuple(
+        s for s in SHAPES if not rest and called == place(s, ranks, len(placement) // ranks)
+    )

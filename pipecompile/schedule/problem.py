@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from pipecompile.errors import InputError
-from pipecompile.ir.memory import changes
-from pipecompile.ir.problem import ScheduleProblem
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind
+from pipecompile.ir.schedule_problem import ScheduleProblem
+from pipecompile.memory_model.rank import changes
 
 __all__ = ["Network", "Problem", "Skip", "Work", "problem_of"]
 
@@ -117,7 +117,9 @@ class Problem:
     def held_bytes(self, row: Sequence[Action]) -> tuple[int, ...]:
         """What a rank holds as of each compute action of its row; where nothing goes back, nothing is kept for it."""
         changes = map(self.change_bytes, row)
-        return tuple(accumulate(changes) if any(action.kind in BACKWARDS for action in row) else changes)
+        return tuple(
+            accumulate(changes) if any(action.kind in BACKWARDS for action in row) else changes
+        )
 
     @cached_property
     def _durations(self) -> tuple[dict[Kind, int], ...]:
@@ -135,7 +137,11 @@ class Problem:
     @cached_property
     def _changes(self) -> tuple[dict[Kind, int], ...]:
         return tuple(
-            changes(kept=work.kept_bytes + extra, recomputed=work.recomputed_bytes, between=work.between_bytes)
+            changes(
+                kept=work.kept_bytes + extra,
+                recomputed=work.recomputed_bytes,
+                between=work.between_bytes,
+            )
             for work, extra in zip(self.work, self._skipped, strict=True)
         )
 
@@ -156,7 +162,10 @@ class Problem:
     @cached_property
     def _skipped(self) -> tuple[int, ...]:
         """Per stage what it keeps for skips."""
-        return tuple(sum(skip.bytes for skip in self.skips if skip.source == stage) for stage in range(self.stages))
+        return tuple(
+            sum(skip.bytes for skip in self.skips if skip.source == stage)
+            for stage in range(self.stages)
+        )
 
     def change_bytes(self, action: Action) -> int:
         """The bytes that a compute action adds to its rank; a forward and a recompute take them as they start."""
@@ -172,7 +181,9 @@ def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -
     """The problem in a file, with its own placement or this one."""
     placement = tuple(placement) if placement is not None else given.placement
     if placement is None:
-        raise InputError("the problem leaves the placement open (rank: null); choose one of linear, loop and v")
+        raise InputError(
+            "the problem leaves the placement open (rank: null); choose one of linear, loop and v"
+        )
     forward = [given.hop_ns(a, b) for a, b in pairwise(placement)]
     backward = [given.hop_ns(b, a) for a, b in pairwise(placement)]
     return Problem(
@@ -184,7 +195,13 @@ def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -
         gradient=(True,) * len(forward),
         caps=given.memory_bytes,
         skips=tuple(
-            Skip(a, b, size, given.hop_ns(placement[a], placement[b]), given.hop_ns(placement[b], placement[a]))
+            Skip(
+                a,
+                b,
+                size,
+                given.hop_ns(placement[a], placement[b]),
+                given.hop_ns(placement[b], placement[a]),
+            )
             for a, b, size in given.skips
         ),
         network=Network(given.blocking_sends, given.shared_links),

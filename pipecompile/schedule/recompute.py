@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
-from pipecompile.schedule.perform import Run, Wait, perform
+from pipecompile.schedule.execution import Run, Wait, perform
 from pipecompile.schedule.problem import Problem
 
 __all__ = ["place_recompute", "recomputing", "with_recompute"]
@@ -30,7 +30,9 @@ def with_recompute(problem: Problem, schedule: Schedule) -> Schedule:
     if not any(problem.recompute):
         return schedule
     rows = [list(recomputing(row, problem.recomputes)) for row in schedule.rows]
-    lazy = Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions)
+    lazy = Schedule.of(
+        schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions
+    )
     return place_recompute(problem, lazy)
 
 
@@ -60,10 +62,14 @@ def _placed(problem: Problem, schedule: Schedule, waits: Sequence[Sequence[Wait]
         list(_rebuilt(row, _moves(problem, compute, waits[rank], caps[rank])))
         for rank, (row, compute) in enumerate(zip(schedule.rows, schedule.compute, strict=True))
     ]
-    return Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions)
+    return Schedule.of(
+        schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions
+    )
 
 
-def _moves(problem: Problem, row: Sequence[Action], waits: Sequence[Wait], cap: int) -> dict[int, int]:
+def _moves(
+    problem: Problem, row: Sequence[Action], waits: Sequence[Wait], cap: int
+) -> dict[int, int]:
     """By index of a recompute the index of the action that it goes in front of."""
     held = list(accumulate(map(problem.change_bytes, row)))
     limit = max([cap, *held])

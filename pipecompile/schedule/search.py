@@ -15,15 +15,15 @@ from itertools import chain
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Schedule, Timeline
-from pipecompile.schedule.bound import lower_bound
-from pipecompile.schedule.climb import climb, value
-from pipecompile.schedule.greedy import Policy, build, refill, reserve, serial
+from pipecompile.schedule.hill_climbing import climb, value
 from pipecompile.schedule.instance import Instance, Rows, Times
+from pipecompile.schedule.list_scheduling import Policy, build, refill, reserve, serial
+from pipecompile.schedule.lower_bound import lower_bound
 from pipecompile.schedule.named import SPLIT, fitting, generate
-from pipecompile.schedule.policies import drawn, systematic, thrifty, varied
+from pipecompile.schedule.priorities import drawn, systematic, thrifty, varied
 from pipecompile.schedule.problem import Network, Problem
 from pipecompile.schedule.recompute import place_recompute, with_recompute
-from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.weights import earlier, later
 
 __all__ = ["OBJECTIVES", "Found", "Named", "best_named", "bound_of", "named_orders", "search"]
@@ -74,11 +74,15 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
     candidates = [] if best is None else [(best.value, best.schedule)]
     if best is None or best.value > bound:
         instances = list(_instances(problem))
-        spent = len(named) * instances[0].operations * NAMED // PER_SECOND  # whole seconds: nothing, but for large ones
+        spent = (
+            len(named) * instances[0].operations * NAMED // PER_SECOND
+        )  # whole seconds: nothing, but for large ones
         left = max(seconds / 2, seconds - spent)
         instances = _affordable(instances, left)
         for instance in instances:
-            found = place_recompute(problem, _Search(instance, objective, bound, left / len(instances), named).run())
+            found = place_recompute(
+                problem, _Search(instance, objective, bound, left / len(instances), named).run()
+            )
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
     return Found(schedule, objective, least, bound, named)
@@ -93,9 +97,16 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
     """Every named schedule that trains on this placement, simulated."""
     for name in fitting(problem.placement, problem.microbatches):
         if problem.splits or name not in SPLIT:
-            schedule = with_recompute(problem, generate(name, problem.placement, problem.microbatches))
+            schedule = with_recompute(
+                problem, generate(name, problem.placement, problem.microbatches)
+            )
             timeline = simulate(problem, schedule)
-            yield Named(schedule, _measure(timeline, objective), timeline.peak_bytes, _within_caps(problem, timeline))
+            yield Named(
+                schedule,
+                _measure(timeline, objective),
+                timeline.peak_bytes,
+                _within_caps(problem, timeline),
+            )
 
 
 def best_named(named: tuple[Named, ...]) -> Named | None:
@@ -113,7 +124,9 @@ def _measure(timeline: Timeline, objective: str) -> int:
 
 
 def _within_caps(problem: Problem, timeline: Timeline) -> bool:
-    return problem.caps is None or all(p <= cap for p, cap in zip(timeline.peak_bytes, problem.caps, strict=True))
+    return problem.caps is None or all(
+        p <= cap for p, cap in zip(timeline.peak_bytes, problem.caps, strict=True)
+    )
 
 
 def _refuse_what_never_fits(problem: Problem) -> None:
@@ -121,7 +134,11 @@ def _refuse_what_never_fits(problem: Problem) -> None:
     instance = Instance(problem, tuple(work.splits for work in problem.work))
     if problem.caps is None or serial(instance) is not None:
         return
-    rank, needed = next((r, reserve(instance, r)) for r, cap in enumerate(problem.caps) if reserve(instance, r) > cap)
+    rank, needed = next(
+        (r, reserve(instance, r))
+        for r, cap in enumerate(problem.caps)
+        if reserve(instance, r) > cap
+    )
     raise InfeasibleError(
         f"no order fits: one microbatch alone holds {needed} bytes on rank {rank}, whose cap is {problem.caps[rank]}; "
         "allow more memory, use smaller microbatches, or recompute"
@@ -145,7 +162,9 @@ def _instances(problem: Problem) -> Iterator[Instance]:
     split = tuple(work.splits for work in problem.work)
     dear = tuple(w.backward_input_ns + w.backward_weight_ns > w.backward_ns for w in problem.work)
     cheap = tuple(s and not d for s, d in zip(split, dear, strict=True))
-    for choice in dict.fromkeys((split, cheap, (False,) * problem.stages) if any(dear) else (split,)):
+    for choice in dict.fromkeys(
+        (split, cheap, (False,) * problem.stages) if any(dear) else (split,)
+    ):
         yield Instance(problem, choice)
 
 
@@ -167,7 +186,12 @@ class _Search:
     """One search with its budget; `pool` holds the best orders, all of different value."""
 
     def __init__(
-        self, instance: Instance, objective: str, bound: int, seconds: float, named: tuple[Named, ...]
+        self,
+        instance: Instance,
+        objective: str,
+        bound: int,
+        seconds: float,
+        named: tuple[Named, ...],
     ) -> None:
         self.instance, self.objective, self.bound = instance, objective, bound
         self.random = random.Random(0)
@@ -245,7 +269,14 @@ class _Search:
     def _climb(self, start: _Candidate, work: float, seed: int) -> None:
         steps = int(work / self.size)
         if not self._done and steps:
-            rows = climb(self.instance, start.rows, objective=self.objective, steps=steps, seed=seed, enough=self.bound)
+            rows = climb(
+                self.instance,
+                start.rows,
+                objective=self.objective,
+                steps=steps,
+                seed=seed,
+                enough=self.bound,
+            )
             self._add(rows)
 
     def _windows(self, work: float) -> None:
@@ -266,7 +297,10 @@ class _Search:
             found, spent = improve(self.instance, rows, times, window, work=WINDOW_WORK, seed=0)
             left -= spent * SOLVER_SECONDS + WINDOW_SECONDS + self.size / PER_SECOND * 10
             gain = -1 if found is None else times.makespan_ns - self._timed(found).makespan_ns
-            rows, idle = found if found is not None and gain >= 0 else rows, 0 if gain > 0 else idle + 1
+            rows, idle = (
+                found if found is not None and gain >= 0 else rows,
+                0 if gain > 0 else idle + 1,
+            )
         self._add(rows)
 
     def _timed(self, rows: Rows) -> Times:
@@ -279,5 +313,7 @@ class _Search:
         problem = self.instance.problem
         if problem.network == Network():
             return self.pool[0].rows
-        schedules = [(candidate, self.instance.schedule("search", candidate.rows)) for candidate in self.pool]
+        schedules = [
+            (candidate, self.instance.schedule("search", candidate.rows)) for candidate in self.pool
+        ]
         return min(schedules, key=lambda pair: _value(problem, pair[1], self.objective))[0].rows

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipecompile.ir.allocator import ALLOCATORS, AllocatorName
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.memory import RankMemory, ceiling, rank_memory, room
-from pipecompile.ir.moments import moments
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
+from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.rank import ceiling, rank_memory, room
+from pipecompile.memory_model.snapshots import moments
 from pipecompile.schedule.problem import Problem, Work
 
 __all__ = ["activation_caps", "excess_of", "held_by_ranks", "problem_of_plan", "problem_of_stages"]
@@ -47,8 +49,13 @@ def problem_of_stages(
         sum(links.under_way_ns(there, here, tensor.gradient_bytes) for tensor in stage.outputs)
         for stage, (here, there) in zip(stages, ends, strict=False)
     ]
-    spent = [_spent_ns(links, stage, *sides) for stage, sides in zip(stages, pairwise(away), strict=True)]
-    work = [_work(stage, *own, is_first=stage is stages[0]) for stage, own in zip(stages, spent, strict=True)]
+    spent = [
+        _spent_ns(links, stage, *sides) for stage, sides in zip(stages, pairwise(away), strict=True)
+    ]
+    work = [
+        _work(stage, *own, is_first=stage is stages[0])
+        for stage, own in zip(stages, spent, strict=True)
+    ]
     return Problem(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -65,7 +72,9 @@ def _spent_ns(links: Links, stage: Stage, before: bool, after: bool) -> tuple[in
     """What messages take of a stage's rank in its forward and in its backward; its neighbours may be elsewhere."""
     inputs, outputs = stage.inputs if before else (), stage.outputs if after else ()
     sent, received = links.sending.transfer_ns, links.receiving.transfer_ns
-    forward = sum(received(tensor.bytes) for tensor in inputs) + sum(sent(tensor.bytes) for tensor in outputs)
+    forward = sum(received(tensor.bytes) for tensor in inputs) + sum(
+        sent(tensor.bytes) for tensor in outputs
+    )
     backward = [received(tensor.gradient_bytes) for tensor in outputs]
     return forward, sum(backward) + sum(sent(tensor.gradient_bytes) for tensor in inputs)
 
@@ -128,7 +137,10 @@ def activation_caps(
 
 
 def excess_of(
-    stages: Sequence[Stage], schedule: Schedule, caps: Sequence[int] | None, allocator: AllocatorName
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    caps: Sequence[int] | None,
+    allocator: AllocatorName,
 ) -> tuple[int, ...]:
     """Per rank the bytes that it may hold over its cap."""
     if caps is None:
@@ -137,13 +149,21 @@ def excess_of(
     return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(held, caps, strict=True))
 
 
-def held_by_ranks(stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName) -> tuple[RankMemory, ...]:
+def held_by_ranks(
+    stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
+) -> tuple[RankMemory, ...]:
     """What each rank holds at its peak, by the plan's memory model."""
-    pairs = ((stages_on(stages, schedule.placement, rank), row) for rank, row in enumerate(schedule.rows))
+    pairs = (
+        (stages_on(stages, schedule.placement, rank), row) for rank, row in enumerate(schedule.rows)
+    )
     microbatches, taken = schedule.microbatches, ALLOCATORS[allocator]
-    return tuple(rank_memory(h, moments(row), microbatches=microbatches, allocator=taken) for h, row in pairs)
+    return tuple(
+        rank_memory(h, moments(row), microbatches=microbatches, allocator=taken) for h, row in pairs
+    )
 
 
 def stages_on(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> dict[int, Footprint]:
     """What the stages of a rank hold, by stage."""
-    return {index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank}
+    return {
+        index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank
+    }

@@ -20,7 +20,11 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule in `text`; InputError names the line and the column of what is not one."""
     rows = []
     for line, cells in enumerate(_lines(text), start=1):
-        found = (_action(cell.strip(), line, column) for column, cell in enumerate(cells, start=1) if cell.strip())
+        found = (
+            _action(cell.strip(), line, column)
+            for column, cell in enumerate(cells, start=1)
+            if cell.strip()
+        )
         rows.append(list(found))
     while rows and not rows[-1]:  # empty lines at the end are no ranks
         rows.pop()
@@ -53,7 +57,9 @@ def _action(text: str, line: int, column: int) -> Action:
     try:
         action = Action.parse(text)
     except ValueError as error:
-        raise InputError(f"line {line}, column {column}: {error}; the CSV has F, I, W and B only") from None
+        raise InputError(
+            f"line {line}, column {column}: {error}; the CSV has F, I, W and B only"
+        ) from None
     return _known(action, line, column)
 
 
@@ -79,8 +85,12 @@ def _placement(rows: list[list[Action]]) -> list[int]:
         for action in row:
             other = ranks.setdefault(action.stage, rank)
             if other != rank:
-                raise InputError(f"line {rank + 1} performs {action}, but stage {action.stage} is on line {other + 1}")
+                raise InputError(
+                    f"line {rank + 1} performs {action}, but stage {action.stage} is on line {other + 1}"
+                )
     missing = set(range(max(ranks, default=0) + 1)) - ranks.keys()
     if missing:
-        raise InputError(f"no line performs stage {min(missing)}; stages are numbered from 0 without a gap")
+        raise InputError(
+            f"no line performs stage {min(missing)}; stages are numbered from 0 without a gap"
+        )
     return [ranks[stage] for stage in range(len(ranks))]

@@ -41,7 +41,9 @@ def v_min(layout: Layout, microbatches: int) -> list[list[Turn]]:
     """V-Min: every offset is one slot, the shortest block; about a third of 1F1B's memory for less than its bubble."""
     ranks = len(layout)
     turns = (0, 0, 0) if ranks % 3 else (2, 0, 2)
-    return _repeated(layout, microbatches, Block((1, 1, 1, 1), turns, 2 * ((ranks + 1) // 3 + 1), early=False))
+    return _repeated(
+        layout, microbatches, Block((1, 1, 1, 1), turns, 2 * ((ranks + 1) // 3 + 1), early=False)
+    )
 
 
 def v_half(layout: Layout, microbatches: int) -> list[list[Turn]]:
@@ -110,7 +112,12 @@ def _filled(rows: Sequence[Sequence[Turn]], last: int, block: Block) -> list[lis
 
 
 def _next(
-    queue: deque[Turn], waiting: deque[Turn], done: dict[Turn, int], room: int, last: int, early: bool
+    queue: deque[Turn],
+    waiting: deque[Turn],
+    done: dict[Turn, int],
+    room: int,
+    last: int,
+    early: bool,
 ) -> Turn | None:
     """What a rank takes in a slot: its next F or I if that can begin, else a W, else a forward ahead of its place."""
     if queue and _can_begin(queue[0], done, last) and (room or queue[0][1] is _I):
@@ -154,7 +161,9 @@ def dualpipe_v(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
     yield from [(down, _F)] * (2 * after)
     yield from [(down, _F), (up, _F)] * (rank + 1)
     yield from [(up, _I), (up, _W), (up, _F)] * after
-    yield from [(down, _F), (up, _B), (up, _F), (down, _B)] * (microbatches - 2 * len(layout) + rank + 1)
+    yield from [(down, _F), (up, _B), (up, _F), (down, _B)] * (
+        microbatches - 2 * len(layout) + rank + 1
+    )
     yield from [(up, _B), (up, _F), (down, _B)] * after
     ends = [up, down] * (rank + 1)
     halved = [*ends[rank + 1 :], *[down] * after]

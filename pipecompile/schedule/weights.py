@@ -46,7 +46,11 @@ def _row_earlier(instance: Instance, row: list[int], times: Times) -> list[int]:
         kind, stage, microbatch = instance.parts(operation)
         wait = times.ends[operation] - instance.durations[operation] - free
         while wait > 0:
-            fitting = [s for s, waiting in pending.items() if waiting and instance.lane_ns[WEIGHT][s] <= wait]
+            fitting = [
+                s
+                for s, waiting in pending.items()
+                if waiting and instance.lane_ns[WEIGHT][s] <= wait
+            ]
             if not fitting:
                 break
             chosen = max(fitting, key=lambda s: (len(pending[s]), -s))

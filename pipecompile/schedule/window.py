@@ -15,7 +15,15 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instance, Rows, Times
+from pipecompile.schedule.instance import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT,
+    Instance,
+    Rows,
+    Times,
+)
 
 __all__ = ["Window", "cut", "improve"]
 
@@ -62,7 +70,9 @@ class _Neighbourhood:
         self.origin = min(times.ends[o] - self.durations[o] for o in members)
         self.horizon = times.makespan_ns - self.origin
         self.model = cp_model.CpModel()
-        self.starts = {o: self.model.new_int_var(0, self.horizon - self.durations[o], "") for o in members}
+        self.starts = {
+            o: self.model.new_int_var(0, self.horizon - self.durations[o], "") for o in members
+        }
         self._one_at_a_time()
         self._after_what_is_needed()
         self._within_caps()
@@ -72,7 +82,10 @@ class _Neighbourhood:
         model, before = self.model, dict[int, int]()
         for row, (first, _), free in zip(self.rows, self.window.parts, self.free, strict=True):
             model.add_no_overlap(
-                [model.new_fixed_size_interval_var(self.starts[o], self.durations[o], "") for o in free]
+                [
+                    model.new_fixed_size_interval_var(self.starts[o], self.durations[o], "")
+                    for o in free
+                ]
             )
             for operation in free:
                 if first:
@@ -98,7 +111,9 @@ class _Neighbourhood:
 
     def _follows(self, operation: int, source: int, hop: int = 0) -> None:
         if source in self.starts:
-            self.model.add(self.starts[operation] >= self.starts[source] + self.durations[source] + hop)
+            self.model.add(
+                self.starts[operation] >= self.starts[source] + self.durations[source] + hop
+            )
         elif self.ends[source] + hop > self.origin:
             self.model.add(self.starts[operation] >= self.ends[source] + hop - self.origin)
 
@@ -155,7 +170,11 @@ class _Neighbourhood:
         """
         found = [0] * self.instance.size
         before = {later: earlier for row in self.rows for earlier, later in pairwise(row)}
-        outside = [o for row, (_, stop) in zip(self.rows, self.window.parts, strict=True) for o in row[stop:]]
+        outside = [
+            o
+            for row, (_, stop) in zip(self.rows, self.window.parts, strict=True)
+            for o in row[stop:]
+        ]
         for operation in sorted(outside, key=self._moment, reverse=True):
             length = found[operation] + self.durations[operation]
             earlier = before.get(operation)
@@ -190,5 +209,7 @@ class _Neighbourhood:
 
         return [
             [*row[:first], *sorted(free, key=moment), *row[stop:]]
-            for row, (first, stop), free in zip(self.rows, self.window.parts, self.free, strict=True)
+            for row, (first, stop), free in zip(
+                self.rows, self.window.parts, self.free, strict=True
+            )
         ]

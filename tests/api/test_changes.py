@@ -26,12 +26,23 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = x.dim()
-        return self.last(self.drop(self.first(x).tanh()) * self.scale * self.factors[0] + self.shift)
+        return self.last(
+            self.drop(self.first(x).tanh()) * self.scale * self.factors[0] + self.shift
+        )
 
 
 def compiled(model: nn.Module, sample: Tensor = X, **options: Any) -> Pipeline:
     loss = nn.functional.mse_loss
-    return pipecompile(model, sample, 2, microbatches=2, costs="flops", loss_fn=loss, sample_target=sample, **options)
+    return pipecompile(
+        model,
+        sample,
+        2,
+        microbatches=2,
+        costs="flops",
+        loss_fn=loss,
+        sample_target=sample,
+        **options,
+    )
 
 
 def hooked(model: Scaled) -> None:
@@ -91,7 +102,9 @@ def test_a_model_that_changed_since_it_was_compiled(change: Any, name: str) -> N
     pipeline.step(X, X)
     change(model)
     for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
-        with pytest.raises(InputError, match=rf"^{name} is not what it was when the model was compiled"):
+        with pytest.raises(
+            InputError, match=rf"^{name} is not what it was when the model was compiled"
+        ):
             run()
 
 
@@ -177,8 +190,12 @@ class Shorter(nn.Module):
 
 def test_a_stage_that_another_mode_leaves_empty_is_refused() -> None:
     loss = nn.functional.mse_loss
-    pipeline = pipecompile(Shorter(), X, 4, microbatches=2, costs="flops", loss_fn=loss, sample_target=X)
-    with pytest.raises(CaptureError, match=r"stage 1 has nothing to run.*compile the model in this mode"):
+    pipeline = pipecompile(
+        Shorter(), X, 4, microbatches=2, costs="flops", loss_fn=loss, sample_target=X
+    )
+    with pytest.raises(
+        CaptureError, match=r"stage 1 has nothing to run.*compile the model in this mode"
+    ):
         pipeline.evaluate(X)
 
 
@@ -203,11 +220,15 @@ class Passing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Writing, Passing])
-def test_a_module_that_asks_data_does_to_its_argument_what_it_did_not_on_the_sample(kind: type[nn.Module]) -> None:
+def test_a_module_that_asks_data_does_to_its_argument_what_it_did_not_on_the_sample(
+    kind: type[nn.Module],
+) -> None:
     model = nn.Sequential(nn.Hardtanh(-1, 1), kind(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     pipeline = compiled(model, -X.abs())
     assert pipeline.step(-X.abs(), X) is not None
-    with pytest.raises(InputError, match=r"^1, which branches on data, wrote to its argument or gave it back"):
+    with pytest.raises(
+        InputError, match=r"^1, which branches on data, wrote to its argument or gave it back"
+    ):
         pipeline.step(X.abs(), X)
 
 

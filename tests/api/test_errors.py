@@ -13,10 +13,18 @@ import torch
 from click.testing import CliRunner, Result
 from zoo import MODELS, example
 
-from pipecompile import CaptureError, FormatError, InfeasibleError, InputError, PipecompileError, Pipeline, pipecompile
+from pipecompile import (
+    CaptureError,
+    FormatError,
+    InfeasibleError,
+    InputError,
+    PipecompileError,
+    Pipeline,
+    pipecompile,
+)
 from pipecompile.api.target import load_target
 from pipecompile.cli import commands
-from pipecompile.ir.serde import encode, write
+from pipecompile.ir.serialization import encode, write
 
 SEQUENTIAL = f"{MODELS}:sequential"
 
@@ -41,7 +49,9 @@ def planned(output: Path, *arguments: str, target: str = SEQUENTIAL) -> Result:
 
 def compiled(**options: Any) -> Pipeline:
     target = example("sequential")
-    return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options})
+    return pipecompile(
+        target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options}
+    )
 
 
 @pytest.fixture
@@ -65,7 +75,13 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         {"k": 99, "microbatches": 4},
         r"k=99, but the graph can be cut into at most 20 stages .*; choose k ≤ 20",
     ),
-    "no stages": (InputError, 2, ["-k", "0"], {"k": 0}, r"k=0, but a pipeline has at least one stage"),
+    "no stages": (
+        InputError,
+        2,
+        ["-k", "0"],
+        {"k": 0},
+        r"k=0, but a pipeline has at least one stage",
+    ),
     "not whole microbatches": (
         InputError,
         2,
@@ -81,7 +97,13 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, [\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
-    "memory beside a comma": (InputError, 2, ["--memory", "1MB,"], {"memory": "1MB,"}, r"'1MB,' lacks a size beside"),
+    "memory beside a comma": (
+        InputError,
+        2,
+        ["--memory", "1MB,"],
+        {"memory": "1MB,"},
+        r"'1MB,' lacks a size beside",
+    ),
     "memory of other ranks": (
         InputError,
         2,
@@ -96,11 +118,41 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         {"schedule": "fast"},
         r"schedule 'fast' is not known; choose one of .*gpipe",
     ),
-    "objective": (InputError, 2, ["--objective", "best"], {"objective": "best"}, r"best.*variance.*max-load"),
-    "costs": (InputError, 2, ["--costs", "guess"], {"costs": "guess"}, r"costs='guess' is not known; choose one of "),
-    "recompute": (InputError, 2, ["--recompute", "some"], {"recompute": "some"}, r"recompute='some' .* none, stage"),
-    "pin": (InputError, 2, ["--pin", "nowhere=1"], {"pin": {"nowhere": 1}}, r"pin nowhere=1: the graph has no such"),
-    "pin stage": (InputError, 2, ["--pin", "_2=7"], {"pin": {"_2": 7}}, r"pin _2=7: the stages are 0 … 3"),
+    "objective": (
+        InputError,
+        2,
+        ["--objective", "best"],
+        {"objective": "best"},
+        r"best.*variance.*max-load",
+    ),
+    "costs": (
+        InputError,
+        2,
+        ["--costs", "guess"],
+        {"costs": "guess"},
+        r"costs='guess' is not known; choose one of ",
+    ),
+    "recompute": (
+        InputError,
+        2,
+        ["--recompute", "some"],
+        {"recompute": "some"},
+        r"recompute='some' .* none, stage",
+    ),
+    "pin": (
+        InputError,
+        2,
+        ["--pin", "nowhere=1"],
+        {"pin": {"nowhere": 1}},
+        r"pin nowhere=1: the graph has no such",
+    ),
+    "pin stage": (
+        InputError,
+        2,
+        ["--pin", "_2=7"],
+        {"pin": {"_2": 7}},
+        r"pin _2=7: the stages are 0 … 3",
+    ),
 }
 
 
@@ -117,7 +169,9 @@ def test_options_that_cannot_be_met(case: str, output: Path) -> None:
 def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> None:
     with pytest.raises(InfeasibleError) as caught:
         compiled(k=2, memory=2000)
-    match = re.search(r"needs ([\d,]+), ([\d,]+) more, in stage \d, where (\w+) is the largest", str(caught.value))
+    match = re.search(
+        r"needs ([\d,]+), ([\d,]+) more, in stage \d, where (\w+) is the largest", str(caught.value)
+    )
     assert match is not None
     needed, more = (int(text.replace(",", "")) for text in match.groups()[:2])
     assert needed - 2000 == more
@@ -131,7 +185,10 @@ def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> 
 @pytest.mark.parametrize("batch", [3, 7, 9])
 def test_a_batch_that_is_not_whole_microbatches(batch: int) -> None:
     pipeline = compiled(k=2, microbatches=4)
-    with pytest.raises(InputError, match=rf"input has {batch} samples, which are not whole microbatches of 2; drop or"):
+    with pytest.raises(
+        InputError,
+        match=rf"input has {batch} samples, which are not whole microbatches of 2; drop or",
+    ):
         pipeline.step(torch.randn(batch, 16), torch.zeros(batch, dtype=torch.long))
     assert pipeline.steps == 0
 
@@ -142,12 +199,17 @@ def test_another_shape_on_a_later_step() -> None:
     pipeline.step(target.call, target.targets)
     before = [parameter.grad.clone() for parameter in pipeline.parameters()]
     with pytest.raises(
-        InputError, match=r"input has shape \(8, 15\), but the plan was made for microbatches of \(4, 1"
+        InputError,
+        match=r"input has shape \(8, 15\), but the plan was made for microbatches of \(4, 1",
     ):
         pipeline.step(torch.randn(8, 15), target.targets)
-    with pytest.raises(InputError, match=r"input is of type torch.float64, but the plan was made for torch.float32"):
+    with pytest.raises(
+        InputError, match=r"input is of type torch.float64, but the plan was made for torch.float32"
+    ):
         pipeline.step(torch.randn(8, 16).double(), target.targets)
-    with pytest.raises(InputError, match=r"a tensor of shape \(7,\) cannot be cut into 2 microbatches"):
+    with pytest.raises(
+        InputError, match=r"a tensor of shape \(7,\) cannot be cut into 2 microbatches"
+    ):
         pipeline.step(target.call, torch.zeros(7, dtype=torch.long))
     assert all(torch.equal(p.grad, g) for p, g in zip(pipeline.parameters(), before, strict=True))
     assert pipeline.steps == 1
@@ -155,7 +217,9 @@ def test_another_shape_on_a_later_step() -> None:
 
 def test_another_call_on_a_later_step() -> None:
     pipeline = compiled(k=2)
-    with pytest.raises(InputError, match=r"Sequential.forward cannot be called with the sample input"):
+    with pytest.raises(
+        InputError, match=r"Sequential.forward cannot be called with the sample input"
+    ):
         pipeline.step((torch.randn(8, 16), torch.randn(8, 16)))
     with pytest.raises(InputError, match="the batch has the structure"):
         pipeline.step({"input": torch.randn(8, 16)})
@@ -164,7 +228,9 @@ def test_another_call_on_a_later_step() -> None:
 def test_a_model_without_a_loss() -> None:
     target = example("sequential")
     pipeline = pipecompile(target.model, target.call, 2, costs="flops")
-    with pytest.raises(InputError, match="the model has no `loss` output that is a scalar tensor; give loss_fn"):
+    with pytest.raises(
+        InputError, match="the model has no `loss` output that is a scalar tensor; give loss_fn"
+    ):
         pipeline.step(target.call)
 
 
@@ -172,21 +238,35 @@ def test_a_schedule_without_backwards_trains_nothing() -> None:
     target = example("sequential")
     pipeline = compiled(k=2, schedule="forward-only")
     assert pipeline.evaluate(target.call).shape == (8, 4)
-    with pytest.raises(InputError, match=r"the plan's schedule is forward-only, which trains nothing; evaluate, or"):
+    with pytest.raises(
+        InputError, match=r"the plan's schedule is forward-only, which trains nothing; evaluate, or"
+    ):
         pipeline.step(target.call, target.targets)
 
 
 FACTORIES: dict[str, tuple[str, str]] = {
-    "no colon": ("examples", r"'examples' is not a target; write package.module:factory or path/file.py:factory"),
+    "no colon": (
+        "examples",
+        r"'examples' is not a target; write package.module:factory or path/file.py:factory",
+    ),
     "no module": ("no.such.place:model", r"no.such.place cannot be imported: ModuleNotFoundError"),
     "no file": ("nowhere.py:model", r"there is no file nowhere.py"),
     "no factory": (f"{MODELS}:gpt17", r"there is no factory 'gpt17'; .* defines .*gpt2"),
     "broken file": ("broken.py:model", r"broken.py cannot be imported: SyntaxError"),
     "failing": ("made.py:failing", r"the factory failed: ZeroDivisionError"),
-    "no mapping": ("made.py:number", r"must return \(model, sample_input\) or a mapping .* it returned a int"),
+    "no mapping": (
+        "made.py:number",
+        r"must return \(model, sample_input\) or a mapping .* it returned a int",
+    ),
     "no model": ("made.py:no_model", r"model is a str, but must be an nn.Module"),
-    "unknown field": ("made.py:unknown", r"it returned a mapping with \['colour', 'model', 'sample_input'\]"),
-    "wrong input": ("made.py:wrong_input", r"Linear.forward cannot be called with the sample input"),
+    "unknown field": (
+        "made.py:unknown",
+        r"it returned a mapping with \['colour', 'model', 'sample_input'\]",
+    ),
+    "wrong input": (
+        "made.py:wrong_input",
+        r"Linear.forward cannot be called with the sample input",
+    ),
 }
 MADE = """
 import torch
@@ -224,7 +304,9 @@ def test_a_factory_that_does_not_work(case: str, output: Path, here: Path) -> No
 
 def test_a_model_that_branches_on_data(output: Path, here: Path) -> None:
     target = load_target("made.py:branch")
-    message = r"^Branch \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
+    message = (
+        r"^Branch \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
+    )
     with pytest.raises(CaptureError, match=message):
         pipecompile(target.model, target.call, 1, costs="flops")
     for command in (["plan", "made.py:branch", "-o", str(output)], ["verify", "made.py:branch"]):
@@ -255,12 +337,30 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut off": (lambda data: data[: len(data) // 2], r"truncated"),
     "empty": (lambda data: b"", r"truncated"),
     "not text": (lambda data: b"\xff\xfe" + data, r"malformed|utf-8"),
-    "type": (edited(lambda tree: tree["stages"][1].update(forward_ns="fast")), r"\$\.stages\[1\]\.forward_ns"),
-    "range": (edited(lambda tree: tree["stages"][0].update(forward_ns=-1)), r">= 0.*\$\.stages\[0\]\.forward_ns"),
-    "missing": (edited(lambda tree: tree["search"].pop("bound")), r"missing required field `bound` - at `\$\.search`"),
-    "unknown": (edited(lambda tree: tree["options"].update(colour=1)), r"unknown field `colour` - at `\$\.options`"),
-    "version": (edited(lambda tree: tree.update(schema="pipecompile/plan/9")), r"pipecompile/plan/9.*\$\.schema"),
-    "action": (edited(lambda tree: tree["schedule"]["actions"][0].append("0X1")), r"'0X1' is not an action.*\$\.sch"),
+    "type": (
+        edited(lambda tree: tree["stages"][1].update(forward_ns="fast")),
+        r"\$\.stages\[1\]\.forward_ns",
+    ),
+    "range": (
+        edited(lambda tree: tree["stages"][0].update(forward_ns=-1)),
+        r">= 0.*\$\.stages\[0\]\.forward_ns",
+    ),
+    "missing": (
+        edited(lambda tree: tree["search"].pop("bound")),
+        r"missing required field `bound` - at `\$\.search`",
+    ),
+    "unknown": (
+        edited(lambda tree: tree["options"].update(colour=1)),
+        r"unknown field `colour` - at `\$\.options`",
+    ),
+    "version": (
+        edited(lambda tree: tree.update(schema="pipecompile/plan/9")),
+        r"pipecompile/plan/9.*\$\.schema",
+    ),
+    "action": (
+        edited(lambda tree: tree["schedule"]["actions"][0].append("0X1")),
+        r"'0X1' is not an action.*\$\.sch",
+    ),
     "stages": (edited(lambda tree: tree.update(k=3)), r"stages \(2\) and k \(3\) must be equal"),
 }
 
@@ -281,14 +381,18 @@ def test_a_damaged_plan(case: str, plan_file: Path) -> None:
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     missing = tmp_path / "nothing.json"
-    with pytest.raises(FormatError, match=r"nothing.json: cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        FormatError, match=r"nothing.json: cannot be read \(No such file or directory\)"
+    ):
         compiled(plan=missing)
     assert "cannot be read (No such file" in refused(invoke("show", str(missing)), 2)
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
     result = planned(tmp_path / "no" / "plan.json", "-k", "2")
-    assert f"cannot be written, as the folder {tmp_path / 'no'} does not exist" in refused(result, 2)
+    assert f"cannot be written, as the folder {tmp_path / 'no'} does not exist" in refused(
+        result, 2
+    )
 
 
 def test_a_stale_plan(plan_file: Path) -> None:
@@ -298,7 +402,10 @@ def test_a_stale_plan(plan_file: Path) -> None:
 
 
 def test_a_bad_pin_is_told_as_it_was_written(output: Path) -> None:
-    assert refused(planned(output, "--pin", "head"), 2) == "--pin head: write NODE=STAGE, for example lm_head=-1"
+    assert (
+        refused(planned(output, "--pin", "head"), 2)
+        == "--pin head: write NODE=STAGE, for example lm_head=-1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,5 +425,7 @@ def test_choices_that_are_none(options: dict[str, Any], message: str) -> None:
 
 def test_a_committed_plan_takes_no_choices() -> None:
     plan = compiled(k=2, costs="flops", microbatches=2).plan
-    with pytest.raises(InputError, match="a committed plan has its choices already; leave out schedule"):
+    with pytest.raises(
+        InputError, match="a committed plan has its choices already; leave out schedule"
+    ):
         compiled(plan=plan, schedule="gpipe")

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from examples import models
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.checking import violations
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
+from pipecompile.api.soundness import violations
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import GRANULARITIES, Plan, Provenance
-from pipecompile.ir.serde import decode, encode
+from pipecompile.ir.serialization import decode, encode
 from pipecompile.report.text import summary
 
 
@@ -77,7 +77,9 @@ def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() ->
     ],
     ids=["step-time", "searched", "several stages a rank"],
 )
-def test_blocks_stay_whole_under_every_objective_schedule_and_placement(given: dict[str, Any]) -> None:
+def test_blocks_stay_whole_under_every_objective_schedule_and_placement(
+    given: dict[str, Any],
+) -> None:
     blocks, auto = _plan("blocks", **given), _plan("auto", **given)
     assert violations(blocks) == violations(auto) == []
     assert _split_layers(blocks) == 0
@@ -85,5 +87,8 @@ def test_blocks_stay_whole_under_every_objective_schedule_and_placement(given: d
 
 
 def test_other_granularities_are_refused() -> None:
-    with pytest.raises(InputError, match="granularity='layers' is not known; choose one of operators, modules, blocks"):
+    with pytest.raises(
+        InputError,
+        match="granularity='layers' is not known; choose one of operators, modules, blocks",
+    ):
         options_for(_target(), k=2, granularity="layers")

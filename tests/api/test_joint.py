@@ -10,24 +10,25 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
 
-from pipecompile.api.again import Piece, moments_of
-from pipecompile.api.cutting import problem_of
-from pipecompile.api.recomputing import Recomputing
+from pipecompile.api.partition import problem_of
+from pipecompile.api.recompute import recomputing_for
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.allocator import ALLOCATORS
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.ir.holding import footprint_of
 from pipecompile.ir.links import FREE
-from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import rank_memory
 from pipecompile.ir.plan import Options
-from pipecompile.ir.taping import tape_of
+from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.rank import rank_memory
+from pipecompile.memory_model.recompute_problem import tape_of
+from pipecompile.memory_model.stage import footprint_of
 from pipecompile.partition.check import faults
-from pipecompile.partition.front import solve
 from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.problem import Problem
+from pipecompile.partition.solver import solve
+from pipecompile.recompute.policies import Piece
+from pipecompile.schedule.selection import moments_of
 from tests.ir.cost_graphs import cost_graphs
-from tests.memory.test_regions import every_choice, extra_ns
+from tests.recompute.test_region_search import every_choice, extra_ns
 
 MICROBATCHES = 4
 
@@ -52,13 +53,17 @@ def every_cut(problem: Problem) -> Iterator[dict[str, int]]:
             yield assignment
 
 
-def held(lives: Lives, options: Options, stage: int, names: Sequence[list[str]], regions: object) -> int:
+def held(
+    lives: Lives, options: Options, stage: int, names: Sequence[list[str]], regions: object
+) -> int:
     """The peak of the stage's rank, by the memory model."""
     before = [name for earlier in names[:stage] for name in earlier]
     footprint = footprint_of(lives, before, names[stage], regions)
     at = moments_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
     allocator = ALLOCATORS[lives.graph.memory]
-    return rank_memory({stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator).total.bound
+    return rank_memory(
+        {stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator
+    ).total.bound
 
 
 def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[str]]) -> int | None:
@@ -66,8 +71,14 @@ def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[st
     before = [name for earlier in names[:stage] for name in earlier]
     boundaries = tape_of(lives, before, names[stage], summed=True).boundaries
     choices = [[names[stage][a:b] for a, b in runs] for runs in every_choice(boundaries)]
-    timed = sorted((sum(extra_ns(lives.graph, region) for region in regions), regions) for regions in choices)
-    fitting = (extra for extra, each in timed if held(lives, options, stage, names, each) <= options.memory_bytes)
+    timed = sorted(
+        (sum(extra_ns(lives.graph, region) for region in regions), regions) for regions in choices
+    )
+    fitting = (
+        extra
+        for extra, each in timed
+        if held(lives, options, stage, names, each) <= options.memory_bytes
+    )
     return next(fitting, None)
 
 
@@ -75,11 +86,18 @@ def best(graph: CostGraph, options: Options, problem: Problem) -> int | None:
     """The best of all cuts with all choices."""
     values, lives = [], Lives(graph)
     for assignment in every_cut(problem):
-        names = [[node.name for node in graph.nodes if assignment[node.name] == stage] for stage in range(2)]
+        names = [
+            [node.name for node in graph.nodes if assignment[node.name] == stage]
+            for stage in range(2)
+        ]
         extra = [cheapest(lives, options, stage, names) for stage in range(2)]
         if None not in extra:
             loads = stage_loads(problem, assignment)
-            values.append(objective_value("variance", [load + more for load, more in zip(loads, extra, strict=True)]))
+            values.append(
+                objective_value(
+                    "variance", [load + more for load, more in zip(loads, extra, strict=True)]
+                )
+            )
     return min(values, default=None)
 
 
@@ -115,7 +133,9 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
 
 @settings(max_examples=15, deadline=None)
 @given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
-def test_the_best_of_all_cuts_with_all_regions_is_found(graph: CostGraph, schedule: str, share: float) -> None:
+def test_the_best_of_all_cuts_with_all_regions_is_found(
+    graph: CostGraph, schedule: str, share: float
+) -> None:
     assume(len(graph.nodes) > 1)
     compared(graph, schedule, share)
 
@@ -141,7 +161,10 @@ def layers(count: int) -> CostGraph:
         for index, (a, b) in enumerate(pairwise(nodes))
     ]
     return CostGraph(
-        memory="cpu", nodes=tuple(nodes), tensors=tuple(tensors), storages=(*[64] * count, *[1280] * count)
+        memory="cpu",
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        storages=(*[64] * count, *[1280] * count),
     )
 
 
@@ -151,8 +174,10 @@ def test_regions_within_regions_prove_nothing() -> None:
     nested = 0
     for cap in range(76_000, 66_000, -128):
         options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
-        found = Recomputing(graph, options, (0,), settled=True).of(Piece(0, (), names), cap)
-        inner = found is not None and any(set(a) < set(b) for a in found.regions for b in found.regions)
+        found = recomputing_for(graph, options, (0,), settled=True).of(Piece(0, (), names), cap)
+        inner = found is not None and any(
+            set(a) < set(b) for a in found.regions for b in found.regions
+        )
         if found is not None and inner:
             nested += 1
             assert found.least < found.ns

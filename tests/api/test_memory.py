@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan
-from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.costs import Captured, cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
 from pipecompile.api.target import Target
 from pipecompile.cli import commands
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan, Provenance
-from pipecompile.ir.serde import decode, encode, read, write
+from pipecompile.ir.serialization import decode, encode, read, write
 
 WIDTH, BLOCKS, BATCH = 64, 6, 8
 LINEAR = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer's parameters
@@ -36,14 +36,18 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def target(optimizer: Any = None, dtype: torch.dtype = torch.float32) -> Target:
     sample = torch.zeros(BATCH, WIDTH, dtype=dtype)
-    return Target.of({"model": model(dtype), "sample_input": sample, "optimizer": optimizer}, "a test")
+    return Target.of(
+        {"model": model(dtype), "sample_input": sample, "optimizer": optimizer}, "a test"
+    )
 
 
 def stepped_by(kind: type[torch.optim.Optimizer], **options: Any) -> Target:
     """A target that hands over an optimizer of its parameters."""
     made = model()
     optimizer = kind(made.parameters(), **options)  # type: ignore[call-arg]
-    return Target.of({"model": made, "sample_input": torch.zeros(BATCH, WIDTH), "optimizer": optimizer}, "a test")
+    return Target.of(
+        {"model": made, "sample_input": torch.zeros(BATCH, WIDTH), "optimizer": optimizer}, "a test"
+    )
 
 
 def planned(subject: Target, **options: Any) -> Plan:
@@ -102,7 +106,9 @@ def test_an_optimizer_that_is_ready_to_step_has_a_name(
 def test_state_that_a_name_does_not_count_is_refused(
     kind: type[torch.optim.Optimizer], options: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"{said}, .*give optimizer='{kind.__name__.lower()}', its name"):
+    with pytest.raises(
+        InputError, match=rf"{said}, .*give optimizer='{kind.__name__.lower()}', its name"
+    ):
         stepped_by(kind, **options)
 
 
@@ -110,7 +116,9 @@ def test_an_optimizer_of_some_parameters_is_refused_until_the_others_are_frozen(
     made, sample = model(), torch.zeros(BATCH, WIDTH)
     groups = [{"params": [made[0].weight]}, {"params": [made[0].bias], "lr": 0.1}]
     given = {"model": made, "sample_input": sample, "optimizer": torch.optim.AdamW(groups)}
-    with pytest.raises(InputError, match=r"AdamW, does not step '2\.weight' .*give optimizer='adamw'"):
+    with pytest.raises(
+        InputError, match=r"AdamW, does not step '2\.weight' .*give optimizer='adamw'"
+    ):
         Target.of(given, "a test")
     for layer in made[1:]:
         layer.requires_grad_(False)
@@ -123,7 +131,9 @@ def test_what_is_asked_for_goes_before_what_the_target_says() -> None:
 
 @pytest.mark.parametrize("given", [torch.optim.Adagrad, "lion"])
 def test_an_optimizer_that_is_not_known_is_refused_with_those_that_are(given: Any) -> None:
-    with pytest.raises(InputError, match=r"optimizer='(adagrad|lion)' is not known; choose one of sgd, .*adafactor"):
+    with pytest.raises(
+        InputError, match=r"optimizer='(adagrad|lion)' is not known; choose one of sgd, .*adafactor"
+    ):
         options_for(target(given), k=2, costs="flops")
 
 
@@ -135,12 +145,16 @@ def test_an_optimizer_that_is_not_known_is_said_to_be_the_targets_if_it_is() -> 
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(InputError, match=r"optimizer is a float, but must be a name or a torch.optim.Optimizer"):
+    with pytest.raises(
+        InputError, match=r"optimizer is a float, but must be a name or a torch.optim.Optimizer"
+    ):
         target(0.1)
 
 
 def test_master_weights_need_an_optimizer() -> None:
-    with pytest.raises(InputError, match="master weights are kept for an optimizer; name one of sgd"):
+    with pytest.raises(
+        InputError, match="master weights are kept for an optimizer; name one of sgd"
+    ):
         options_for(target(), k=2, costs="flops", master_weights=True)
 
 
@@ -149,7 +163,9 @@ def test_a_plan_counts_the_state_of_its_optimizer() -> None:
     for name, copies in ((None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2)):
         plan = planned(target(), optimizer=name)
         counted = counters(plan) if name == "adam" else [0, 0]
-        assert held(plan) == [copies * p + c for p, c in zip(held(plan, "parameters"), counted, strict=True)]
+        assert held(plan) == [
+            copies * p + c for p, c in zip(held(plan, "parameters"), counted, strict=True)
+        ]
 
 
 def test_master_weights_are_twice_the_parameters_of_two_bytes() -> None:
@@ -194,8 +210,19 @@ def test_the_command_line_names_an_optimizer_and_master_weights(tmp_path: Path) 
         "    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(torch.bfloat16)\n"
         "    return model, torch.zeros(4, 8, dtype=torch.bfloat16)\n"
     )
-    arguments = ["plan", f"{tmp_path / 'given.py'}:small", "-k", "2", "--costs", "flops", "--format", "json"]
-    result = CliRunner().invoke(commands, [*arguments, "--optimizer", "momentum", "--master-weights"])
+    arguments = [
+        "plan",
+        f"{tmp_path / 'given.py'}:small",
+        "-k",
+        "2",
+        "--costs",
+        "flops",
+        "--format",
+        "json",
+    ]
+    result = CliRunner().invoke(
+        commands, [*arguments, "--optimizer", "momentum", "--master-weights"]
+    )
     assert result.exit_code == 0, result.output
     plan = decode(result.stdout.encode(), Plan, origin="stdout")
     assert held(plan) == [4 * parameters for parameters in held(plan, "parameters")]
@@ -230,8 +257,16 @@ def test_no_plan_holds_more_than_its_cap(
         optimizer=optimizer,
     )  # fmt: skip
     try:
-        plan = draft(graph, options, graph_digest="", capture=Provenance(verified=False), microbatch_shapes=[])
+        plan = draft(
+            graph,
+            options,
+            graph_digest="",
+            capture=Provenance(verified=False),
+            microbatch_shapes=[],
+        )
     except (InfeasibleError, InputError):
         return
     caps = (memory,) * ranks if isinstance(memory, int) else memory
-    assert all(rank.total.bound <= cap for rank, cap in zip(plan.prediction.memory, caps, strict=True))
+    assert all(
+        rank.total.bound <= cap for rank, cap in zip(plan.prediction.memory, caps, strict=True)
+    )

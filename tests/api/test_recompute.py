@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import example, same
 
 from pipecompile import InfeasibleError, InputError, pipecompile
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.checking import violations
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
+from pipecompile.api.soundness import violations
 from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
 from pipecompile.ir.plan import Plan, Saving
@@ -35,17 +35,28 @@ def peaks(plan: Plan) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("unet", "block"), ("gpt2", "sqrt"), sweep("unet", "sqrt"), sweep("gpt2", "block")]
+    ("name", "policy"),
+    [("unet", "block"), ("gpt2", "sqrt"), sweep("unet", "sqrt"), sweep("gpt2", "block")],
 )
 def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None:
     plan, comparisons = verify(
-        example(name), self_check=False, k=2, microbatches=4, costs="flops", schedule="1f1b", recompute=policy
+        example(name),
+        self_check=False,
+        k=2,
+        microbatches=4,
+        costs="flops",
+        schedule="1f1b",
+        recompute=policy,
     )
     assert plan.stages[0].regions and not plan.stages[-1].regions
-    assert all(difference.equal for comparison in comparisons for difference in comparison.differences)
+    assert all(
+        difference.equal for comparison in comparisons for difference in comparison.differences
+    )
 
 
-@pytest.mark.parametrize(("name", "share", "others"), [sweep("gpt2", 0.8, None), ("unet", 0.95, "1GiB")])
+@pytest.mark.parametrize(
+    ("name", "share", "others"), [sweep("gpt2", 0.8, None), ("unet", 0.95, "1GiB")]
+)
 def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
     """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
     fitting = planned(name)
@@ -54,7 +65,9 @@ def test_what_does_not_fit_is_computed_again(name: str, share: float, others: st
     memory = [cap if size == max(needed) else others for size in needed] if others else cap
     plan = planned(name, memory=memory, recompute="auto", pin=pin)
     caps = plan.options.caps(2)
-    assert caps is not None and all(size <= given for size, given in zip(peaks(plan), caps, strict=True))
+    assert caps is not None and all(
+        size <= given for size, given in zip(peaks(plan), caps, strict=True)
+    )
     assert set(plan.regions) == {rank for rank, size in enumerate(needed) if size > caps[rank]}
     assert compared(example(name), plan=plan, self_check=False)[1].passed
     again = sum(stage.recompute_ns for stage in plan.stages)
@@ -80,7 +93,11 @@ def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
     """The last stage is over its budget, and only `auto` computes anything of it again: that is said, and true."""
     fitting = planned("unet", schedule="gpipe")
     first, last = peaks(fitting)
-    asked: dict[str, Any] = {"schedule": "gpipe", "memory": [first, int(0.95 * last)], "pin": fitting.assignment}
+    asked: dict[str, Any] = {
+        "schedule": "gpipe",
+        "memory": [first, int(0.95 * last)],
+        "pin": fitting.assignment,
+    }
     with pytest.raises(InfeasibleError, match=r"; this would fit: recompute=auto$"):
         planned("unet", **asked, recompute=recompute)
     assert planned("unet", **asked, recompute="auto").stages[-1].regions
@@ -90,17 +107,29 @@ SINGLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 SEVERAL = ("interleaved-1f1b", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v")
 WHOLE_BACKWARDS = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
 EXACT = (
-    *((policy, schedule) for policy in ("stage", "except-last") for schedule in (*SINGLE, *SEVERAL)),
+    *(
+        (policy, schedule)
+        for policy in ("stage", "except-last")
+        for schedule in (*SINGLE, *SEVERAL)
+    ),
     *((policy, schedule) for policy in ("block", "sqrt") for schedule in WHOLE_BACKWARDS),
     *(("auto", schedule) for schedule in (*SINGLE, *SEVERAL)),
 )
 
 
 @pytest.mark.parametrize(("policy", "schedule"), EXACT)
-def test_every_policy_is_exact_under_every_schedule_that_allows_it(policy: str, schedule: str) -> None:
+def test_every_policy_is_exact_under_every_schedule_that_allows_it(
+    policy: str, schedule: str
+) -> None:
     """Loss, gradients and running statistics are those of the unsplit model."""
     target = normed()
-    options = {"k": 4, "microbatches": 4, "schedule": schedule, "costs": "flops", "recompute": policy}
+    options = {
+        "k": 4,
+        "microbatches": 4,
+        "schedule": schedule,
+        "costs": "flops",
+        "recompute": policy,
+    }
     options |= {"stages_per_rank": 2} if schedule in SEVERAL else {}
     options |= tight(target, options) if policy == "auto" else {}
     options |= {"loss_fn": target.loss_fn, "sample_target": target.targets, "self_check": False}
@@ -109,7 +138,11 @@ def test_every_policy_is_exact_under_every_schedule_that_allows_it(policy: str, 
     if policy in ("stage", "except-last"):
         assert kinds == {policy}
     elif policy == "auto":  # all but for the last microbatch takes less, where that fits
-        assert "regions" in kinds if schedule in WHOLE_BACKWARDS else kinds and kinds <= {"stage", "except-last"}
+        assert (
+            "regions" in kinds
+            if schedule in WHOLE_BACKWARDS
+            else kinds and kinds <= {"stage", "except-last"}
+        )
     else:
         assert kinds == {"regions"}
     loss = pipeline.step(target.call, target.targets)
@@ -133,13 +166,21 @@ class Counting(TorchDispatchMode):
 def test_what_is_computed_again_runs_twice_for_each_microbatch(schedule: str) -> None:
     """Also where both halves of a backward need it."""
     target = normed()
-    options = {"k": 4, "microbatches": 4, "schedule": schedule, "costs": "flops", "recompute": "stage"}
+    options = {
+        "k": 4,
+        "microbatches": 4,
+        "schedule": schedule,
+        "costs": "flops",
+        "recompute": "stage",
+    }
     options |= {"stages_per_rank": 2} if schedule in SEVERAL else {}
     options |= {"loss_fn": target.loss_fn, "sample_target": target.targets, "self_check": False}
     pipeline = pipecompile(target.model, target.call, **options)
     plan = pipeline.plan
     runs = [
-        2 if plan.stages[stage].recompute == "stage" else 1 for name, stage in plan.assignment.items() if is_tanh(name)
+        2 if plan.stages[stage].recompute == "stage" else 1
+        for name, stage in plan.assignment.items()
+        if is_tanh(name)
     ]
     assert len(runs) == 5 and 2 in runs
     with Counting(torch.ops.aten.tanh.default) as counting:
@@ -180,7 +221,9 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
 
 
 @pytest.mark.parametrize(("microbatches", "kind"), [(2, "stage"), (4, "regions")])
-def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(microbatches: int, kind: str) -> None:
+def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(
+    microbatches: int, kind: str
+) -> None:
     """With few microbatches most of a step is waiting, and a whole stage may recompute meanwhile."""
     target = normed()
     options = {"k": 4, "microbatches": microbatches, "schedule": "1f1b", "costs": "flops"}
@@ -196,7 +239,10 @@ def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(microbatche
 
 def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     options = {"schedule": "zb-h1", "k": 3, "pin": planned("gpt2", k=3).assignment}
-    plain, again = peaks(planned("gpt2", **options)), peaks(planned("gpt2", **options, recompute="stage"))
+    plain, again = (
+        peaks(planned("gpt2", **options)),
+        peaks(planned("gpt2", **options, recompute="stage")),
+    )
     assert again[0] < plain[0] and max(plain) == plain[0]
     plan = planned("gpt2", **options, memory=max(again), recompute="auto")
     assert (
@@ -210,7 +256,10 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recompute": "block", "schedule": "zb-h1"}, "recompute='block' is not possible under schedule 'zb-h1'"),
+        (
+            {"recompute": "block", "schedule": "zb-h1"},
+            "recompute='block' is not possible under schedule 'zb-h1'",
+        ),
         (
             {"recompute": "except-last", "schedule": "search"},
             "recompute='except-last' is not possible under schedule 'search'",
@@ -290,12 +339,17 @@ def test_regions_and_runs_in_two_places_are_found_out() -> None:
     region = first.regions[0]
     twice = replace(first, regions=(*first.regions, region))
     run = Saving(nodes=region, policies=("mask",), forward_ns=0, backward_ns=0)
-    for stage, message in ((twice, "in two regions"), (replace(first, saving=(run,)), "do not allow")):
+    for stage, message in (
+        (twice, "in two regions"),
+        (replace(first, saving=(run,)), "do not allow"),
+    ):
         (found,) = violations(replace(plan, stages=(stage, last)))
         assert message in found
     unasked = replace(plan, options=replace(plan.options, recompute="none"))
     assert "recomputes by 'regions', but recompute is 'none'" in violations(unasked)[0]
     allowed = replace(
-        plan, stages=(replace(first, saving=(run,)), last), options=replace(plan.options, saving=("mask",))
+        plan,
+        stages=(replace(first, saving=(run,)), last),
+        options=replace(plan.options, saving=("mask",)),
     )
     assert "computes it again too" in violations(allowed)[0]

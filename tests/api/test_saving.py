@@ -15,22 +15,22 @@ from torch.nn import functional
 from zoo import same
 
 from pipecompile import InfeasibleError, InputError
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.checking import violations
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.costing import Captured, cost_graph
+from pipecompile.api.costs import Captured, cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import draft, predicted
-from pipecompile.api.recomputing import Recomputing
-from pipecompile.api.staging import stages_of
+from pipecompile.api.plan import draft, predicted
+from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.soundness import violations
+from pipecompile.api.stages import stages_of
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
+from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.lives import Lives
 from pipecompile.ir.plan import Plan, Saving, Stage
-from pipecompile.ir.saving import Policy
-from pipecompile.memory.saving import offers
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.recompute.encoding_offers import offers
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v",
@@ -60,7 +60,9 @@ def target() -> Target:
 def costed() -> tuple[Captured, CostGraph]:
     """The model, captured and costed once for all plans."""
     subject = target()
-    captured = capture_target(subject, options_for(subject, k=2, microbatches=4, costs="flops"), verify=False)
+    captured = capture_target(
+        subject, options_for(subject, k=2, microbatches=4, costs="flops"), verify=False
+    )
     return captured, cost_graph(subject, "flops", 4, captured)
 
 
@@ -71,7 +73,9 @@ def planned(**options: Any) -> Plan:
         options_for(target(), **{"k": 2, "microbatches": 4, "costs": "flops", **options}),
         graph_digest=captured.digest,
         capture=captured.provenance,
-        microbatch_shapes=[tensor.shape for tensor in captured.capture.inputs.flatten(captured.sample)],
+        microbatch_shapes=[
+            tensor.shape for tensor in captured.capture.inputs.flatten(captured.sample)
+        ],
     )
 
 
@@ -79,13 +83,15 @@ def fitted(**options: Any) -> Plan:
     """The plan that fits as it is, its two stages made to fit `memory`: without the search for a cut."""
     plan, graph = planned(), costed()[1]
     chosen = options_for(target(), k=2, microbatches=4, costs="flops", **options)
-    stages = stages_of(graph, plan.assignment, Recomputing(graph, chosen, (0, 1), settled=True))
+    stages = stages_of(graph, plan.assignment, recomputing_for(graph, chosen, (0, 1), settled=True))
     return restaged(replace(plan, options=chosen), stages)
 
 
 def restaged(plan: Plan, stages: Sequence[Stage]) -> Plan:
     """With these stages, and what they take and hold."""
-    prediction = predicted(stages, plan.schedule, plan.links, plan.options.caps(plan.ranks), plan.allocator)
+    prediction = predicted(
+        stages, plan.schedule, plan.links, plan.options.caps(plan.ranks), plan.allocator
+    )
     search = replace(plan.search, values={**plan.search.values, "step_ns": prediction.step_ns})
     return replace(plan, stages=tuple(stages), prediction=prediction, search=search)
 
@@ -111,7 +117,9 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
     for stage in plan.stages:
         found = [offer.saving for offer in offers(reference()[1], before, stage.nodes, forms)]
         if forms == ("offload",):  # on a CPU it frees nothing, and is not offered
-            inner = tuple(name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES)
+            inner = tuple(
+                name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES
+            )
             found = [Saving(nodes=inner, policies=forms, forward_ns=0, backward_ns=0)]
         stages.append(replace(stage, saving=tuple(found)))
         before += stage.nodes
@@ -121,7 +129,9 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
 def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients and buffers after two steps."""
     subject = target()
-    pipeline = pipecompile(subject.model, subject.call, loss_fn=subject.loss_fn, plan=plan, self_check=False)
+    pipeline = pipecompile(
+        subject.model, subject.call, loss_fn=subject.loss_fn, plan=plan, self_check=False
+    )
     for _ in range(2):
         pipeline.step(subject.call)
     gradients = [p.grad for p in subject.model.parameters() if p.grad is not None]
@@ -133,7 +143,9 @@ def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
 def test_a_step_is_the_same_under_every_schedule(schedule: str, forms: tuple[Policy, ...]) -> None:
     plain, _, wanted = reference()
     changed = formed(planned(k=4, schedule=schedule, pin=plain.assignment), forms)
-    assert {policy for s in changed.stages for run in s.saving for policy in run.policies} == set(forms)
+    assert {policy for s in changed.stages for run in s.saving for policy in run.policies} == set(
+        forms
+    )
     got = trained(changed)
     assert len(got[0]) == len(list(target().model.parameters()))
     assert same(got, wanted)
@@ -145,7 +157,10 @@ def test_a_stage_that_does_not_fit_saves_otherwise_and_trains_the_same() -> None
     plan = planned(memory=cap, pin=fitting.assignment, saving=("relu", "pool", "mask"))
     assert max(peaks(plan)) <= cap
     assert plan.options.saving == ("mask", "relu", "pool") and not plan.regions
-    assert {len(stage.saving) > 0 for stage in plan.stages} == {True, False}  # where it fits nothing is done
+    assert {len(stage.saving) > 0 for stage in plan.stages} == {
+        True,
+        False,
+    }  # where it fits nothing is done
     assert not plan.search.proven
     assert same(trained(plan), trained(fitting))
     more = plan.prediction.step_ns - fitting.prediction.step_ns
@@ -156,12 +171,18 @@ def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
     every = ("mask", "relu", "pool")
     for share in (0.95, 0.8, 0.7):
         cap = int(share * max(peaks(planned())))
-        again, both = (fitted(memory=cap, recompute="auto", saving=saving) for saving in ((), every))
+        again, both = (
+            fitted(memory=cap, recompute="auto", saving=saving) for saving in ((), every)
+        )
         assert sum(s.extra_ns for s in both.stages) <= sum(s.extra_ns for s in again.stages)
         assert max(peaks(both)) <= cap
-        named = [set(chain(*s.regions)) & {n for run in s.saving for n in run.nodes} for s in both.stages]
+        named = [
+            set(chain(*s.regions)) & {n for run in s.saving for n in run.nodes} for s in both.stages
+        ]
         assert not any(named)
-        assert not any(s.recompute_bound_ns for s in both.stages)  # of all mixtures nothing is proven
+        assert not any(
+            s.recompute_bound_ns for s in both.stages
+        )  # of all mixtures nothing is proven
     assert planned(memory="1GiB", recompute="auto", saving=every).savings == {}
     assert planned(saving=every).savings == {}
 
@@ -169,7 +190,9 @@ def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
 def test_half_precision_is_for_what_nothing_exact_lets_fit_and_is_said_not_to_be_exact() -> None:
     fitting = planned()
     exact = fitted(memory=int(0.85 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
-    assert "half" not in {policy for s in exact.stages for run in s.saving for policy in run.policies}
+    assert "half" not in {
+        policy for s in exact.stages for run in s.saving for policy in run.policies
+    }
     with pytest.raises(InfeasibleError):
         fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool"))
     halved = fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
@@ -194,11 +217,23 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"saving": ("zip",)}, "saving='zip' is not known; choose one of mask, relu, pool, offload, half"),
+        (
+            {"saving": ("zip",)},
+            "saving='zip' is not known; choose one of mask, relu, pool, offload, half",
+        ),
         ({"saving": "mask"}, "saving='mask' is not a list of names"),
-        ({"saving": ("mask",), "recompute": "block"}, "saving goes with recompute none or auto, not with 'block'"),
-        ({"saving": ("mask",), "k": 4, "schedule": "looped-bfs"}, "saving chooses for ranks of one stage each"),
-        ({"saving": ("mask",), "schedule": "zb-h1"}, "saving is not planned under schedule 'zb-h1'"),
+        (
+            {"saving": ("mask",), "recompute": "block"},
+            "saving goes with recompute none or auto, not with 'block'",
+        ),
+        (
+            {"saving": ("mask",), "k": 4, "schedule": "looped-bfs"},
+            "saving chooses for ranks of one stage each",
+        ),
+        (
+            {"saving": ("mask",), "schedule": "zb-h1"},
+            "saving is not planned under schedule 'zb-h1'",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
@@ -212,9 +247,18 @@ UNASKED: dict[str, tuple[dict[str, Any], str]] = {
         {"saving": (Saving(nodes=NODES, policies=("half",), forward_ns=0, backward_ns=0),)},
         "saves by 'half', which the options do not allow",
     ),
-    "regions": ({"regions": (NODES,), "recompute": "regions"}, "recomputes by 'regions', but recompute is 'none'"),
-    "regions of a stage without": ({"regions": (NODES,)}, "recomputes by 'none', but has 1 regions"),
-    "a stage with regions without": ({"recompute": "regions"}, "recomputes by 'regions', but recompute is 'none'"),
+    "regions": (
+        {"regions": (NODES,), "recompute": "regions"},
+        "recomputes by 'regions', but recompute is 'none'",
+    ),
+    "regions of a stage without": (
+        {"regions": (NODES,)},
+        "recomputes by 'none', but has 1 regions",
+    ),
+    "a stage with regions without": (
+        {"recompute": "regions"},
+        "recomputes by 'regions', but recompute is 'none'",
+    ),
     "a time for nothing": ({"recompute_ns": 1}, "computes nothing again, but for 1 ns"),
     "a bound above the time": ({"recompute_bound_ns": 1}, "takes 0 ns more, but at least 1"),
 }

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from examples import models
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.checking import violations
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
+from pipecompile.api.soundness import violations
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.ir.plan import Plan
 
 
 def planned(target: Target, schedule: str, memory: int | None = None) -> Plan:
-    options = options_for(target, k=4, microbatches=8, costs="flops", schedule=schedule, memory=memory)
+    options = options_for(
+        target, k=4, microbatches=8, costs="flops", schedule=schedule, memory=memory
+    )
     return make_plan(target, options, capture_target(target, options, verify=False))
 
 

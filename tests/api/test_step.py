@@ -15,7 +15,7 @@ from zoo import example, first, same
 from pipecompile import InputError, Pipeline, StalePlanError, pipecompile
 from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for, verify
-from pipecompile.ir.serde import encode, write
+from pipecompile.ir.serialization import encode, write
 from tests.sweeps import sweep
 
 
@@ -30,7 +30,10 @@ def compiled(target: Target, **options: Any) -> Pipeline:
     [
         *((name, 4, "gpipe") for name in ("gpt2", "unet", "sequential")),
         ("t5", 2, "1f1b"),
-        *(sweep(name, 2, "1f1b") for name in ("gpt2", "bert", "llama", "unet", "sequential", "resnet50")),
+        *(
+            sweep(name, 2, "1f1b")
+            for name in ("gpt2", "bert", "llama", "unet", "sequential", "resnet50")
+        ),
         *(sweep(name, 4, "gpipe") for name in ("bert", "llama", "t5", "resnet50")),
     ],
 )
@@ -56,18 +59,26 @@ def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> N
         sweep("sequential", "gpipe", "except-last"),
     ],
 )
-def test_a_step_with_recompute_equals_the_unsplit_models(name: str, schedule: str, recompute: str) -> None:
-    _, comparisons = verify(example(name), k=3, microbatches=4, schedule=schedule, recompute=recompute, costs="flops")
+def test_a_step_with_recompute_equals_the_unsplit_models(
+    name: str, schedule: str, recompute: str
+) -> None:
+    _, comparisons = verify(
+        example(name), k=3, microbatches=4, schedule=schedule, recompute=recompute, costs="flops"
+    )
     assert all(d.equal for comparison in comparisons for d in comparison.differences)
 
 
 def batches(target: Target, count: int) -> list[tuple[Any, Any]]:
     """The example's minibatch, its samples in another order each time."""
-    orders = [torch.randperm(8, generator=torch.Generator().manual_seed(index)) for index in range(count)]
+    orders = [
+        torch.randperm(8, generator=torch.Generator().manual_seed(index)) for index in range(count)
+    ]
     picked = []
     for order in orders:
         args, kwargs, targets = torch.utils._pytree.tree_map_only(
-            Tensor, lambda value, order=order: value[order], (target.call.args, target.call.kwargs, target.targets)
+            Tensor,
+            lambda value, order=order: value[order],
+            (target.call.args, target.call.kwargs, target.targets),
         )
         picked.append((type(target.call)(args, kwargs), targets))
     return picked
@@ -79,13 +90,16 @@ def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> N
     pipeline = compiled(target, k=3)
     reference = reference_for(target, pipeline.plan)
     optimizers = [
-        torch.optim.SGD(p, lr=0.1, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())
+        torch.optim.SGD(p, lr=0.1, momentum=0.9)
+        for p in (pipeline.parameters(), reference.model.parameters())
     ]
     losses = []
     for index, (call, targets) in enumerate(batches(target, 5)):
         optimizers[0].zero_grad()
         got = pipeline.step(call, targets)
-        wanted = reference.step(replace(target, call=call, targets=targets), 4, seed=pipeline.seed, step=index)
+        wanted = reference.step(
+            replace(target, call=call, targets=targets), 4, seed=pipeline.seed, step=index
+        )
         for optimizer in optimizers:
             optimizer.step()
         assert got is not None
@@ -138,7 +152,9 @@ def test_a_failing_step_leaves_the_gradients_and_does_not_count() -> None:
     assert pipeline.steps == 1
 
 
-@pytest.mark.parametrize("name", ["unet", *map(sweep, ("gpt2", "bert", "t5", "llama", "sequential"))])
+@pytest.mark.parametrize(
+    "name", ["unet", *map(sweep, ("gpt2", "bert", "t5", "llama", "sequential"))]
+)
 def test_evaluation_is_the_models_in_eval_mode(name: str) -> None:
     target = example(name)
     pipeline = compiled(target, k=3)
@@ -149,7 +165,9 @@ def test_evaluation_is_the_models_in_eval_mode(name: str) -> None:
     with torch.no_grad():
         for start in range(0, 8, 2):
             args, kwargs = torch.utils._pytree.tree_map_only(
-                Tensor, lambda v, start=start: v[start : start + 2], (target.call.args, target.call.kwargs)
+                Tensor,
+                lambda v, start=start: v[start : start + 2],
+                (target.call.args, target.call.kwargs),
             )
             leaves.append(torch.utils._pytree.tree_leaves(model(*args, **kwargs)))
     assert type(result) is type(model(*first(2, target.call).args, **first(2, target.call).kwargs))
@@ -179,12 +197,19 @@ def test_train_and_eval_switch_a_step(name: str) -> None:
     for training in (True, False, True):
         switched.model.train(training)
         target = trained if training else fixed
-        target.model.load_state_dict(switched.model.state_dict())  # averages that the steps before have updated
+        target.model.load_state_dict(
+            switched.model.state_dict()
+        )  # averages that the steps before have updated
         wanted[training].steps = pipeline.steps  # random nodes draw by the number of the step
-        losses = pipeline.step(switched.call, switched.targets), wanted[training].step(target.call, target.targets)
+        losses = (
+            pipeline.step(switched.call, switched.targets),
+            wanted[training].step(target.call, target.targets),
+        )
         assert torch.equal(*losses)
         assert {part.training for part in switched.model.modules()} == {training}
-        gradients = [{n: p.grad for n, p in each.named_parameters()} for each in (pipeline, wanted[training])]
+        gradients = [
+            {n: p.grad for n, p in each.named_parameters()} for each in (pipeline, wanted[training])
+        ]
         assert same(*gradients)
         for each in (pipeline, wanted[training]):
             for parameter in each.parameters():
@@ -196,7 +221,9 @@ def test_a_part_is_frozen_after_compiling() -> None:
     pipeline = compiled(target)
     target.model.stem.norm.eval()
     twin.model.stem.norm.eval()
-    assert torch.equal(pipeline.step(target.call, target.targets), compiled(twin).step(twin.call, twin.targets))
+    assert torch.equal(
+        pipeline.step(target.call, target.targets), compiled(twin).step(twin.call, twin.targets)
+    )
     assert target.model.stem.norm.num_batches_tracked.item() == 0
 
 
@@ -222,7 +249,9 @@ def test_state_dicts_speak_the_original_names() -> None:
     again.load_state_dict(state)
     assert same(dict(other.model.state_dict()), dict(target.model.state_dict()))
     assert torch.equal(again.step(other.call), pipeline.step(target.call))
-    assert {name for name, _ in pipeline.named_parameters()} == {name for name, _ in target.model.named_parameters()}
+    assert {name for name, _ in pipeline.named_parameters()} == {
+        name for name, _ in target.model.named_parameters()
+    }
 
 
 def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None:
@@ -231,7 +260,9 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing() -> None
     before = {name: value.clone() for name, value in pipeline.state_dict().items()}
     state = {name: value + 1 for name, value in before.items()}
     with pytest.raises(InputError, match=r"0\.bias, 0\.weight are missing from the state dict"):
-        pipeline.load_state_dict({name: value for name, value in state.items() if not name.startswith("0.")})
+        pipeline.load_state_dict(
+            {name: value for name, value in state.items() if not name.startswith("0.")}
+        )
     with pytest.raises(InputError, match="other are not in the model, but in the state dict"):
         pipeline.load_state_dict({**state, "other": torch.zeros(1)})
     with pytest.raises(InputError, match=r"0\.bias have another shape in the state dict"):
@@ -294,6 +325,11 @@ def test_what_a_plan_predicts_is_simulated() -> None:
 def test_measured_costs_serve_a_plan(name: str) -> None:
     target = example(name)
     pipeline = pipecompile(
-        target.model, target.call, k=2, loss_fn=target.loss_fn, sample_target=target.targets, costs="measured"
+        target.model,
+        target.call,
+        k=2,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets,
+        costs="measured",
     )
     assert all(load > 0 for load in pipeline.plan.prediction.loads_ns)

@@ -17,7 +17,13 @@ from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import verify
-from pipecompile.errors import CaptureError, InfeasibleError, InputError, PipecompileError, StalePlanError
+from pipecompile.errors import (
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    PipecompileError,
+    StalePlanError,
+)
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from tests.sweeps import sweep
@@ -102,7 +108,11 @@ class WithSummary(nn.Module):
 @pytest.mark.parametrize("model", [FunctionalNorm, Regions])
 def test_hidden_effects_are_exact(model: type[nn.Module], recompute: str) -> None:
     _, found = verify(
-        Target(model(), arguments_of(model(), X)), k=2, microbatches=4, costs="flops", recompute=recompute
+        Target(model(), arguments_of(model(), X)),
+        k=2,
+        microbatches=4,
+        costs="flops",
+        recompute=recompute,
     )
     assert all(comparison.passed for comparison in found), found
 
@@ -126,7 +136,9 @@ def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
 def test_a_tie_forced_onto_one_stage(k: int) -> None:
     # The group spans the whole model, so the stages around it are not contiguous in the order of the forward.
     target = Target.of(models.gpt2(), "gpt2")
-    plan, found = verify(target, k=k, microbatches=4, costs="flops", groups=[["transformer.wte", "lm_head"]])
+    plan, found = verify(
+        target, k=k, microbatches=4, costs="flops", groups=[["transformer.wte", "lm_head"]]
+    )
     assert all(comparison.passed for comparison in found), found
     (tied,) = [parameter for parameter in plan.parameters if parameter.aliases]
     assert len(tied.stages) == 1
@@ -138,7 +150,11 @@ class SharedUnderAutocast(nn.Module):
     def __init__(self, calls: int, region: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.blocks, self.shared = nn.Embedding(32, 16), linears(4, 16), nn.Linear(16, 16)
+        self.embedding, self.blocks, self.shared = (
+            nn.Embedding(32, 16),
+            linears(4, 16),
+            nn.Linear(16, 16),
+        )
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.embedding.weight
         self.calls, self.region = calls, region
@@ -172,7 +188,11 @@ def test_weights_that_autocast_casts_once_have_the_gradients_of_the_whole(
     model, tokens = SharedUnderAutocast(calls, region), torch.arange(32).view(8, 4)
     with around():
         plan, found = verify(
-            Target(model, arguments_of(model, tokens)), k=2, microbatches=4, costs="flops", pin={"blocks_0": 0}
+            Target(model, arguments_of(model, tokens)),
+            k=2,
+            microbatches=4,
+            costs="flops",
+            pin={"blocks_0": 0},
         )
     assert all(comparison.passed for comparison in found), found
     assert sum("shared.weight" in stage.parameters for stage in plan.stages) == layers
@@ -200,7 +220,9 @@ class TwoRegions(nn.Module):
 
 def test_regions_that_the_cut_brings_side_by_side_cast_for_themselves() -> None:
     target = Target(TwoRegions(), arguments_of(TwoRegions(), X))
-    _, (found,) = verify(target, k=2, microbatches=4, costs="flops", pin={"tanh_1": 0, "between": 1})
+    _, (found,) = verify(
+        target, k=2, microbatches=4, costs="flops", pin={"tanh_1": 0, "between": 1}
+    )
     assert found.passed, found
 
 
@@ -210,7 +232,13 @@ def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
         r"shared_3\): to part them, call them outside autocast, or enter it with cache_enabled=False"
     )
     with pytest.raises(InfeasibleError, match=message):
-        pipecompile(SharedUnderAutocast(4, in_halves), torch.arange(32), k=16, costs="flops", self_check=False)
+        pipecompile(
+            SharedUnderAutocast(4, in_halves),
+            torch.arange(32),
+            k=16,
+            costs="flops",
+            self_check=False,
+        )
 
 
 def test_no_cut_lies_before_a_sum() -> None:
@@ -225,7 +253,9 @@ def test_no_cut_lies_before_a_sum() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x).sum(-1, keepdim=True))
 
-    with pytest.raises(InfeasibleError, match="first=0 and sum_1=1: these nodes cannot be separated"):
+    with pytest.raises(
+        InfeasibleError, match="first=0 and sum_1=1: these nodes cannot be separated"
+    ):
         compiled(Sum(), pin={"first": 0, "sum_1": 1})
 
 
@@ -302,6 +332,8 @@ def test_an_edited_plan_is_refused() -> None:
     edited: Plan = msgspec.structs.replace(made, stages=tuple(moved))
     with pytest.raises(PipecompileError):
         compiled(linears(6), plan=edited)
-    dropped = msgspec.structs.replace(made, stages=(first, msgspec.structs.replace(second, nodes=second.nodes[1:])))
+    dropped = msgspec.structs.replace(
+        made, stages=(first, msgspec.structs.replace(second, nodes=second.nodes[1:]))
+    )
     with pytest.raises(StalePlanError, match="the plan was edited"):
         compiled(linears(6), plan=dropped)

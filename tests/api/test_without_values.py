@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan, pipecompile
 from pipecompile.api.options import options_for
-from pipecompile.api.profiling import profiled
+from pipecompile.api.profile import profiled
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
-from pipecompile.ir.serde import encode
-from pipecompile.passes.propagate import without_values
+from pipecompile.graph.propagation import without_values
+from pipecompile.ir.serialization import encode
 from pipecompile.report.text import summary
 from tests.sweeps import sweep
 
@@ -39,7 +39,9 @@ def on_meta(given: Target, *, inputs: bool = True) -> Target:
 
 def without_inputs(given: Target) -> Target:
     args, kwargs, targets = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.to("meta"), (given.call.args, given.call.kwargs, given.targets)
+        Tensor,
+        lambda tensor: tensor.to("meta"),
+        (given.call.args, given.call.kwargs, given.targets),
     )
     return replace(given, call=Arguments(args, kwargs), targets=targets)
 
@@ -50,7 +52,13 @@ def faked(given: Target) -> Target:
         model = copy.deepcopy(given.model)
         for module in model.modules():
             for table in (module._parameters, module._buffers):
-                table.update({key: mode.from_tensor(value) for key, value in table.items() if value is not None})
+                table.update(
+                    {
+                        key: mode.from_tensor(value)
+                        for key, value in table.items()
+                        if value is not None
+                    }
+                )
     return replace(given, model=model)
 
 
@@ -61,7 +69,9 @@ def test_costs_are_those_of_the_model_in_memory(name: str, inputs: bool) -> None
     given = target(name)
     expected, _ = profiled(given, costs="flops", microbatches=2)
     found, profile = profiled(on_meta(given, inputs=inputs), costs="flops", microbatches=2)
-    assert encode(found) == encode(expected)  # the digest of the graph included: the plan fits a model in memory
+    assert encode(found) == encode(
+        expected
+    )  # the digest of the graph included: the plan fits a model in memory
     assert not profile.verified
 
 

@@ -31,10 +31,20 @@ def _chain(*times: int, parameters: tuple[int, ...] = ()) -> CostGraph:
     weights = parameters or (0,) * len(times)
     return CostGraph(
         nodes=tuple(
-            Node(name=name, forward_ns=time, backward_ns=0, parameter_bytes=weight, saved_bytes=0, group=None)
+            Node(
+                name=name,
+                forward_ns=time,
+                backward_ns=0,
+                parameter_bytes=weight,
+                saved_bytes=0,
+                group=None,
+            )
             for name, time, weight in zip(names, times, weights, strict=True)
         ),
-        tensors=tuple(Tensor(producer=a, consumers=(b,), bytes=8, gradient_bytes=8) for a, b in pairwise(names)),
+        tensors=tuple(
+            Tensor(producer=a, consumers=(b,), bytes=8, gradient_bytes=8)
+            for a, b in pairwise(names)
+        ),
     )
 
 
@@ -117,10 +127,14 @@ def test_more_stages_than_units_are_refused(baseline: Callable[[Problem], object
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("nodes", [20, 100, 1000])
-def test_synthetic_graphs_are_acyclic_and_about_as_large_as_asked_for(family: str, nodes: int) -> None:
+def test_synthetic_graphs_are_acyclic_and_about_as_large_as_asked_for(
+    family: str, nodes: int
+) -> None:
     graph = synthetic(family, nodes)
     assert 0.85 * nodes <= len(graph.nodes) <= nodes + 25
-    edges = nx.DiGraph((tensor.producer, name) for tensor in graph.tensors for name in tensor.consumers)
+    edges = nx.DiGraph(
+        (tensor.producer, name) for tensor in graph.tensors for name in tensor.consumers
+    )
     assert nx.is_directed_acyclic_graph(edges)
     assert len(Problem(graph, 2).units) == len(graph.nodes)
 

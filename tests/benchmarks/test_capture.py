@@ -32,13 +32,17 @@ def test_ours_is_exact_in_the_figures_or_refused_which_is_rare() -> None:
 
 
 def _captured(train: str, **checks: str) -> dict[str, Any]:
-    return {"captured": True, "checks": {"train": train, "batch": "exact", "eval": "refused: Error: no"} | checks}
+    return {
+        "captured": True,
+        "checks": {"train": train, "batch": "exact", "eval": "refused: Error: no"} | checks,
+    }
 
 
 def test_totals_count_what_is_wrong_without_an_error_once() -> None:
     nothing = {"captured": False, "error": "Error: no"}
     rows = [
-        dict.fromkeys(WAYS, nothing) | {OURS: _captured("exact", eval="exact"), "torch.export": _captured("wrong: a")},
+        dict.fromkeys(WAYS, nothing)
+        | {OURS: _captured("exact", eval="exact"), "torch.export": _captured("wrong: a")},
         dict.fromkeys(WAYS, nothing) | {"torch.export": _captured("wrong: a", batch="wrong: b")},
     ]
     found = dict(zip(WAYS, totals({"one": rows[0], "two": rows[1]}), strict=True))

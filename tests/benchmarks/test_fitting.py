@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from benchmarks.fitting import Fitting, planned
 from benchmarks.gpipe_memory import FORMATS, PAPER, Format, evenly
 from benchmarks.gpipe_models import Transformer, token_loss
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.errors import InfeasibleError
@@ -23,9 +23,17 @@ def small(recompute: str, mebibytes: int) -> Fitting:
         model, tokens = Transformer(3, 64), torch.zeros(4, 128, dtype=torch.long)
     target = Target(model, arguments_of(model, tokens), token_loss, tokens)
     options = options_for(
-        target, k=3, microbatches=4, memory=mebibytes << 20, optimizer="rmsprop", costs="flops", recompute=recompute
+        target,
+        k=3,
+        microbatches=4,
+        memory=mebibytes << 20,
+        optimizer="rmsprop",
+        costs="flops",
+        recompute=recompute,
     )
-    return Fitting(cost_graph(target, "flops", 4, capture_target(target, options, verify=False)), options)
+    return Fitting(
+        cost_graph(target, "flops", 4, capture_target(target, options, verify=False)), options
+    )
 
 
 def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
@@ -41,7 +49,11 @@ def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> N
     fitting = small(recompute, mebibytes)
     assert fits(fitting, fitting.most)
     more = sum(fitting.most) + 1
-    cuts = [(first, middle, more - first - middle) for first in range(1, more) for middle in range(1, more - first)]
+    cuts = [
+        (first, middle, more - first - middle)
+        for first in range(1, more)
+        for middle in range(1, more - first)
+    ]
     assert not [cut for cut in cuts if fits(fitting, cut)]
 
 

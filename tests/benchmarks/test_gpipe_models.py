@@ -20,7 +20,9 @@ def test_transformer(layers: int, published: float) -> None:
         assert parameters(Transformer(layers)) == pytest.approx(published, rel=0.005)
 
 
-@pytest.mark.parametrize(("cells", "filters", "published"), [(18, 208, 82e6), (18, 416, 318e6), (36, 544, 1.05e9)])
+@pytest.mark.parametrize(
+    ("cells", "filters", "published"), [(18, 208, 82e6), (18, 416, 318e6), (36, 544, 1.05e9)]
+)
 def test_amoebanet(cells: int, filters: int, published: float) -> None:
     with torch.device("meta"):
         assert parameters(AmoebaNet(cells, filters)) == pytest.approx(published, rel=0.01)

@@ -9,7 +9,9 @@ from pipecompile.schedule.search import best_named, search
 
 
 @pytest.mark.parametrize("setting", json.loads(schedules.TABLE_5.read_text())["rows"][:1])
-def test_rates_of_table_5_are_those_published(setting: schedules.Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_of_table_5_are_those_published(
+    setting: schedules.Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(schedules, "SECONDS", 0.3)
     ours, published = dict(schedules._rates(setting)), setting["published"]
     for name in ("1F1B", "ZB-H1", "ZB-H2"):
@@ -34,7 +36,9 @@ def test_large_problems_are_the_same_each_time(costs: str) -> None:
     assert one.caps == (2 * one.ranks,) * one.ranks
 
 
-def test_absent_instances_are_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absent_instances_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(schedules, "INSTANCES", schedules.ROOT / "nowhere")
     assert schedules.instances() == schedules.placements() == []
     assert "skipped" in capsys.readouterr().out

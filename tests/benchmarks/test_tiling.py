@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpipe_models import FusedLayer, Layer, Transformer, token_loss
 from benchmarks.tiling import tiled
-from pipecompile.api.capturing import capture_target
-from pipecompile.api.costing import cost_graph
+from pipecompile.api.capture import capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
@@ -35,7 +35,9 @@ class Shared(nn.Module):
 
 
 @cache
-def captured(layers: int, layer: type[Layer] = Layer, dtype: torch.dtype = torch.float32) -> CostGraph:
+def captured(
+    layers: int, layer: type[Layer] = Layer, dtype: torch.dtype = torch.float32
+) -> CostGraph:
     with torch.device("meta"):
         return costs(Transformer(layers, 64, layer).to(dtype), torch.zeros(4, 16, dtype=torch.long))
 
@@ -67,7 +69,12 @@ def anonymous(graph: CostGraph) -> CostGraph:
         for t in graph.tensors
     )
     nodes = tuple(
-        replace(n, name=names[n.name], group=names.get(n.group or "", n.group), saved=tuple(map(number, n.saved)))
+        replace(
+            n,
+            name=names[n.name],
+            group=names.get(n.group or "", n.group),
+            saved=tuple(map(number, n.saved)),
+        )
         for n in graph.nodes
     )
     gradients = tuple(
@@ -96,13 +103,17 @@ def anonymous(graph: CostGraph) -> CostGraph:
 
 @pytest.mark.parametrize(("layer", "dtype"), [(Layer, torch.float32), (FusedLayer, torch.bfloat16)])
 @pytest.mark.parametrize(("shallow", "deep"), [(3, 5), (5, 3)])
-def test_a_tiled_graph_is_the_captured_one(shallow: int, deep: int, layer: type[Layer], dtype: torch.dtype) -> None:
+def test_a_tiled_graph_is_the_captured_one(
+    shallow: int, deep: int, layer: type[Layer], dtype: torch.dtype
+) -> None:
     found = tiled(captured(shallow, layer, dtype), deep)
     assert anonymous(found) == anonymous(captured(deep, layer, dtype))
 
 
 def test_nodes_are_named_after_their_layer() -> None:
-    names = [node.name for node in tiled(captured(3), 12).nodes if node.module == "layers.10.project"]
+    names = [
+        node.name for node in tiled(captured(3), 12).nodes if node.module == "layers.10.project"
+    ]
     assert names == ["layer_10_project"]
 
 

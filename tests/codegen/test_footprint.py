@@ -13,24 +13,24 @@ from allocations import events, highest
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from pipecompile.api.costing import _limited
+from pipecompile.api.costs import _limited
 from pipecompile.codegen.regions import Regions
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.ir.allocator import ALLOCATORS
+from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.footprint import Footprint, size_of
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of
-from pipecompile.ir.lives import Lives
-from pipecompile.ir.memory import activation_curve, rank_memory
-from pipecompile.ir.moments import moments
 from pipecompile.ir.schedule import Action, Kind
+from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.rank import activation_curve, rank_memory
+from pipecompile.memory_model.snapshots import moments
+from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
-from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.distributed import _whole
 from pipecompile.runtime.stage import EagerStage, Live, Saved
@@ -213,7 +213,10 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.weight = nn.Parameter(torch.zeros(512, 32)), nn.Parameter(torch.zeros(1024, 32))
+        self.table, self.weight = (
+            nn.Parameter(torch.zeros(512, 32)),
+            nn.Parameter(torch.zeros(1024, 32)),
+        )
         self.register_buffer("places", torch.arange(16 * 24).reshape(16, 24))
 
     def forward(self, value: Tensor) -> Tensor:
@@ -262,8 +265,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), nn.Linear(32, 8)),
     "attention": lambda: nn.Sequential(nn.Linear(32, 32), Attention(), nn.Linear(32, 8)),
     "join": lambda: nn.Sequential(nn.Linear(32, 32), Join(), nn.Tanh()),
-    "mean": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), Mean(), nn.Linear(32, 8)),
-    "in place": lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(inplace=True), nn.Linear(32, 8)),
+    "mean": lambda: nn.Sequential(
+        nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), Mean(), nn.Linear(32, 8)
+    ),
+    "in place": lambda: nn.Sequential(
+        nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(inplace=True), nn.Linear(32, 8)
+    ),
     "views": lambda: nn.Sequential(nn.Linear(32, 32), Views(), nn.Tanh()),
     "function": lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), Doubled(), nn.Tanh()),
     "gate": lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), Gate(), nn.Linear(32, 8)),
@@ -307,7 +314,10 @@ UNORDERED = {
     "parts": VALUE,
     "lstm": 1 << 12,
 }
-FORWARD_TOO = {"turned", "lstm"}  # a linear copies what is not in order; oneDNN's layouts of an LSTM are not all known
+FORWARD_TOO = {
+    "turned",
+    "lstm",
+}  # a linear copies what is not in order; oneDNN's layouts of an LSTM are not all known
 NO_REGIONS: Regions = {}
 SOME, ALL = 25, 1000  # cuts
 TRIALS = 2  # on a busy machine the profiler loses events
@@ -328,12 +338,16 @@ def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
     predicted = predictions(graph, cuts, expected)
-    assert_held(name, cuts, predicted, lambda number, cut: run(captured, sample, cut, label=str(number)))
+    assert_held(
+        name, cuts, predicted, lambda number, cut: run(captured, sample, cut, label=str(number))
+    )
 
 
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(name: str, most: int) -> None:
+def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
+    name: str, most: int
+) -> None:
     """What it is given lies in order, as messages do."""
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
@@ -349,13 +363,17 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("first", [1, 0])
-def test_a_rank_of_stages_that_follow_each_other_holds_what_is_expected(first: int, name: str, most: int) -> None:
+def test_a_rank_of_stages_that_follow_each_other_holds_what_is_expected(
+    first: int, name: str, most: int
+) -> None:
     """The last two of three stages, as at the turn of a V, or all: they hand each other what they make."""
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
     predicted = {str(number): (turning(graph, cut, first), 0) for number, cut in enumerate(cuts)}
     run = partial(turn, captured, sample, first=first)
-    assert_held(name, cuts, predicted, lambda number, cut: run(cut, label=str(number)), is_near_turning)
+    assert_held(
+        name, cuts, predicted, lambda number, cut: run(cut, label=str(number)), is_near_turning
+    )
 
 
 def turns(first: int) -> list[Action]:
@@ -372,7 +390,10 @@ def turns(first: int) -> list[Action]:
 
 def turning(graph: CostGraph, cut: Cut, first: int) -> int:
     """The most that is expected to live above parameters, and what arrives."""
-    stages = {index: footprint_of(Lives(graph), chain(*cut[:index]), cut[index]) for index in range(first, 3)}
+    stages = {
+        index: footprint_of(Lives(graph), chain(*cut[:index]), cut[index])
+        for index in range(first, 3)
+    }
     found = rank_memory(stages, moments(turns(first)), microbatches=2, allocator=ALLOCATORS["cpu"])
     arrives = stages[first].received.expected + stages[first].inputs.expected
     return found.total.expected - found.parameters.expected - 2 * arrives
@@ -387,17 +408,25 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
     for microbatch in range(2):
         values[0, microbatch] = sample.args
         for stage in range(first):
-            values[stage + 1, microbatch], _ = runs[stage].forward(values[stage, microbatch], Moment(0, 0, microbatch))
+            values[stage + 1, microbatch], _ = runs[stage].forward(
+                values[stage, microbatch], Moment(0, 0, microbatch)
+            )
     with record_function(label):
         for action in turns(first):
             stage, microbatch = key = action.stage, action.microbatch or 0
             if action.kind is Kind.FORWARD:
                 given = values.pop(key) if stage > first else values[key]
-                values[stage + 1, microbatch], saved[key] = runs[stage].forward(given, Moment(0, 0, microbatch))
+                values[stage + 1, microbatch], saved[key] = runs[stage].forward(
+                    given, Moment(0, 0, microbatch)
+                )
             elif action.kind is Kind.BACKWARD_INPUT:
                 given = values.pop((stage + 1, microbatch))
-                gradients, live[key] = runs[stage].backward_input(saved.pop(key), given if stage < 2 else ())
-                values[stage, microbatch] = [None if each is None else _whole(each) for each in gradients]
+                gradients, live[key] = runs[stage].backward_input(
+                    saved.pop(key), given if stage < 2 else ()
+                )
+                values[stage, microbatch] = [
+                    None if each is None else _whole(each) for each in gradients
+                ]
                 del gradients
             else:
                 runs[stage].backward_weight(live.pop(key), {})
@@ -406,7 +435,9 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
 
 def test_gradients_of_inputs_that_are_views_of_one_take_its_memory_alone() -> None:
     """Of the last stage, which begins with a sum of values that lie in another order, or with a view before it."""
-    sample, captured, graph = profiled(nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8)))
+    sample, captured, graph = profiled(
+        nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8))
+    )
     cuts = [cut for cut in cuts_of(graph, ALL) if cut[2][0] == "transpose_2"]
     predicted = predictions(graph, cuts, expected)
     last = {label: figures for label, figures in predicted.items() if label.split()[1] == "2"}
@@ -417,10 +448,16 @@ def test_gradients_of_inputs_that_are_views_of_one_take_its_memory_alone() -> No
 def profiled(model: nn.Module) -> tuple[Arguments, Capture, CostGraph]:
     sample = Arguments((torch.randn(16, 24, 32),), {})
     captured = capture(model, sample)
-    return sample, captured, profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
+    return (
+        sample,
+        captured,
+        profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of),
+    )
 
 
-def predictions(graph: CostGraph, cuts: Sequence[Cut], figures: Callable[[Footprint], Figures]) -> Figures:
+def predictions(
+    graph: CostGraph, cuts: Sequence[Cut], figures: Callable[[Footprint], Figures]
+) -> Figures:
     """By cut, stage and action."""
     return {
         f"{number} {index} {what}": found
@@ -436,16 +473,23 @@ def is_near(name: str, label: str, predicted: tuple[int, int], measured: tuple[i
     return all(-less <= own - other <= more for own, other in zip(predicted, measured, strict=True))
 
 
-def is_near_halved(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
+def is_near_halved(
+    name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]
+) -> bool:
     """What is left is never more than predicted, and exact where all is in order."""
     peak, left = (own - other for own, other in zip(predicted, measured, strict=True))
     unordered = UNORDERED.get(name, 0)
     # What a first half leaves too much by the prediction, the second lets go of.
     less = unordered if "weight" in label else 0
-    return -less - SMALL <= left <= unordered + SMALL and -unordered - SMALL <= peak <= max(unordered, VALUE) + SMALL
+    return (
+        -less - SMALL <= left <= unordered + SMALL
+        and -unordered - SMALL <= peak <= max(unordered, VALUE) + SMALL
+    )
 
 
-def is_near_turning(name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
+def is_near_turning(
+    name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]
+) -> bool:
     """Never less than is held; more by what goes while second halves run, and what lies in one storage with others."""
     over, unordered = predicted[0] - measured[0], 2 * UNORDERED.get(name, 0)
     return -unordered - SMALL <= over <= 2 * VALUE + unordered + SMALL
@@ -464,10 +508,17 @@ def assert_held(
             for number, cut in enumerate(cuts):
                 run(number, cut)
         measured = {label: (highest(found[label]), sum(found[label])) for label in predicted}
-        wrong = [label for label in predicted if not is_near(name, label, predicted[label], measured[label])]
+        wrong = [
+            label
+            for label in predicted
+            if not is_near(name, label, predicted[label], measured[label])
+        ]
         if not wrong:
             break
-    assert not wrong, [(label, cuts[int(label.split()[0])], predicted[label], measured[label]) for label in wrong[:3]]
+    assert not wrong, [
+        (label, cuts[int(label.split()[0])], predicted[label], measured[label])
+        for label in wrong[:3]
+    ]
 
 
 def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
@@ -477,10 +528,14 @@ def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
     """
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}
-    bound |= {names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"}
+    bound |= {
+        names.index(node.name) + 1 for node in graph.nodes if node.operator == "torch.nn.LSTM"
+    }
     bound |= {names.index(node.name) for node in graph.nodes if node.operator == "operator.getitem"}
     for parameter in graph.parameters:
-        readers = [names.index(node.name) for node in graph.nodes if parameter.name in node.parameters]
+        readers = [
+            names.index(node.name) for node in graph.nodes if parameter.name in node.parameters
+        ]
         bound |= set(range(min(readers, default=0) + 1, max(readers, default=0) + 1))
     places = [place for place in range(2, len(names) - 1) if place not in bound]
     cuts = [(names[:i], names[i:j], names[j:]) for i, j in combinations(places, 2)]
@@ -490,7 +545,9 @@ def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
     """The most that lives in each action, and what it leaves, above what there was when it began."""
     kept = footprint.kept.expected
-    left = size_of(footprint.returned).expected + footprint.outputs.expected - kept  # outputs are sent, and wait
+    left = (
+        size_of(footprint.returned).expected + footprint.outputs.expected - kept
+    )  # outputs are sent, and wait
     made = footprint.gradients.expected
     return {
         "forward 0": (footprint.forward_peak.expected, kept),
@@ -531,14 +588,20 @@ def test_regions_within_regions_hold_what_the_footprint_says(regions: tuple[rang
     captured = capture(nn.Sequential(*layers), sample)
     graph = profile(captured.instantiate(sample), sample.args, Flops(), loss=loss_of)
     names = [node.name for node in graph.nodes]
-    chosen = [[node.name for node in graph.nodes if layer_of(node.module) in region] for region in regions]
+    chosen = [
+        [node.name for node in graph.nodes if layer_of(node.module) in region] for region in regions
+    ]
     wanted = expected(footprint_of(Lives(graph), (), names, chosen))
     plain = expected(footprint_of(Lives(graph), (), names))
     for _ in range(TRIALS):
         with events() as found:
             run(captured, sample, [names], label="", regions={0: chosen})
-        measured = {what: (highest(found[f" 0 {what}"]), sum(found[f" 0 {what}"])) for what in wanted}
-        near = all(abs(a - b) <= SMALL for w in wanted for a, b in zip(measured[w], wanted[w], strict=True))
+        measured = {
+            what: (highest(found[f" 0 {what}"]), sum(found[f" 0 {what}"])) for what in wanted
+        }
+        near = all(
+            abs(a - b) <= SMALL for w in wanted for a, b in zip(measured[w], wanted[w], strict=True)
+        )
         if near:
             break
     assert near, (wanted, measured)
@@ -573,10 +636,14 @@ def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(
     module = capture(nn.Sequential(*layers), sample).instantiate(sample)
     apply(module.graph, [Group()])
     graph = _limited(profile(module, sample.args, Flops(), loss=loss_of), module)
-    regions = [[n.name for n in graph.nodes if layer_of(n.module) in region] for region in WRITING[what]]
+    regions = [
+        [n.name for n in graph.nodes if layer_of(n.module) in region] for region in WRITING[what]
+    ]
     backwards = "0R0 0B0 0R1 0B1 0R2 0B2" if not regions else "0B0 0B1 0B2"
     row = [Action.parse(word) for word in f"0F0 0F1 0F2 {backwards}".split()]
-    left, most = rise_of(footprint_of(Lives(graph), (), [node.name for node in graph.nodes], regions), row)
+    left, most = rise_of(
+        footprint_of(Lives(graph), (), [node.name for node in graph.nodes], regions), row
+    )
     (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes}, {0: regions})
     for _ in range(TRIALS):
         with events() as found:
@@ -591,17 +658,24 @@ def rise_of(footprint: Footprint, row: Sequence[Action]) -> tuple[int, int]:
     """What is left by three forwards, and the most that lives, above what a stage holds always."""
     held = rank_memory({0: footprint}, moments(row), microbatches=3, allocator=ALLOCATORS["cpu"])
     curve = [amount.expected for _, amount in activation_curve({0: footprint}, row)]
-    return curve[2], sum(kind.expected for kind in (held.gradients, held.activations, held.workspace))
+    return curve[2], sum(
+        kind.expected for kind in (held.gradients, held.activations, held.workspace)
+    )
 
 
 def run_row(stage: StageModule, sample: Arguments, row: Sequence[Action]) -> None:
     """Three forwards, of which all is kept or computed again, and their backwards."""
-    made = EagerStage(stage.module, gradient_inputs=stage.gradient_inputs, loss=loss_of, buffers=stage.buffers)
+    made = EagerStage(
+        stage.module, gradient_inputs=stage.gradient_inputs, loss=loss_of, buffers=stage.buffers
+    )
     made.module.zero_grad()
     again = any(action.kind is Kind.RECOMPUTE for action in row)
     with record_function("row"):
         with record_function("forwards"):
-            saved = {number: made.forward(sample.args, Moment(0, 0, number), recompute=again)[1] for number in range(3)}
+            saved = {
+                number: made.forward(sample.args, Moment(0, 0, number), recompute=again)[1]
+                for number in range(3)
+            }
         for number in range(3):
             if again:
                 made.recompute(saved[number])
@@ -617,11 +691,15 @@ def layer_of(module: str) -> int:
     return int(module.split(".")[0] or -1)
 
 
-def stages_of(captured: Capture, sample: Arguments, cut: Cut, regions: Regions = NO_REGIONS) -> list[EagerStage]:
+def stages_of(
+    captured: Capture, sample: Arguments, cut: Cut, regions: Regions = NO_REGIONS
+) -> list[EagerStage]:
     """Ready to run, without gradients."""
     module = captured.instantiate(sample)
     apply(module.graph, [Group()])
-    stages = emit(module, {name: index for index, names in enumerate(cut) for name in names}, regions)
+    stages = emit(
+        module, {name: index for index, names in enumerate(cut) for name in names}, regions
+    )
     runs = [EagerStage(stage.module, gradient_inputs=stage.gradient_inputs) for stage in stages]
     runs[-1].loss = loss_of
     for stage in runs:
@@ -630,7 +708,12 @@ def stages_of(captured: Capture, sample: Arguments, cut: Cut, regions: Regions =
 
 
 def run(
-    captured: Capture, sample: Arguments, cut: Sequence[Sequence[str]], *, label: str, regions: Regions = NO_REGIONS
+    captured: Capture,
+    sample: Arguments,
+    cut: Sequence[Sequence[str]],
+    *,
+    label: str,
+    regions: Regions = NO_REGIONS,
 ) -> None:
     """Two microbatches, one after the other; nothing that travels between stages is let go."""
     runs = stages_of(captured, sample, cut, regions)
@@ -672,7 +755,9 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
                     gradients[place] = None if gradient is None else _whole(gradient)
                 del gradient
             left.append(live)
-            given = [None if gradient is None else gradient.clone() for gradient in gradients]  # received
+            given = [
+                None if gradient is None else gradient.clone() for gradient in gradients
+            ]  # received
             sent += [gradients, given]
             del live, gradients
         for index, stage in reversed(list(enumerate(runs))):

@@ -26,20 +26,21 @@ from zoo.models import MODELS as ZOO
 
 from examples import models as examples
 from pipecompile.api.target import Target
-from pipecompile.codegen.regions import Limits, Regions, copied_bytes, stage_order, uncheckable
+from pipecompile.codegen.regions import Regions, stage_order
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.codegen.transfer import transfer, transfer_regions
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.graph import recomputed_region as recompute
+from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.recomputability import RecomputeLimits, copied_bytes, recompute_limits
+from pipecompile.graph.recomputed_region import Recomputed, _Runs
+from pipecompile.graph.stages import origin_of
+from pipecompile.graph.ties import ties_of
 from pipecompile.ir.schedule import Action
-from pipecompile.passes import recompute
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
-from pipecompile.passes.recompute import Recomputed, _Runs
-from pipecompile.passes.relay import origin_of
-from pipecompile.passes.seed import Moment, at
-from pipecompile.passes.ties import ties_of
 from pipecompile.runtime.local import step
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import MODELS as SMALL
@@ -66,7 +67,10 @@ class Normed(nn.Module):
         return self.last(nn.functional.dropout(self.norm(self.first(value)).tanh(), 0.5)).sin()
 
 
-KEPT: dict[str, Callable[[], nn.Module]] = {**SMALL, "normed": lambda: nn.Sequential(Normed(), Normed(), nn.Tanh())}
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    **SMALL,
+    "normed": lambda: nn.Sequential(Normed(), Normed(), nn.Tanh()),
+}
 
 
 @dataclass(frozen=True)
@@ -87,17 +91,25 @@ def instantiated(made: Case) -> fx.GraphModule:
 
 
 def assignment_of(made: Case, cuts: Sequence[int]) -> dict[str, int]:
-    return {name: sum(unit >= cut for cut in cuts) for unit, names in enumerate(made.units) for name in names}
+    return {
+        name: sum(unit >= cut for cut in cuts)
+        for unit, names in enumerate(made.units)
+        for name in names
+    }
 
 
-def eager(made: Case, assignment: dict[str, int], regions: Regions) -> tuple[list[EagerStage], tuple[StageModule, ...]]:
+def eager(
+    made: Case, assignment: dict[str, int], regions: Regions
+) -> tuple[list[EagerStage], tuple[StageModule, ...]]:
     """The stages as one process runs them, with the gradients of tied parameters handed on."""
     module = instantiated(made)
     emitted = emit(module, assignment, regions)
     return eager_stages(made, module, emitted), emitted
 
 
-def outcome(made: Case, assignment: dict[str, int], regions: Regions, order: str | None = None) -> Outcome:
+def outcome(
+    made: Case, assignment: dict[str, int], regions: Regions, order: str | None = None
+) -> Outcome:
     """A step on the state of the model, which is as before afterwards."""
     model = made.capture.model
     start = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -125,7 +137,9 @@ def differences(wanted: Outcome, got: Outcome) -> list[str]:
     found = [] if same(wanted.losses, got.losses) else ["losses"]
     for left, right in ((wanted.gradients, got.gradients), (wanted.buffers, got.buffers)):
         found += [
-            n for n in left.keys() | right.keys() if n not in left or n not in right or not same(left[n], right[n])
+            n
+            for n in left.keys() | right.keys()
+            if n not in left or n not in right or not same(left[n], right[n])
         ]
     found += [] if wanted.names == got.names else ["names"]
     return found + ([] if torch.equal(wanted.generator, got.generator) else ["the generator"])
@@ -134,7 +148,7 @@ def differences(wanted: Outcome, got: Outcome) -> list[str]:
 # -- any regions
 
 
-def units(order: Sequence[str], limits: Limits) -> Iterator[list[str]]:
+def units(order: Sequence[str], limits: RecomputeLimits) -> Iterator[list[str]]:
     """Runs of a stage's nodes that lie in a region together or not at all; what may lie in none is left out."""
     place = {name: index for index, name in enumerate(order)}
     until, run = 0, list[str]()
@@ -148,7 +162,9 @@ def units(order: Sequence[str], limits: Limits) -> Iterator[list[str]]:
     assert not run
 
 
-def drawn(order: Sequence[str], limits: Limits, seed: int, *, nested: bool = False) -> list[list[str]]:
+def drawn(
+    order: Sequence[str], limits: RecomputeLimits, seed: int, *, nested: bool = False
+) -> list[list[str]]:
     """Regions of random lengths, and with `nested` others within them."""
     dice, regions, current = random.Random(seed), list[list[list[str]]](), list[list[str]]()
     for unit in units(order, limits):
@@ -169,11 +185,17 @@ def drawn(order: Sequence[str], limits: Limits, seed: int, *, nested: bool = Fal
     return [[name for unit in region for name in unit] for region in (*found, *inner)]
 
 
-def drawn_for(made: Case, assignment: dict[str, int], seed: int, *, nested: bool = False) -> dict[int, list[list[str]]]:
+def drawn_for(
+    made: Case, assignment: dict[str, int], seed: int, *, nested: bool = False
+) -> dict[int, list[list[str]]]:
     module = instantiated(made)
-    limits = uncheckable(module)
-    orders = {stage: stage_order(module.graph, assignment, stage) for stage in set(assignment.values())}
-    return {stage: drawn(order, limits, seed + stage, nested=nested) for stage, order in orders.items()}
+    limits = recompute_limits(module)
+    orders = {
+        stage: stage_order(module.graph, assignment, stage) for stage in set(assignment.values())
+    }
+    return {
+        stage: drawn(order, limits, seed + stage, nested=nested) for stage, order in orders.items()
+    }
 
 
 @cache
@@ -192,7 +214,10 @@ def test_regions_where_values_skip_stages() -> None:
     order = "0F0 1F0 2F0 0F1 1F1 2F1 2B0 1B0 0B0 2B1 1B1 0B1"
     wanted = outcome(made, assignment, {}, order)
     for seed in range(2):
-        assert differences(wanted, outcome(made, assignment, drawn_for(made, assignment, seed), order)) == []
+        assert (
+            differences(wanted, outcome(made, assignment, drawn_for(made, assignment, seed), order))
+            == []
+        )
 
 
 @cache
@@ -209,7 +234,9 @@ def test_any_regions_train_as_none(name: str) -> None:
         assignment = assignment_of(made, cuts)
         for seed in seeds:
             regions = drawn_for(made, assignment, seed, nested=seed % 2 == 1)
-            with patch.object(Recomputed, "compute", autospec=True, side_effect=Recomputed.compute) as runs:
+            with patch.object(
+                Recomputed, "compute", autospec=True, side_effect=Recomputed.compute
+            ) as runs:
                 found = outcome(made, assignment, regions)
             again += runs.call_count - 2 * sum(map(len, regions.values()))
             assert differences(plain(name, cuts), found) == [], regions
@@ -303,7 +330,9 @@ class Annealed(nn.Module):
 
 
 STATE: dict[str, Callable[[], nn.Module]] = {
-    "annealed": lambda: nn.Sequential(nn.Linear(8, 8), Annealed(), nn.Tanh(), Annealed(), nn.Linear(8, 8)),
+    "annealed": lambda: nn.Sequential(
+        nn.Linear(8, 8), Annealed(), nn.Tanh(), Annealed(), nn.Linear(8, 8)
+    ),
     "statistics": lambda: nn.Sequential(nn.Linear(8, 8), Statistics(), Statistics(), nn.Tanh()),
     "lesson": lambda: nn.Sequential(nn.Linear(8, 8), Lesson(), Lesson(), nn.Tanh()),
     "recurrent": Recurrent,
@@ -314,7 +343,8 @@ STATE: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "autocast"), [*((name, False) for name in STATE), ("lesson", True), ("statistics", True)]
+    ("name", "autocast"),
+    [*((name, False) for name in STATE), ("lesson", True), ("statistics", True)],
 )
 def test_state_of_every_kind_in_regions_of_every_kind(name: str, autocast: bool) -> None:
     """With the user's own autocast around all, too."""
@@ -355,7 +385,9 @@ def test_a_backward_may_run_in_another_thread() -> None:
 
     def gradients(regions: Regions) -> list[Tensor | None]:
         (stage,), _ = eager(made, assignment_of(made, ()), regions)
-        flights = [stage.forward(made.inputs, Moment(0, 0, microbatch))[1] for microbatch in range(2)]
+        flights = [
+            stage.forward(made.inputs, Moment(0, 0, microbatch))[1] for microbatch in range(2)
+        ]
         with ThreadPoolExecutor(1) as thread:
             for saved in flights:
                 thread.submit(stage.backward, saved, (), {}).result()
@@ -381,7 +413,11 @@ def test_after_the_backward_nothing_is_left() -> None:
     gc.disable()
     try:
         with patch.object(_Runs, "__init__", noted):
-            outcome(made, assignment_of(made, ()), drawn_for(made, assignment_of(made, ()), 3, nested=True))
+            outcome(
+                made,
+                assignment_of(made, ()),
+                drawn_for(made, assignment_of(made, ()), 3, nested=True),
+            )
         assert runs and all(run() is None for run in runs)
     finally:
         gc.enable()
@@ -389,7 +425,15 @@ def test_after_the_backward_nothing_is_left() -> None:
 
 def test_a_stage_that_is_one_region() -> None:
     made = case("buffers")
-    regions = {0: [[n for unit in units(list(made_order(made)), uncheckable(instantiated(made))) for n in unit]]}
+    regions = {
+        0: [
+            [
+                n
+                for unit in units(list(made_order(made)), recompute_limits(instantiated(made)))
+                for n in unit
+            ]
+        ]
+    }
     assert differences(plain("buffers", ()), outcome(made, assignment_of(made, ()), regions)) == []
 
 
@@ -407,14 +451,20 @@ def test_a_stage_with_regions_may_be_recomputed_as_a_whole() -> None:
 # -- what runs, and how often
 
 
-def counted(layers: Sequence[nn.Module], regions: Sequence[Sequence[int]], *, evaluate: bool = False) -> list[int]:
+def counted(
+    layers: Sequence[nn.Module], regions: Sequence[Sequence[int]], *, evaluate: bool = False
+) -> list[int]:
     """How often each layer runs for a microbatch."""
     torch.manual_seed(0)
     calls = Counter[int]()
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
     made = case_of(nn.Sequential(*layers), Arguments((torch.randn(4, 8),), {}))
-    names = {str(node.target): node.name for node in instantiated(made).graph.nodes if node.op == "call_module"}
+    names = {
+        str(node.target): node.name
+        for node in instantiated(made).graph.nodes
+        if node.op == "call_module"
+    }
     chosen = [[names[str(index)] for index in region] for region in regions]
     (stage,), _ = eager(made, assignment_of(made, ()), {0: chosen})
     calls.clear()
@@ -432,7 +482,14 @@ def test_a_region_runs_twice_up_to_the_last_that_saves() -> None:
     """A linear saves what comes in, before it computes: torch stops there. tanh saves what it gives."""
 
     def layers() -> list[nn.Module]:
-        return [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Identity(), nn.Dropout(0.5), nn.Linear(8, 8)]
+        return [
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Linear(8, 8),
+            nn.Identity(),
+            nn.Dropout(0.5),
+            nn.Linear(8, 8),
+        ]
 
     assert counted(layers(), []) == [1] * 6
     assert counted(layers(), [[1, 2, 3, 4]]) == [1, 2, 2, 2, 2, 1]
@@ -453,7 +510,11 @@ def test_within_another_a_region_runs_three_times() -> None:
 
 
 def test_an_evaluation_computes_once() -> None:
-    assert counted([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)], [[0, 1, 2]], evaluate=True) == [1, 1, 1]
+    assert counted([nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)], [[0, 1, 2]], evaluate=True) == [
+        1,
+        1,
+        1,
+    ]
 
 
 # -- what it keeps
@@ -487,11 +548,14 @@ def storages(values: Sequence[Any]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in tensors}
 
 
-def expected_bytes(stage: StageModule, inputs: Sequence[Tensor], regions: Sequence[Sequence[str]]) -> int:
+def expected_bytes(
+    stage: StageModule, inputs: Sequence[Tensor], regions: Sequence[Sequence[str]]
+) -> int:
     """Saved outside of regions, read by regions that save anything and lie in no other, or sent on."""
     run = Keeping(stage.module)
     leaves = [
-        value.detach().requires_grad_(needed) for value, needed in zip(inputs, stage.gradient_inputs, strict=True)
+        value.detach().requires_grad_(needed)
+        for value, needed in zip(inputs, stage.gradient_inputs, strict=True)
     ]
     with at(NOW):
         outputs = run.run(*leaves)
@@ -500,9 +564,15 @@ def expected_bytes(stage: StageModule, inputs: Sequence[Tensor], regions: Sequen
     for name, own in run.saved.items():
         held |= {} if name in inside else own
     for region in (one for one in regions if not any(set(one) < set(other) for other in regions)):
-        nodes = [node for node in stage.module.graph.nodes if origin_of(node) in region and node.op != "placeholder"]
+        nodes = [
+            node
+            for node in stage.module.graph.nodes
+            if origin_of(node) in region and node.op != "placeholder"
+        ]
         if any(run.saved[name] for name in region):
-            held |= storages([run.env[s] for node in nodes for s in node.all_input_nodes if s not in nodes])
+            held |= storages(
+                [run.env[s] for node in nodes for s in node.all_input_nodes if s not in nodes]
+            )
     for owned in storages([*leaves, *stage.module.parameters(), *stage.module.buffers()]):
         held.pop(owned, None)
     return sum(held.values())
@@ -532,7 +602,11 @@ def test_between_forward_and_backward_a_stage_keeps_what_regions_read(name: str)
             for label, stage, values in trials:
                 with record_function(label):
                     kept.append(stage.forward(values, NOW))
-        wrong = {n: (wanted[n], sum(found[n])) for n in wanted if not 0 <= sum(found[n]) - wanted[n] <= SMALL_BYTES}
+        wrong = {
+            n: (wanted[n], sum(found[n]))
+            for n in wanted
+            if not 0 <= sum(found[n]) - wanted[n] <= SMALL_BYTES
+        }
         if not wrong:
             break
     assert wrong == {}
@@ -612,10 +686,18 @@ REFUSED: dict[str, tuple[type[nn.Module], list[list[str]], str]] = {
     "an input": (Parts, [["x", "stem"]], "may not hold x: it computes nothing"),
     "the output": (Parts, [["cos", "exp_2", "output"]], "may not hold output"),
     "a parameter": (Written, [["weight", "clamp_"]], "may not hold weight: it computes nothing"),
-    "written parameters": (Written, [["clamp_", "matmul"]], "may not hold clamp_: it writes to a parameter"),
+    "written parameters": (
+        Written,
+        [["clamp_", "matmul"]],
+        "may not hold clamp_: it writes to a parameter",
+    ),
     "a change of an input": (OnInput, [["requires_grad_", "stem"]], "it acts on x itself"),
     "a gradient": (Inner, [["grad"]], "goes back through the nodes before it"),
-    "on the way of a gradient": (Inner, [["tanh", "sin"]], "it goes with grad, of which it goes back"),
+    "on the way of a gradient": (
+        Inner,
+        [["tanh", "sin"]],
+        "it goes with grad, of which it goes back",
+    ),
     "half a tuple": (Parts, [["tanh", "chunk"]], "parts chunk from getitem, getitem_1"),
     "half a write": (Parts, [["cat", "head"]], "parts head from mul_"),
     "half a cast": (CastOnce, [["tanh", "twice"]], "parts twice from twice_1"),
@@ -623,7 +705,11 @@ REFUSED: dict[str, tuple[type[nn.Module], list[list[str]], str]] = {
     "a stranger": (Parts, [["stem", "nobody"]], "names nobody, which is no node of the stage"),
     "gaps": (Parts, [["stem", "exp"]], "is no run of the stage's nodes"),
     "another order": (Parts, [["sin", "mul_"]], "is no run of the stage's nodes"),
-    "an overlap": (Parts, [["head", "mul_", "sin"], ["sin", "cos"]], "two regions of stage 0 share sin"),
+    "an overlap": (
+        Parts,
+        [["head", "mul_", "sin"], ["sin", "cos"]],
+        "two regions of stage 0 share sin",
+    ),
     "one twice": (Parts, [["sin"], ["sin"]], "two regions of stage 0 share sin"),
 }
 
@@ -648,7 +734,9 @@ def test_an_impossible_region_is_refused(what: str) -> None:
 
 def test_a_region_of_another_stage_is_refused() -> None:
     module = graph_of(Parts)
-    names = stage_order(module.graph, {n.name: 0 for n in module.graph.nodes if n.op != "get_attr"}, 0)
+    names = stage_order(
+        module.graph, {n.name: 0 for n in module.graph.nodes if n.op != "get_attr"}, 0
+    )
     assignment = {name: int(index >= names.index("sin")) for index, name in enumerate(names)}
     with pytest.raises(InputError, match="of stage 0 names sin"):
         emit(module, assignment, {0: [["sin"]]})
@@ -660,7 +748,12 @@ def test_weights_that_are_cast_once_are_bound_for_a_reason() -> None:
     made = case_of(CastOnce(), Arguments((torch.randn(4, 8),), {}))
     assignment = assignment_of(made, ())
     wanted = outcome(made, assignment, {})
-    assert differences(wanted, outcome(made, assignment, {0: [["tanh", "twice", "tanh_1", "twice_1"]]})) == []
+    assert (
+        differences(
+            wanted, outcome(made, assignment, {0: [["tanh", "twice", "tanh_1", "twice_1"]]})
+        )
+        == []
+    )
     with patch("pipecompile.codegen.stages.check_regions"):
         apart = outcome(made, assignment, {0: [["tanh", "twice"]]})
         assert set(differences(wanted, apart)) == {"twice.bias", "twice.weight"}
@@ -693,7 +786,9 @@ def test_what_a_stage_receives_is_cast_as_in_the_whole_model(own: bool) -> None:
             assert_equal(made, [cut])
             assignment = assignment_of(made, [cut])
             regions = drawn_for(made, assignment, cut)
-            assert differences(outcome(made, assignment, {}), outcome(made, assignment, regions)) == []
+            assert (
+                differences(outcome(made, assignment, {}), outcome(made, assignment, regions)) == []
+            )
 
 
 def test_a_region_that_ends_early_leaves_autocast_and_the_cache_of_its_casts() -> None:
@@ -701,7 +796,7 @@ def test_a_region_that_ends_early_leaves_autocast_and_the_cache_of_its_casts() -
     made = case("autocast")
     assignment = assignment_of(made, ())
     order = made_order(made)
-    limits = uncheckable(instantiated(made))
+    limits = recompute_limits(instantiated(made))
     whole = [name for unit in units(order, limits) for name in unit]
     for end in range(3, len(whole) - 1):
         outcome(made, assignment, {0: [whole[:end]]})
@@ -729,7 +824,9 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
         torch.manual_seed(0)
         made = case_of(KEPT["normed"](), Arguments((torch.randn(4, 24, 32),), {}))
         assignment = assignment_of(made, ())
-        (stage,), (emitted,) = eager(made, assignment, drawn_for(made, assignment, 0) if regions else {})
+        (stage,), (emitted,) = eager(
+            made, assignment, drawn_for(made, assignment, 0) if regions else {}
+        )
         emitted.module.to(torch.float64)
         state = emitted.module.state_dict()
         emitted.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
@@ -743,8 +840,12 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
     assert same(trained(False), trained(True))
 
 
-@pytest.mark.parametrize(("regions", "error"), [({}, RuntimeError), ({0: [["_0", "_1", "_2"]]}, InputError)])
-def test_parameters_written_to_before_the_backward_are_an_error(regions: Regions, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("regions", "error"), [({}, RuntimeError), ({0: [["_0", "_1", "_2"]]}, InputError)]
+)
+def test_parameters_written_to_before_the_backward_are_an_error(
+    regions: Regions, error: type[Exception]
+) -> None:
     """Without regions autograd says so; what is computed again would silently be another step's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
@@ -765,11 +866,17 @@ def test_statistics_move_once_also_after_buffers_were_moved() -> None:
 
     def average(*, recompute: bool) -> Tensor:
         torch.manual_seed(0)
-        made = case_of(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), Arguments((torch.randn(4, 8),), {}))
+        made = case_of(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), Arguments((torch.randn(4, 8),), {})
+        )
         (emitted,) = emit(instantiated(made), assignment_of(made, ()))
         emitted.module.to(torch.float64)
-        stage = EagerStage(emitted.module, gradient_inputs=(False,), loss=loss_of, buffers=emitted.buffers)
-        _, saved = stage.forward([value.double() for value in made.inputs], NOW, recompute=recompute)
+        stage = EagerStage(
+            emitted.module, gradient_inputs=(False,), loss=loss_of, buffers=emitted.buffers
+        )
+        _, saved = stage.forward(
+            [value.double() for value in made.inputs], NOW, recompute=recompute
+        )
         if recompute:
             stage.recompute(saved)
         stage.backward(saved, (), {})
@@ -812,7 +919,9 @@ def test_regions_are_found_again_in_the_graph_of_another_mode(name: str) -> None
         stages = transfer(assignment, made.capture.graph, graph, holders)
         moved = transfer_regions(regions, made.capture.graph, graph, stages)
         held = [name for chosen in moved.values() for region in chosen for name in region]
-        assert len(held) > 0.4 * sum(len(region) for chosen in regions.values() for region in chosen)
+        assert len(held) > 0.4 * sum(
+            len(region) for chosen in regions.values() for region in chosen
+        )
         assert differences(outcome(other, stages, {}), outcome(other, stages, moved)) == []
     finally:
         model.train()

@@ -13,22 +13,22 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
-from pipecompile.codegen.regions import uncheckable
 from pipecompile.codegen.stages import emit
 from pipecompile.cost_models.flops import Flops
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.graph.encoded_run import Saved
+from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.recomputability import recompute_limits
+from pipecompile.ir.encodings import CHUNK_ELEMENTS, Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.holding import footprint_of
-from pipecompile.ir.lives import Lives
-from pipecompile.ir.saving import CHUNK_ELEMENTS, Policy
-from pipecompile.memory.saving import offers
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
-from pipecompile.passes.saved import Saved
-from pipecompile.passes.seed import Moment
 from pipecompile.profiling.profile import profile
+from pipecompile.recompute.encoding_offers import offers
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import expected, loss_of
 
@@ -43,7 +43,10 @@ class Block(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs)
+        self.convolution, self.norm = (
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         return functional.max_pool2d(self.norm(self.convolution(image)).relu(), 2)
@@ -62,9 +65,14 @@ class Wide(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "wide": (lambda: nn.Sequential(nn.Linear(64, 64), Wide(), Wide(), nn.Linear(64, 8)), (64, 64, 64)),
+    "wide": (
+        lambda: nn.Sequential(nn.Linear(64, 64), Wide(), Wide(), nn.Linear(64, 8)),
+        (64, 64, 64),
+    ),
     "blocks": (
-        lambda: nn.Sequential(Block(16, 32), Block(32, 32), Block(32, 32), nn.Flatten(), nn.Linear(2048, 8)),
+        lambda: nn.Sequential(
+            Block(16, 32), Block(32, 32), Block(32, 32), nn.Flatten(), nn.Linear(2048, 8)
+        ),
         (8, 16, 64, 64),
     ),
 }
@@ -79,7 +87,7 @@ class Case:
         self.model, self.sample = make(), Arguments((torch.randn(size),), {})
         self.capture = capture(self.model, self.sample)
         graph = profile(self.module(), self.sample.args, Flops(), loss=loss_of)
-        limits = uncheckable(self.module())
+        limits = recompute_limits(self.module())
         nodes = tuple(replace(node, again=node.name not in limits.never) for node in graph.nodes)
         self.graph: CostGraph = replace(graph, nodes=nodes, together=limits.together)
         names = [node.name for node in self.graph.nodes]
@@ -93,8 +101,14 @@ class Case:
 
     def runs(self, *policies: Policy) -> Runs:
         """All that these policies make smaller."""
-        found = (offers(Lives(self.graph), chain(*self.cut[:i]), names, policies) for i, names in enumerate(self.cut))
-        return {i: [(offer.saving.nodes, offer.saving.policies) for offer in each] for i, each in enumerate(found)}
+        found = (
+            offers(Lives(self.graph), chain(*self.cut[:i]), names, policies)
+            for i, names in enumerate(self.cut)
+        )
+        return {
+            i: [(offer.saving.nodes, offer.saving.policies) for offer in each]
+            for i, each in enumerate(found)
+        }
 
     def predicted(self, runs: Runs) -> dict[str, tuple[int, int]]:
         """The most in each action, and what it leaves."""
@@ -102,13 +116,19 @@ class Case:
             footprint_of(Lives(self.graph), chain(*self.cut[:index]), names, (), runs[index])
             for index, names in enumerate(self.cut)
         )
-        return {f"{i} {what}": figures for i, each in enumerate(footprints) for what, figures in expected(each).items()}
+        return {
+            f"{i} {what}": figures
+            for i, each in enumerate(footprints)
+            for what, figures in expected(each).items()
+        }
 
     def train(self, runs: Runs) -> list[Tensor]:
         """Gradients and buffers after two microbatches, one after the other; the model is as before."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         stages = emit(self.module(), self.assignment, {}, runs)
-        eager = [EagerStage(s.module, gradient_inputs=s.gradient_inputs, random=s.random) for s in stages]
+        eager = [
+            EagerStage(s.module, gradient_inputs=s.gradient_inputs, random=s.random) for s in stages
+        ]
         eager[-1].loss = loss_of
         self.model.zero_grad()
         sent: list[object] = []
@@ -134,9 +154,16 @@ class Case:
 
 @pytest.mark.parametrize(
     ("name", "policies"),
-    [("wide", ("mask",)), ("blocks", ("relu", "pool")), ("wide", ("half",)), ("blocks", ("relu", "pool", "half"))],
+    [
+        ("wide", ("mask",)),
+        ("blocks", ("relu", "pool")),
+        ("wide", ("half",)),
+        ("blocks", ("relu", "pool", "half")),
+    ],
 )
-def test_a_stage_holds_what_is_predicted_and_trains_the_same(name: str, policies: tuple[Policy, ...]) -> None:
+def test_a_stage_holds_what_is_predicted_and_trains_the_same(
+    name: str, policies: tuple[Policy, ...]
+) -> None:
     case = Case(name)
     runs, plain = case.runs(*policies), case.train({})
     assert all(runs.values())
@@ -176,15 +203,21 @@ def test_all_nodes_in_one_run_and_none_of_its_inputs_or_parameters_is_moved() ->
     assert call.target.spared  # the tensor that comes in, and parameters read by themselves
     kept = footprint_of(Lives(case.graph), case.cut[0], case.cut[1], (), runs[1]).kept.expected
     state = sum(value.nbytes for value in case.model.state_dict().values())
-    assert 0 < kept < state + footprint_of(Lives(case.graph), case.cut[0], case.cut[1]).kept.expected
+    assert (
+        0 < kept < state + footprint_of(Lives(case.graph), case.cut[0], case.cut[1]).kept.expected
+    )
 
 
 def test_runs_that_cannot_be_are_refused() -> None:
     case = Case("blocks")
     names = case.cut[1]
-    with pytest.raises(InputError, match=rf"{names[1]} of stage 1 saves by policies twice, or in a region too"):
+    with pytest.raises(
+        InputError, match=rf"{names[1]} of stage 1 saves by policies twice, or in a region too"
+    ):
         emit(case.module(), case.assignment, {1: [names[1:3]]}, {1: [(names[:2], ("relu",))]})
-    with pytest.raises(InputError, match=r"of stage 1, which saves by policies, is no run of the stage's nodes"):
+    with pytest.raises(
+        InputError, match=r"of stage 1, which saves by policies, is no run of the stage's nodes"
+    ):
         emit(case.module(), case.assignment, {}, {1: [((names[0], names[2]), ("relu",))]})
     with pytest.raises(InputError, match=r"may not hold output: it computes nothing"):
         emit(case.module(), case.assignment, {}, {1: [(names[-1:], ("mask",))]})

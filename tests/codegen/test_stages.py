@@ -17,7 +17,7 @@ from zoo import captured, example, first
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.passes.seed import at
+from pipecompile.graph.random_streams import at
 
 
 @cache
@@ -29,7 +29,9 @@ def case(name: str) -> Case:
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 @settings(max_examples=12)
 @given(data=st.data())
-def test_wherever_it_is_cut_gradients_are_the_unsplit_graphs(name: str, data: st.DataObject) -> None:
+def test_wherever_it_is_cut_gradients_are_the_unsplit_graphs(
+    name: str, data: st.DataObject
+) -> None:
     made = case(name)
     places = st.integers(1, len(made.units) - 1)
     assert_equal(made, sorted(data.draw(st.sets(places, min_size=1, max_size=5), label="cuts")))
@@ -86,7 +88,9 @@ def test_boundaries_fit_and_are_what_travels() -> None:
         assert stage.outputs == following.inputs
         assert [value.shape for value in values] == [edge.shape for edge in stage.outputs]
         assert [value.dtype for value in values] == [edge.dtype for edge in stage.outputs]
-        assert [value.requires_grad for value in values] == [edge.gradient for edge in stage.outputs]
+        assert [value.requires_grad for value in values] == [
+            edge.gradient for edge in stage.outputs
+        ]
         assert all(value.is_contiguous() for value in values)
         assert following.gradient_inputs == tuple(edge.gradient for edge in stage.outputs)
 
@@ -148,7 +152,10 @@ def test_the_layout_in_memory_survives_the_way() -> None:
 
     x = torch.randn(4, 6)
     found = capture(Turned(), Arguments((x,), {}))
-    stages = emit(found.instantiate(Arguments((x,), {})), {"x": 0, "sin": 0, "transpose": 0, "cos": 1, "output": 1})
+    stages = emit(
+        found.instantiate(Arguments((x,), {})),
+        {"x": 0, "sin": 0, "transpose": 0, "cos": 1, "output": 1},
+    )
     (sent,) = stages[0].module(x)
     (edge,) = stages[0].outputs
     assert sent.shape == edge.shape == (4, 6)
@@ -162,7 +169,11 @@ def test_only_stages_that_draw_are_random_and_only_writers_have_buffers() -> Non
     x = torch.randn(4, 4)
     _, module = captured(model, x)
     names = [node.name for node in module.graph.nodes if node.op.startswith("call_")]
-    stages = emit(module, {"input_1": 0, **{name: index for index, name in enumerate(names)}, "output": 3})
+    stages = emit(
+        module, {"input_1": 0, **{name: index for index, name in enumerate(names)}, "output": 3}
+    )
     assert [stage.random for stage in stages] == [False, True, False, False]
     assert [len(stage.buffers) for stage in stages] == [0, 0, 3, 0]
-    assert {id(buffer) for buffer in stages[2].buffers} == {id(buffer) for buffer in model.buffers()}
+    assert {id(buffer) for buffer in stages[2].buffers} == {
+        id(buffer) for buffer in model.buffers()
+    }

@@ -13,9 +13,9 @@ from pipecompile.codegen.stages import emit
 from pipecompile.codegen.transfer import transfer
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.passes.ties import ties_of
+from pipecompile.graph.ties import ties_of
 
 Holders = dict[str, tuple[int, ...]]
 
@@ -26,9 +26,13 @@ def cut_in(parts: int, found: Capture, call: Arguments) -> tuple[dict[str, int],
     names = [node.name for node in module.graph.nodes if node.op != "get_attr"]
     assignment = {name: index * parts // len(names) for index, name in enumerate(names)}
     emit(module, assignment)
-    canonical = {alias: name for name, aliases in found.aliases.items() for alias in (name, *aliases)}
+    canonical = {
+        alias: name for name, aliases in found.aliases.items() for alias in (name, *aliases)
+    }
     ties = ties_of(module, module.graph, canonical)
-    return assignment, {name: ties[first].stages for name, first in canonical.items() if first in ties}
+    return assignment, {
+        name: ties[first].stages for name, first in canonical.items() if first in ties
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "unet", "sequential"])
@@ -74,5 +78,7 @@ def test_a_node_that_would_need_parameters_of_an_earlier_stage_is_refused() -> N
     assignment, holders = cut_in(2, found := capture(model, call), call)
     assert holders["first.weight"] == (0,)
     module = capture(model.eval(), call).instantiate(call)
-    with pytest.raises(CaptureError, match=r"in this mode first_1 \(.*test_transfer.py:\d+\) needs its parameters"):
+    with pytest.raises(
+        CaptureError, match=r"in this mode first_1 \(.*test_transfer.py:\d+\) needs its parameters"
+    ):
         transfer(assignment, found.graph, module, holders)

@@ -19,7 +19,11 @@ TYPES = ("float32", "bfloat16")
 
 def kernels() -> list[Kernel]:
     """Products, convolutions, streams and trifles, from tiny to large."""
-    products = [Kernel("mm", 2 * n**3, 12 * n**2, dtype) for dtype in TYPES for n in (1024, 2048, 3000, 4096)]
+    products = [
+        Kernel("mm", 2 * n**3, 12 * n**2, dtype)
+        for dtype in TYPES
+        for n in (1024, 2048, 3000, 4096)
+    ]
     convolutions = [Kernel("convolution", 10**n, 10 ** (n - 4), "float32") for n in (11, 12, 13)]
     streams = [Kernel("relu", 0, 10**8 * n, "float32") for n in range(1, 6)]
     trifles = [Kernel("add", 0, n, "float32") for n in (100, 1000, 2000)]
@@ -40,8 +44,14 @@ def blank(device: Device) -> Device:
 
 def reached(device: Device) -> dict[str, float]:
     """The rates that a device can be known by: a peak and its share show only together."""
-    rates = {name: device.peak_flop_per_s[name] * device.compute_permille for name in (*TYPES, "tf32")}
-    return {**rates, "bandwidth": device.bandwidth_bytes_per_s * device.bandwidth_permille, "launch": device.launch_ns}
+    rates = {
+        name: device.peak_flop_per_s[name] * device.compute_permille for name in (*TYPES, "tf32")
+    }
+    return {
+        **rates,
+        "bandwidth": device.bandwidth_bytes_per_s * device.bandwidth_permille,
+        "launch": device.launch_ns,
+    }
 
 
 @pytest.mark.parametrize("name", ["h100", "a100", "l4", "rtx4090"])
@@ -50,7 +60,9 @@ def test_timings_of_a_device_give_it_back(name: str) -> None:
     samples = timed(device, [1.0] * len(kernels()))
     found = fit(samples, blank(device))
     assert reached(found) == pytest.approx(reached(device), rel=0.01)
-    assert [predicted_ns(s, found) for s in samples] == pytest.approx([s.measured_ns for s in samples], rel=0.01)
+    assert [predicted_ns(s, found) for s in samples] == pytest.approx(
+        [s.measured_ns for s in samples], rel=0.01
+    )
 
 
 @settings(max_examples=30)
@@ -70,14 +82,23 @@ def test_one_outlier_moves_nothing() -> None:
 
 def test_kernels_of_one_sample_add_up() -> None:
     device = load_device("h100")
-    pairs = [Sample(s.name, s.kernels * 2, 2 * s.measured_ns) for s in timed(device, [1.0] * len(kernels()))]
+    pairs = [
+        Sample(s.name, s.kernels * 2, 2 * s.measured_ns)
+        for s in timed(device, [1.0] * len(kernels()))
+    ]
     assert reached(fit(pairs, blank(device))) == pytest.approx(reached(device), rel=0.01)
 
 
 def test_shares_are_the_median_over_the_fastest() -> None:
     device = load_device("h100")
     found = fit(
-        timed(device, [0.5 if kernel.operator == "relu" and kernel.bytes == 10**8 else 1.0 for kernel in kernels()]),
+        timed(
+            device,
+            [
+                0.5 if kernel.operator == "relu" and kernel.bytes == 10**8 else 1.0
+                for kernel in kernels()
+            ],
+        ),
         blank(device),
     )
     assert (found.compute_permille, found.bandwidth_permille) == (1000, 500)

@@ -11,9 +11,25 @@ ROOT = Path(__file__).parents[2]
 
 
 def planned(seed: int, output: Path) -> bytes:
-    command = [sys.executable, "-m", "pipecompile", "plan", "examples/models.py:unet", "-k", "4", "-o", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "pipecompile",
+        "plan",
+        "examples/models.py:unet",
+        "-k",
+        "4",
+        "-o",
+        str(output),
+    ]
     environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-    subprocess.run([*command, "--costs", "roofline:h100"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [*command, "--costs", "roofline:h100"],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     return output.read_bytes()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from pipecompile.cost_models.flops import Flops
-from pipecompile.ir import serde
+from pipecompile.ir import serialization as serde
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.profiling.profile import profile
 
@@ -50,7 +50,9 @@ def test_linear_is_two_flops_a_multiply_add_and_each_half_of_its_backward_as_muc
 
 
 def test_convolution() -> None:
-    node = only(priced(nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1)), wanting(4, 32, 32, 32)))
+    node = only(
+        priced(nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1)), wanting(4, 32, 32, 32))
+    )
     forward = 2 * (4 * 64 * 16 * 16) * (32 * 3 * 3)
     assert node.forward_ns == compute_ns(forward)
     assert node.backward_input_ns == compute_ns(forward)
@@ -88,11 +90,17 @@ def test_an_elementwise_operator_costs_the_bytes_it_moves() -> None:
     node = only(priced(nn.Sequential(nn.ReLU()), wanting(1000, 1000)))
     size = 1000 * 1000 * FLOAT
     assert node.forward_ns == memory_ns(2 * size)  # reads one, writes one
-    assert node.backward_ns == memory_ns(3 * size)  # reads the gradient and the value, writes a gradient
+    assert node.backward_ns == memory_ns(
+        3 * size
+    )  # reads the gradient and the value, writes a gradient
 
 
-def test_an_embedding_reads_the_rows_it_returns_and_writes_the_gradient_of_the_whole_table() -> None:
-    node = only(priced(nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long)))
+def test_an_embedding_reads_the_rows_it_returns_and_writes_the_gradient_of_the_whole_table() -> (
+    None
+):
+    node = only(
+        priced(nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long))
+    )
     indices, rows, table = 4 * 128 * 8, 4 * 128 * 64 * FLOAT, 50_000 * 64 * FLOAT
     assert node.forward_ns == memory_ns(indices + 2 * rows)
     assert node.backward_ns == node.backward_weight_ns == memory_ns(indices + 2 * rows + table)
@@ -107,7 +115,11 @@ class Views(nn.Module):
 
 def test_views_are_free() -> None:
     graph = priced(Views(), wanting(4, 8, 8))
-    assert {node.operator for node in graph.nodes} >= {"Tensor.flatten", "Tensor.chunk", "operator.getitem"}
+    assert {node.operator for node in graph.nodes} >= {
+        "Tensor.flatten",
+        "Tensor.chunk",
+        "operator.getitem",
+    }
     assert all(node.forward_ns == node.backward_ns == 0 for node in graph.nodes)
 
 
@@ -137,7 +149,12 @@ def test_data_that_needs_no_gradient_has_none() -> None:
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(288, 4)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(288, 4),
     )
 
 
@@ -156,7 +173,11 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
 
 
 def test_the_loss_is_the_cost_of_the_output_node() -> None:
-    trace, logits, labels = fx.symbolic_trace(Logits()), wanting(64, 32_000), torch.zeros(64, dtype=torch.long)
+    trace, logits, labels = (
+        fx.symbolic_trace(Logits()),
+        wanting(64, 32_000),
+        torch.zeros(64, dtype=torch.long),
+    )
     without = profile(trace, [logits], Flops()).by_name["output"]
     node = profile(trace, [logits], Flops(), loss=cross_entropy, targets=[labels]).by_name["output"]
     size = 64 * 32_000 * FLOAT

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.cost_models.clock import Sample, settled
-from pipecompile.cost_models.lent import lent
 from pipecompile.cost_models.measured import Measured, _Redirected
+from pipecompile.cost_models.placement import lent
+from pipecompile.graph.autograd_context import Ambient
 from pipecompile.ir.graph import CostGraph
-from pipecompile.passes.ambient import Ambient
 from pipecompile.profiling.profile import profile
 
 
@@ -60,7 +60,9 @@ def test_the_model_its_gradients_its_inputs_and_the_random_state_stay_as_they_we
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(image, before)
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
-    assert [name for name, value in model.named_parameters() if value.grad is not None] == ["head.weight"]
+    assert [name for name, value in model.named_parameters() if value.grad is not None] == [
+        "head.weight"
+    ]
 
 
 def test_a_node_that_fails_leaves_the_buffers_as_they_were() -> None:
@@ -120,7 +122,9 @@ def test_a_node_under_no_grad_has_no_backward() -> None:
 def test_settings_tell_nodes_apart() -> None:
     """Shapes alone do not: a dropout of another probability or mode is another node to measure."""
     costs = Measured()
-    dropouts = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2).eval(), nn.Dropout(0.2))
+    dropouts = nn.Sequential(
+        nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2).eval(), nn.Dropout(0.2)
+    )
     profile(fx.symbolic_trace(dropouts), [torch.randn(4)], costs)
     assert len(costs.known) == 3
 
@@ -130,7 +134,11 @@ META = torch.device("meta")  # stands for another device
 
 def test_what_a_graph_asks_of_the_cpu_is_asked_of_the_device() -> None:
     with _Redirected(META), META:
-        made = [torch.zeros(2), torch.ones(2, device="cpu"), torch.arange(2, device=torch.device("cpu"))]
+        made = [
+            torch.zeros(2),
+            torch.ones(2, device="cpu"),
+            torch.arange(2, device=torch.device("cpu")),
+        ]
     assert all(value.is_meta for value in made)
 
 
@@ -141,7 +149,9 @@ def test_autocast_is_respected_inside_and_outside_regions(region: bool) -> None:
     model[1].register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
     graph_module = fx.symbolic_trace(model)
     for node in graph_module.graph.nodes:
-        node.meta["ambient"] = Ambient(grad=True, autocast=(("cpu", True, torch.bfloat16),)) if region else None
+        node.meta["ambient"] = (
+            Ambient(grad=True, autocast=(("cpu", True, torch.bfloat16),)) if region else None
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not region):
         graph = profile(graph_module, [torch.randn(2, 8)], Measured())
     assert set(kinds) == {torch.bfloat16}
@@ -154,7 +164,9 @@ def test_what_is_lent_comes_back_even_after_a_failure() -> None:
     state, random = state_of(model), torch.get_rng_state()
 
     def use() -> None:
-        with lent([*model.parameters(), *model.buffers()], torch.device("cpu"), list(model.buffers())):
+        with lent(
+            [*model.parameters(), *model.buffers()], torch.device("cpu"), list(model.buffers())
+        ):
             assert model.weight.grad is None
             model(torch.randn(3, 4)).sum().backward()
             raise RuntimeError("on purpose")
@@ -192,7 +204,10 @@ def runs_of(times: list[int]) -> tuple[list[int], Sample]:
 
 
 def test_it_runs_until_the_median_stays() -> None:
-    assert runs_of([900, *[200] * 5, *[110] * 5, *[101] * 5, 100]) == ([1, 5, 5, 5, 5], Sample(100, 0))
+    assert runs_of([900, *[200] * 5, *[110] * 5, *[101] * 5, 100]) == (
+        [1, 5, 5, 5, 5],
+        Sample(100, 0),
+    )
     assert runs_of([100]) == ([1, 5, 5], Sample(100, 0))
 
 

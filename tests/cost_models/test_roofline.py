@@ -18,7 +18,7 @@ from pipecompile.cost_models.protocol import FREE, Call, Cost
 from pipecompile.cost_models.roofline import Roofline, kernel_ns
 from pipecompile.cost_models.table import Function
 from pipecompile.errors import FormatError, InputError
-from pipecompile.ir.serde import encode
+from pipecompile.ir.serialization import encode
 from pipecompile.profiling.profile import profile
 
 H100, P100, TPU = load_device("h100"), load_device("p100"), load_device("tpu-v2")
@@ -64,11 +64,15 @@ def test_a_linear_is_a_product_and_its_backward_two_and_the_sum_of_the_bias() ->
 
 
 def test_a_convolution_is_one_kernel_each_way() -> None:
-    found = launched(nn.Sequential(nn.Conv2d(32, 64, 3, padding=1, bias=False)), wanting(4, 32, 16, 16))
+    found = launched(
+        nn.Sequential(nn.Conv2d(32, 64, 3, padding=1, bias=False)), wanting(4, 32, 16, 16)
+    )
     flops = 2 * (4 * 64 * 16 * 16) * (32 * 9)
     x, w, y = 4 * 32 * 256 * FLOAT, 64 * 32 * 9 * FLOAT, 4 * 64 * 256 * FLOAT
     assert found.forward == (Kernel("convolution", flops, x + w + y, "float32"),)
-    assert found.backward == (Kernel("convolution_backward", 2 * flops, (y + x + w) + (x + w), "float32"),)
+    assert found.backward == (
+        Kernel("convolution_backward", 2 * flops, (y + x + w) + (x + w), "float32"),
+    )
     assert found.backward_input[0].flops == found.backward_weight[0].flops == flops
 
 
@@ -78,7 +82,9 @@ class Attention(nn.Module):
         self.dropout, self.causal = dropout, causal
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=self.causal)
+        return functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=self.causal
+        )
 
 
 HEADS = (2, 8, 256, 64)
@@ -106,22 +112,29 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     products = [kernel for kernel in found.forward if kernel.flops]
     assert [kernel.flops for kernel in products] == [PRODUCT, PRODUCT]
     assert [kernel.bytes for kernel in products] == [scores + 2 * ELEMENTS * FLOAT] * 2
-    assert [kernel.bytes for kernel in found.forward if "softmax" in kernel.operator] == [2 * scores]
+    assert [kernel.bytes for kernel in found.forward if "softmax" in kernel.operator] == [
+        2 * scores
+    ]
     assert sum(kernel.flops for kernel in found.backward) == 4 * PRODUCT
 
 
 def test_layer_norm_is_one_kernel_that_moves_its_tensors() -> None:
     found = launched(nn.Sequential(nn.LayerNorm(1024)), wanting(64, 1024))
     size, weights, statistics = 64 * 1024 * FLOAT, 2 * 1024 * FLOAT, 2 * 64 * FLOAT
-    assert found.forward == (Kernel("native_layer_norm", 0, 2 * size + weights + statistics, "float32"),)
-    assert found.backward == (Kernel("native_layer_norm_backward", 0, 3 * size + 2 * weights + statistics, "float32"),)
+    assert found.forward == (
+        Kernel("native_layer_norm", 0, 2 * size + weights + statistics, "float32"),
+    )
+    assert found.backward == (
+        Kernel("native_layer_norm_backward", 0, 3 * size + 2 * weights + statistics, "float32"),
+    )
 
 
 def test_half_the_bytes_in_bfloat16_and_its_own_peak() -> None:
     wide, narrow = (
-        launched(nn.Sequential(nn.Linear(4096, 4096, bias=False).to(dtype)), wanting(4096, 4096, dtype=dtype)).forward[
-            0
-        ]
+        launched(
+            nn.Sequential(nn.Linear(4096, 4096, bias=False).to(dtype)),
+            wanting(4096, 4096, dtype=dtype),
+        ).forward[0]
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert narrow == Kernel("mm", wide.flops, wide.bytes // 2, "bfloat16")
@@ -161,26 +174,40 @@ def test_float32_convolutions_use_tf32_and_products_do_not() -> None:
 
 
 def test_a_type_without_a_peak_computes_like_float32() -> None:
-    assert kernel_ns(Kernel("mm", 10**12, 0, "bfloat16"), P100) == kernel_ns(Kernel("mm", 10**12, 0, "float32"), P100)
+    assert kernel_ns(Kernel("mm", 10**12, 0, "bfloat16"), P100) == kernel_ns(
+        Kernel("mm", 10**12, 0, "float32"), P100
+    )
 
 
 amounts = st.integers(0, 10**16)
 
 
 @given(amounts, amounts, st.sampled_from(sorted(named_devices())))
-def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(flops: int, size: int, name: str) -> None:
+def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(
+    flops: int, size: int, name: str
+) -> None:
     device = named_devices()[name]
-    compute = Fraction(flops * 10**9, device.peak_flop_per_s["float32"]) / Fraction(device.compute_permille, 1000)
-    memory = Fraction(size * 10**9, device.bandwidth_bytes_per_s) / Fraction(device.bandwidth_permille, 1000)
-    assert kernel_ns(Kernel("mm", flops, size, "float32"), device) == max(ceil(compute), ceil(memory), device.launch_ns)
+    compute = Fraction(flops * 10**9, device.peak_flop_per_s["float32"]) / Fraction(
+        device.compute_permille, 1000
+    )
+    memory = Fraction(size * 10**9, device.bandwidth_bytes_per_s) / Fraction(
+        device.bandwidth_permille, 1000
+    )
+    assert kernel_ns(Kernel("mm", flops, size, "float32"), device) == max(
+        ceil(compute), ceil(memory), device.launch_ns
+    )
 
 
 def given(node: fx.Node, call: Call) -> int:
     return 1
 
 
-@pytest.mark.parametrize("costs", [Roofline.of("h100"), Function(given)], ids=["roofline", "function"])
-def test_only_convolutions_take_scratch_on_a_gpu_whatever_the_costs(costs: Roofline | Function) -> None:
+@pytest.mark.parametrize(
+    "costs", [Roofline.of("h100"), Function(given)], ids=["roofline", "function"]
+)
+def test_only_convolutions_take_scratch_on_a_gpu_whatever_the_costs(
+    costs: Roofline | Function,
+) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
     graph = profile(fx.symbolic_trace(model), [wanting(1, 3, 8, 8)], costs)
     x, w, y = 3 * 64 * FLOAT, 8 * 27 * FLOAT, 8 * 36 * FLOAT

@@ -12,26 +12,35 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan, pipecompile, staleness
-from pipecompile.api.costing import comparable, cost_graph, cost_model
+from pipecompile.api.costs import comparable, cost_graph, cost_model
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import Call, Cost
 from pipecompile.errors import InputError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.serde import encode
+from pipecompile.ir.serialization import encode
 
 
 def convolutional() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(12, 4))
+    return nn.Sequential(
+        nn.Conv1d(1, 2, 3),
+        nn.BatchNorm1d(2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(12, 4),
+    )
 
 
 def network(width: int = 16) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 4)
+    )
 
 
 def target_of(model: nn.Module, **more: Any) -> Target:
@@ -44,12 +53,19 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 
 def costed(target: Target, costs: str) -> CostGraph:
     options = options_for(target, k=2, costs=costs)
-    return cost_graph(target, costs, options.microbatches, capture_target(target, options, verify=False))
+    return cost_graph(
+        target, costs, options.microbatches, capture_target(target, options, verify=False)
+    )
 
 
 @pytest.mark.parametrize("costs", ["flops", "roofline:h100", "roofline:cpu"])
 def test_a_table_gives_the_times_that_were_written(costs: str, tmp_path: Path) -> None:
-    target = Target((model := convolutional()), arguments_of(model, torch.ones(4, 1, 8)), mean, torch.zeros(4, 4))
+    target = Target(
+        (model := convolutional()),
+        arguments_of(model, torch.ones(4, 1, 8)),
+        mean,
+        torch.zeros(4, 4),
+    )
     before = costed(target, costs)
     file = tmp_path / "costs.json"
     file.write_bytes(encode(before))
@@ -67,14 +83,21 @@ def test_a_table_of_a_device_that_does_not_fuse_attention_keeps_the_scores(tmp_p
 
 def test_what_a_step_takes_once_passes_through(tmp_path: Path) -> None:
     before = costed(target_of(network()), "flops")
-    corrected = replace(before, nodes=tuple(replace(n, finish_ns=place + 1) for place, n in enumerate(before.nodes)))
+    corrected = replace(
+        before, nodes=tuple(replace(n, finish_ns=place + 1) for place, n in enumerate(before.nodes))
+    )
     file = tmp_path / "costs.json"
     file.write_bytes(encode(corrected))
     assert costed(target_of(network()), f"table:{file}") == corrected
 
 
 def test_no_scratch_is_what_our_own_file_says_and_what_another_left_out(tmp_path: Path) -> None:
-    target = Target((model := convolutional()), arguments_of(model, torch.ones(4, 1, 8)), mean, torch.zeros(4, 4))
+    target = Target(
+        (model := convolutional()),
+        arguments_of(model, torch.ones(4, 1, 8)),
+        mean,
+        torch.zeros(4, 4),
+    )
     before = costed(target, "flops")
     scratch = [node.workspace_bytes for node in before.nodes]
     assert any(scratch)
@@ -87,14 +110,22 @@ def test_no_scratch_is_what_our_own_file_says_and_what_another_left_out(tmp_path
 
 def times(graph: CostGraph) -> dict[str, tuple[int | None, ...]]:
     return {
-        node.name: (node.forward_ns, node.backward_ns, node.backward_input_ns, node.backward_weight_ns)
+        node.name: (
+            node.forward_ns,
+            node.backward_ns,
+            node.backward_input_ns,
+            node.backward_weight_ns,
+        )
         for node in graph.nodes
     }
 
 
 def test_a_backward_that_is_not_split_counts_half_each(tmp_path: Path) -> None:
     before = costed(target_of(network()), "flops")
-    nodes = tuple(replace(n, backward_ns=7, backward_input_ns=None, backward_weight_ns=None) for n in before.nodes)
+    nodes = tuple(
+        replace(n, backward_ns=7, backward_input_ns=None, backward_weight_ns=None)
+        for n in before.nodes
+    )
     file = tmp_path / "costs.json"
     file.write_bytes(encode(replace(before, nodes=nodes)))
     assert times(costed(target_of(network()), f"table:{file}"))["_0"][1:] == (7, 4, 4)
@@ -104,7 +135,10 @@ def test_a_table_of_another_model_is_stale(tmp_path: Path) -> None:
     before = costed(target_of(network()), "flops")
     file = tmp_path / "costs.json"
     file.write_bytes(encode(before))
-    with pytest.raises(StaleProfileError, match=rf"costs\.json was made for another graph \({before.fingerprint[:12]}"):
+    with pytest.raises(
+        StaleProfileError,
+        match=rf"costs\.json was made for another graph \({before.fingerprint[:12]}",
+    ):
         costed(target_of(network(width=32)), f"table:{file}")
 
 
@@ -166,7 +200,9 @@ def test_a_changed_table_makes_a_plan_stale(tmp_path: Path) -> None:
     options = options_for(target, k=2, costs=f"table:{file}")
     plan = make_plan(target, options, capture_target(target, options, verify=True))
     assert staleness(plan, target) == []
-    slower = replace(graph, nodes=tuple(replace(node, forward_ns=node.forward_ns + 1) for node in graph.nodes))
+    slower = replace(
+        graph, nodes=tuple(replace(node, forward_ns=node.forward_ns + 1) for node in graph.nodes)
+    )
     file.write_bytes(encode(slower))
     assert "the costs changed" in staleness(plan, target)[0]
     file.write_bytes(encode(replace(graph, fingerprint="0" * 64)))
@@ -176,5 +212,11 @@ def test_a_changed_table_makes_a_plan_stale(tmp_path: Path) -> None:
 
 
 def test_what_can_be_compared(tmp_path: Path) -> None:
-    known = {"flops": True, "roofline:h100": True, "roofline:none.json": False, "measured": False, "function": False}
+    known = {
+        "flops": True,
+        "roofline:h100": True,
+        "roofline:none.json": False,
+        "measured": False,
+        "function": False,
+    }
     assert {costs: comparable(costs) for costs in known} == known

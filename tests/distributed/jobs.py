@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from benchmarks.gpipe_models import Transformer, token_loss
 from benchmarks.memory_prediction import Setting, measured
 from examples import models
-from pipecompile.api import ordering
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.probing import probe_links
+from pipecompile.api.links import probe_links
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for, verify
 from pipecompile.errors import PipecompileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
+from pipecompile.schedule import selection as ordering
 from tests.orders import Order, compared, pipeline_under
 from tests.zoo.models import MODELS
 
@@ -45,7 +45,12 @@ def verify_model(name: str, options: dict[str, Any]) -> Verdict:
     """One seeded step of the pipeline beside the unsplit model's."""
     # What is tested does not depend on how long is searched.
     with patch.object(ordering, "SEARCH_SECONDS", 0.2):
-        options = {"costs": "flops", "microbatches": 4, "self_check": False, **options}  # this is a check itself
+        options = {
+            "costs": "flops",
+            "microbatches": 4,
+            "self_check": False,
+            **options,
+        }  # this is a check itself
         return _verdict(verify(load(name), **options)[1])
 
 
@@ -55,8 +60,12 @@ def verify_order(name: str, order: Order) -> Verdict:
 
 
 def _verdict(found: list[Comparison]) -> Verdict:
-    unequal = tuple((d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal)
-    return Verdict(all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied)
+    unequal = tuple(
+        (d.name, d.relative) for comparison in found for d in comparison.differences if not d.equal
+    )
+    return Verdict(
+        all(c.passed for c in found), tuple(c.reference for c in found), unequal, found[0].tied
+    )
 
 
 def measured_transformer(setting: Setting) -> tuple[int, int, int]:
@@ -75,9 +84,14 @@ def probed() -> Links:
 def losses(name: str, k: int, steps: int) -> tuple[list[float], list[float]] | None:
     """The losses of several optimizer steps, pipelined and unsplit; on the last stage's rank."""
     target = load(name)
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
+    )
     reference = reference_for(target, pipeline.plan)
-    twins = [torch.optim.SGD(p, lr=0.05, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())]
+    twins = [
+        torch.optim.SGD(p, lr=0.05, momentum=0.9)
+        for p in (pipeline.parameters(), reference.model.parameters())
+    ]
     own, unsplit = [], []
     for step in range(steps):
         unsplit.append(reference.step(target, 4, step=step).item())
@@ -92,8 +106,12 @@ def losses(name: str, k: int, steps: int) -> tuple[list[float], list[float]] | N
 def state_names(name: str, k: int) -> list[str]:
     """The names of this rank's state, after a checkpoint of the original was loaded into it."""
     target = load(name)
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
-    checkpoint = {key: torch.full_like(value, 2) for key, value in target.model.state_dict().items()}
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
+    )
+    checkpoint = {
+        key: torch.full_like(value, 2) for key, value in target.model.state_dict().items()
+    }
     pipeline.load_state_dict(checkpoint)
     state = pipeline.state_dict()
     assert all(torch.equal(value, checkpoint[key]) for key, value in state.items())
@@ -106,7 +124,9 @@ def tied_values(name: str, k: int, tied: str) -> torch.Tensor | None:
     with torch.no_grad():
         for parameter in target.model.parameters():
             parameter.add_(dist.get_rank())
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
+    )
     found = dict(pipeline.named_parameters()).get(tied)
     return None if found is None else found.detach().clone()
 
@@ -115,9 +135,14 @@ def evaluation(name: str, k: int) -> bool | None:
     """Whether `evaluate` gives what the model gives in eval mode; on the last stage's rank."""
     target = load(name)
     with torch.no_grad():
-        rows = [target.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args]) for i in range(0, 8, 2)]
+        rows = [
+            target.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args])
+            for i in range(0, 8, 2)
+        ]
     target.model.train()
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
+    )
     pipeline.step(target.call, target.targets)  # receive buffers of training must not disturb it
     pipeline.load_state_dict(load(name).model.state_dict())
     found = pipeline.evaluate(target.call)
@@ -127,7 +152,9 @@ def evaluation(name: str, k: int) -> bool | None:
 def switched(name: str, k: int) -> list[bool]:
     """Whether steps in training mode, in eval mode and in training mode again are the unsplit model's."""
     target = load(name)
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn)
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
+    )
     reference = reference_for(target, pipeline.plan)
     found = []
     for training in (True, False, True):
@@ -137,7 +164,11 @@ def switched(name: str, k: int) -> list[bool]:
         loss = pipeline.step(target.call, target.targets)
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
         buffers = dict(reference.model.named_buffers())
-        found.append(compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description).passed)
+        found.append(
+            compare(
+                pipeline, (wanted.item(), loss), gradients, buffers, reference.description
+            ).passed
+        )
     return found
 
 
@@ -146,7 +177,10 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.other = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+        self.layers, self.other = (
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers(x)
@@ -156,7 +190,9 @@ class Head(nn.Module):
 def head_of_evaluation() -> str:
     """What each rank says of a parameter that no stage of the plan holds."""
     x = torch.ones(4, 8)
-    pipeline = pipecompile(Head(), x, 2, microbatches=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline = pipecompile(
+        Head(), x, 2, microbatches=2, costs="flops", loss_fn=nn.functional.mse_loss
+    )
     try:
         pipeline.evaluate(x)
     except PipecompileError as error:
@@ -164,12 +200,17 @@ def head_of_evaluation() -> str:
     return "accepted"
 
 
-def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[float], list[str], bool | None]:
+def several_stages(
+    name: str, order: Order
+) -> tuple[list[float] | None, list[float], list[str], bool | None]:
     """Losses of three optimizer steps, pipelined and unsplit; names of this rank's state; whether `evaluate` agrees."""
     target = load(name)
     pipeline = pipeline_under(order, target)
     reference = reference_for(target, pipeline.plan)
-    twins = [torch.optim.SGD(p, lr=0.05, momentum=0.9) for p in (pipeline.parameters(), reference.model.parameters())]
+    twins = [
+        torch.optim.SGD(p, lr=0.05, momentum=0.9)
+        for p in (pipeline.parameters(), reference.model.parameters())
+    ]
     own, unsplit = [], []
     for step in range(3):
         unsplit.append(reference.step(target, 4, step=step).item())
@@ -179,7 +220,10 @@ def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[fl
             optimizer.step()
     losses = None if own[0] is None else [loss.item() for loss in own]
     with torch.no_grad():
-        rows = [reference.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args]) for i in range(0, 8, 2)]
+        rows = [
+            reference.model.eval()(*[tensor[i : i + 2] for tensor in target.call.args])
+            for i in range(0, 8, 2)
+        ]
     found = pipeline.evaluate(target.call)
     agrees = None if found is None else torch.equal(found, torch.cat(rows))
     return losses, unsplit, sorted(pipeline.state_dict()), agrees
@@ -188,7 +232,9 @@ def several_stages(name: str, order: Order) -> tuple[list[float] | None, list[fl
 def plans(name: str, k: int) -> tuple[str, int]:
     """The costs that each rank's plan is made for, and a short minibatch's worth of steps under it."""
     target = load(name)
-    pipeline = pipecompile(target.model, target.call, k=k, microbatches=4, costs="measured", loss_fn=target.loss_fn)
+    pipeline = pipecompile(
+        target.model, target.call, k=k, microbatches=4, costs="measured", loss_fn=target.loss_fn
+    )
     (value,) = target.call.args
     pipeline.step(value[:6], target.targets[:6])
     return pipeline.plan.fingerprint.costs, pipeline.steps
@@ -198,7 +244,9 @@ def refusal(name: str, options: dict[str, Any]) -> str:
     """The message with which each rank refuses."""
     target = load(name)
     try:
-        pipecompile(target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options})
+        pipecompile(
+            target.model, target.call, loss_fn=target.loss_fn, **{"costs": "flops", **options}
+        )
     except PipecompileError as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"

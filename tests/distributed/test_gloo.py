@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecompile.api.capturing import capture_target
+from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
 from pipecompile.cost_models.device import load_device
-from pipecompile.ir.serde import encode, write
+from pipecompile.ir.serialization import encode, write
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
 from tests.orders import BACKWARDS, Order
@@ -20,7 +20,14 @@ from tests.sweeps import one_in, sweep
 
 EFFECTS = ("data_branch", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
 
-PLACES = ((2, 1, "linear"), (4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"), (2, 3, "v"))
+PLACES = (
+    (2, 1, "linear"),
+    (4, 1, "linear"),
+    (2, 2, "loop"),
+    (2, 2, "v"),
+    (2, 2, "linear"),
+    (2, 3, "v"),
+)
 HAND_MADE = tuple(
     Order(backwards, ranks, stages, shape, recompute=(index + place) % 2 == 1)
     for index, backwards in enumerate(BACKWARDS)
@@ -45,8 +52,12 @@ def workers() -> Iterator[Workers]:
         *(sweep(name, 4, "1f1b") for name in ("bert", "t5", "llama", "resnet50")),
     ],
 )
-def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str, k: int, schedule: str) -> None:
-    verdicts = workers.run(k, jobs.verify_model, name, {"k": k, "schedule": schedule}, folder=str(tmp_path))
+def test_a_step_is_the_unsplit_step(
+    workers: Workers, tmp_path: Path, name: str, k: int, schedule: str
+) -> None:
+    verdicts = workers.run(
+        k, jobs.verify_model, name, {"k": k, "schedule": schedule}, folder=str(tmp_path)
+    )
     for verdict in verdicts:
         assert verdict.passed, verdict
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
@@ -56,14 +67,36 @@ def test_a_step_is_the_unsplit_step(workers: Workers, tmp_path: Path, name: str,
 
 PLANNED = [
     *((name, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "search")),
-    *((name, 2) for name in ("interleaved-1f1b", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v", "search")),
+    *(
+        (name, 2)
+        for name in (
+            "interleaved-1f1b",
+            "looped-bfs",
+            "zb-v",
+            "v-half",
+            "v-min",
+            "dualpipe-v",
+            "search",
+        )
+    ),
 ]
 
 
 def assert_planned(
-    workers: Workers, folder: Path, name: str, schedule: str, ranks: int, each: int, recompute: str = "none"
+    workers: Workers,
+    folder: Path,
+    name: str,
+    schedule: str,
+    ranks: int,
+    each: int,
+    recompute: str = "none",
 ) -> None:
-    options = {"k": ranks * each, "schedule": schedule, "stages_per_rank": each, "microbatches": 2 * ranks}
+    options = {
+        "k": ranks * each,
+        "schedule": schedule,
+        "stages_per_rank": each,
+        "microbatches": 2 * ranks,
+    }
     options |= {"recompute": recompute}
     for verdict in workers.run(ranks, jobs.verify_model, name, options, folder=str(folder)):
         assert verdict.passed, verdict
@@ -87,7 +120,9 @@ def test_every_planned_schedule_is_the_unsplit_step(
 
 @pytest.mark.parametrize(("schedule", "each"), [("search", 1), ("zb-v", 2)])
 @pytest.mark.sweep
-def test_ties_and_dropout_under_planned_schedules(workers: Workers, tmp_path: Path, schedule: str, each: int) -> None:
+def test_ties_and_dropout_under_planned_schedules(
+    workers: Workers, tmp_path: Path, schedule: str, each: int
+) -> None:
     assert_planned(workers, tmp_path, "gpt2", schedule, 4, each)
 
 
@@ -103,13 +138,19 @@ def test_every_order_is_the_unsplit_step(workers: Workers, tmp_path: Path, order
     assert_exact(workers, tmp_path, "sequential", order)
 
 
-MIXTURE = (Order("late", 4), Order("behind", 2, 2, "loop", recompute=True), Order("mixed", 2, 2, "v"))
+MIXTURE = (
+    Order("late", 4),
+    Order("behind", 2, 2, "loop", recompute=True),
+    Order("mixed", 2, 2, "v"),
+)
 
 
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        *one_in(3, ((name, order) for name in ("gpt2", "unet") for order in (MIXTURE[2], *MIXTURE[:2]))),
+        *one_in(
+            3, ((name, order) for name in ("gpt2", "unet") for order in (MIXTURE[2], *MIXTURE[:2]))
+        ),
         ("t5", MIXTURE[0]),
         ("resnet50", MIXTURE[1]),
     ],
@@ -121,15 +162,21 @@ def test_ties_skips_and_buffers_under_split_backwards(
     assert_exact(workers, tmp_path, name, order)
 
 
-@pytest.mark.parametrize("order", [Order("late", 2, 2, "v"), Order("behind", 2, 2, "loop")], ids=str)
-def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers, tmp_path: Path, order: Order) -> None:
+@pytest.mark.parametrize(
+    "order", [Order("late", 2, 2, "v"), Order("behind", 2, 2, "loop")], ids=str
+)
+def test_ranks_of_several_stages_train_evaluate_and_hold_state(
+    workers: Workers, tmp_path: Path, order: Order
+) -> None:
     found = workers.run(2, jobs.several_stages, "unet", order, folder=str(tmp_path))
     last = 0 if order.shape == "v" else 1  # the rank of the last stage
     assert [losses is None for losses, *_ in found] == [rank != last for rank in range(2)]
     losses, unsplit, _, agrees = found[last]
     assert losses == unsplit and len(set(losses)) == 3
     assert agrees is True
-    assert set().union(*(names for *_, names, _ in found)) == set(jobs.load("unet").model.state_dict())
+    assert set().union(*(names for *_, names, _ in found)) == set(
+        jobs.load("unet").model.state_dict()
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,14 +189,18 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(workers: Workers,
         sweep("gpt2", "gpipe", "sqrt"),
     ],
 )
-def test_recompute_is_exact(workers: Workers, tmp_path: Path, name: str, schedule: str, recompute: str) -> None:
+def test_recompute_is_exact(
+    workers: Workers, tmp_path: Path, name: str, schedule: str, recompute: str
+) -> None:
     options = {"k": 4, "schedule": schedule, "recompute": recompute}
     verdicts = workers.run(4, jobs.verify_model, name, options, folder=str(tmp_path))
     assert all(verdict.passed for verdict in verdicts), verdicts[0]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", sweep("looped-bfs")])
-def test_regions_on_ranks_of_several_stages(workers: Workers, tmp_path: Path, schedule: str) -> None:
+def test_regions_on_ranks_of_several_stages(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
     assert_planned(workers, tmp_path, "unet", schedule, 2, 2, "block")
 
 
@@ -165,7 +216,9 @@ def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("sequential", 0.0), sweep("gpt2", 1e-6)])
-def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, name: str, tolerance: float) -> None:
+def test_losses_follow_over_optimizer_steps(
+    workers: Workers, tmp_path: Path, name: str, tolerance: float
+) -> None:
     found = workers.run(4, jobs.losses, name, 4, 5, folder=str(tmp_path))
     own, unsplit = found[-1]
     assert own == pytest.approx(unsplit, rel=tolerance, abs=0.0)
@@ -173,13 +226,17 @@ def test_losses_follow_over_optimizer_steps(workers: Workers, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", [*EFFECTS, sweep("dispatch_moe")])
-def test_models_that_do_more_than_compute_step_as_unsplit(workers: Workers, tmp_path: Path, name: str) -> None:
+def test_models_that_do_more_than_compute_step_as_unsplit(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
     for verdict in workers.run(2, jobs.verify_model, name, {"k": 2}, folder=str(tmp_path)):
         assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("name", ["t5", "buffers", "wav2vec2", "shared", "parametrized"])
-def test_the_ranks_hold_the_original_state_together(workers: Workers, tmp_path: Path, name: str) -> None:
+def test_the_ranks_hold_the_original_state_together(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
     names = workers.run(2, jobs.state_names, name, 2, folder=str(tmp_path))
     assert set().union(*names) == set(jobs.load(name).model.state_dict())
 
@@ -191,41 +248,60 @@ def test_both_holders_of_a_tie_answer_to_both_names(workers: Workers, tmp_path: 
 
 
 def test_tied_copies_begin_equal(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(4, jobs.tied_values, "gpt2", 4, "transformer.wte.weight", folder=str(tmp_path))
+    found = workers.run(
+        4, jobs.tied_values, "gpt2", 4, "transformer.wte.weight", folder=str(tmp_path)
+    )
     assert found[1] is None and found[2] is None
     owner = dict(jobs.load("gpt2").model.named_parameters())["transformer.wte.weight"]
     assert torch.equal(found[0], found[3]) and torch.equal(found[0], owner)
 
 
 def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) -> None:
-    assert workers.run(4, jobs.evaluation, "unet", 4, folder=str(tmp_path)) == [None, None, None, True]
+    assert workers.run(4, jobs.evaluation, "unet", 4, folder=str(tmp_path)) == [
+        None,
+        None,
+        None,
+        True,
+    ]
 
 
 def test_train_and_eval_switch_the_steps_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(2, jobs.switched, "unet", 2, folder=str(tmp_path)) == [[True] * 3] * 2
 
 
-def test_what_no_planned_stage_holds_is_refused_by_all_ranks(workers: Workers, tmp_path: Path) -> None:
+def test_what_no_planned_stage_holds_is_refused_by_all_ranks(
+    workers: Workers, tmp_path: Path
+) -> None:
     for text in workers.run(2, jobs.head_of_evaluation, folder=str(tmp_path)):
         assert "in this mode other" in text and "compile the model in this mode" in text
 
 
 def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
-    assert found[0] == found[1], "measured costs differ from rank to rank, so the plan must be rank 0's"
+    assert found[0] == found[1], (
+        "measured costs differ from rank to rank, so the plan must be rank 0's"
+    )
 
 
 def test_only_the_first_rank_reads_files_of_costs(workers: Workers, tmp_path: Path) -> None:
     path = tmp_path / "device.json"
     write(path, encode(load_device("h100")))
-    found = workers.run(2, jobs.refusal_on, 1, "sequential", f"roofline:{path}", folder=str(tmp_path))
+    found = workers.run(
+        2, jobs.refusal_on, 1, "sequential", f"roofline:{path}", folder=str(tmp_path)
+    )
     assert found == ["accepted", "accepted"]
-    found = workers.run(2, jobs.refusal_on, 0, "sequential", f"roofline:{path}", folder=str(tmp_path))
+    found = workers.run(
+        2, jobs.refusal_on, 0, "sequential", f"roofline:{path}", folder=str(tmp_path)
+    )
     assert all("device.json.absent" in text for text in found)
 
 
 def test_every_rank_refuses_alike(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, jobs.refusal, "sequential", {"k": 99, "microbatches": 4}, folder=str(tmp_path))
+    found = workers.run(
+        2, jobs.refusal, "sequential", {"k": 99, "microbatches": 4}, folder=str(tmp_path)
+    )
     assert all("InfeasibleError" in text and "k=99" in text for text in found)
-    found = workers.run(4, jobs.refusal, "sequential", {"k": 2, "microbatches": 4}, folder=str(tmp_path))
+    found = workers.run(
+        4, jobs.refusal, "sequential", {"k": 2, "microbatches": 4}, folder=str(tmp_path)
+    )
     assert all("2 ranks, but 4 processes" in text for text in found)

@@ -36,15 +36,21 @@ def workers() -> Iterator[Workers]:
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
     workers: Workers, tmp_path: Path, setting: Setting
 ) -> None:
-    for expected, bound, measured in workers.run(2, measured_rank, "mlp", setting, folder=str(tmp_path)):
+    for expected, bound, measured in workers.run(
+        2, measured_rank, "mlp", setting, folder=str(tmp_path)
+    ):
         assert abs(expected - measured) <= measured // 100
         assert measured <= bound <= measured * 11 // 10
         assert setting.memory is None or bound <= setting.memory
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_so_do_those_of_the_transformer_of_the_gpipe_paper(workers: Workers, tmp_path: Path, recompute: str) -> None:
+def test_so_do_those_of_the_transformer_of_the_gpipe_paper(
+    workers: Workers, tmp_path: Path, recompute: str
+) -> None:
     setting = Setting("1f1b", 2, 8, "rmsprop", recompute)
-    for expected, bound, measured in workers.run(2, measured_transformer, setting, folder=str(tmp_path)):
+    for expected, bound, measured in workers.run(
+        2, measured_transformer, setting, folder=str(tmp_path)
+    ):
         assert abs(expected - measured) <= measured // 100
         assert measured <= bound <= measured * 11 // 10

@@ -8,12 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from examples import models
-from pipecompile.api.probing import probe_links
+from pipecompile.api.links import probe_links
 from pipecompile.cli import commands
 from pipecompile.errors import InputError
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.serde import decode, encode, write
+from pipecompile.ir.serialization import decode, encode, write
 from pipecompile.runtime.probe import fitted
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
@@ -42,7 +42,18 @@ def test_what_is_found_is_positive_and_finite(found: Links) -> None:
 def test_a_plan_takes_what_was_found(found: Links, tmp_path: Path) -> None:
     write(path := tmp_path / "links.json", encode(found))
     target = f"{models.__file__}:sequential"
-    arguments = ["plan", target, "--microbatches", "4", "--costs", "flops", "--format", "json", "--links", str(path)]
+    arguments = [
+        "plan",
+        target,
+        "--microbatches",
+        "4",
+        "--costs",
+        "flops",
+        "--format",
+        "json",
+        "--links",
+        str(path),
+    ]
     result = CliRunner().invoke(commands, [*arguments, "-k", "3"])
     assert result.exit_code == 0, result.output
     plan = decode(result.stdout.encode(), Plan, origin="stdout")
@@ -53,7 +64,9 @@ def test_a_plan_takes_what_was_found(found: Links, tmp_path: Path) -> None:
 
 
 def test_one_process_is_told_to_start_more() -> None:
-    with pytest.raises(InputError, match=r"there is only one; .* torchrun --nproc-per-node 4 -m pipecompile links"):
+    with pytest.raises(
+        InputError, match=r"there is only one; .* torchrun --nproc-per-node 4 -m pipecompile links"
+    ):
         probe_links()
 
 
@@ -66,5 +79,7 @@ def test_the_command_writes_nothing_without_other_ranks(tmp_path: Path) -> None:
 
 def test_a_line_is_found_again() -> None:
     sizes = (0, 1 << 16, 1 << 20, 1 << 22)
-    assert fitted({size: 5000 + size / 2 for size in sizes}) == Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=5000)
+    assert fitted({size: 5000 + size / 2 for size in sizes}) == Link(
+        bandwidth_bytes_per_s=2 * 10**9, latency_ns=5000
+    )
     assert fitted(dict.fromkeys(sizes, 7.0)) == Link(latency_ns=7)

@@ -21,7 +21,9 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(size)]
         self._pipes = [own for own, _ in pairs]
-        self._processes = [context.Process(target=_work, args=(theirs,), daemon=True) for _, theirs in pairs]
+        self._processes = [
+            context.Process(target=_work, args=(theirs,), daemon=True) for _, theirs in pairs
+        ]
         for process in self._processes:
             process.start()
         self._jobs = 0

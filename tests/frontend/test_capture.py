@@ -14,8 +14,8 @@ from zoo import EXAMPLES, called, captured, example, first, same
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import batch_size
-from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.captured_graph import batch_size
+from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 from tests.sweeps import sweep
 
@@ -40,7 +40,9 @@ def test_one_capture_serves_every_batch_size(name: str) -> None:
             assert same(found.outputs.unflatten(tensors), model(*call.args, **call.kwargs)), batch
 
 
-@pytest.mark.parametrize("name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "resnet50", "sequential"))])
+@pytest.mark.parametrize(
+    "name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "resnet50", "sequential"))]
+)
 def test_a_graph_for_a_batch_size_holds_no_symbols(name: str) -> None:
     target = example(name)
     found = capture(target.model, first(4, target.call))
@@ -48,7 +50,9 @@ def test_a_graph_for_a_batch_size_holds_no_symbols(name: str) -> None:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             assert type(value).__name__ not in ("Symbolic", "SymInt", "SymFloat", "SymBool"), node
         for value in pytree.tree_leaves(node.meta["val"]):
-            assert not isinstance(value, Tensor) or all(isinstance(size, int) for size in value.shape), node
+            assert not isinstance(value, Tensor) or all(
+                isinstance(size, int) for size in value.shape
+            ), node
 
 
 def snapshot(model: nn.Module) -> list[Any]:
@@ -65,7 +69,9 @@ def snapshot(model: nn.Module) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "resnet50", "sequential"))])
+@pytest.mark.parametrize(
+    "name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "resnet50", "sequential"))]
+)
 def test_capturing_leaves_the_model_as_it_was(name: str) -> None:
     target = example(name)
     next(iter(target.model.children())).eval()
@@ -287,7 +293,9 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_a_constant() -> None:
 
 
 def test_containers_are_taken_apart() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )
     found, _ = captured(model, torch.randn(4, 3, 8))
     assert "layers.1.linear2" in called(found.graph)
 
@@ -341,16 +349,23 @@ def test_nested_inputs_and_outputs() -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
 
-        def forward(self, pair: Any, options: Any, *, scale: float, mask: Tensor | None = None) -> Any:
+        def forward(
+            self, pair: Any, options: Any, *, scale: float, mask: Tensor | None = None
+        ) -> Any:
             left, (right,) = pair
             hidden = self.linear(left + right * options["weight"]) * scale
             return {"all": (hidden, [hidden.sum(), None, "text"]), "scale": scale}
 
     x = torch.randn(4, 4)
-    call = Arguments(((x, [x + 1]), {"weight": x * 2, "mode": "fast"}), {"scale": 0.5, "mask": None})
+    call = Arguments(
+        ((x, [x + 1]), {"weight": x * 2, "mode": "fast"}), {"scale": 0.5, "mask": None}
+    )
     model = Nested()
     found, module = captured(model, *call.args, **call.kwargs)
-    assert same(found.outputs.unflatten(module(*found.inputs.flatten(call))), model(*call.args, **call.kwargs))
+    assert same(
+        found.outputs.unflatten(module(*found.inputs.flatten(call))),
+        model(*call.args, **call.kwargs),
+    )
     assert found.inputs.tensor_names == ("pair_0", "pair_1_0", "options_weight")
 
 
@@ -399,9 +414,13 @@ def test_an_object_of_another_kind_is_refused_as_output_and_input() -> None:
         def forward(self, query: Any) -> Any:
             return Box(query.sin()) if isinstance(query, Tensor) else query.value
 
-    with pytest.raises(CaptureError, match=r"the model returns a Box, which cannot travel between stages"):
+    with pytest.raises(
+        CaptureError, match=r"the model returns a Box, which cannot travel between stages"
+    ):
         captured(Model(), torch.randn(4, 4))
-    with pytest.raises(CaptureError, match=r"the argument 'query' holds a Box; inputs are tensors, constants"):
+    with pytest.raises(
+        CaptureError, match=r"the argument 'query' holds a Box; inputs are tensors, constants"
+    ):
         captured(Model(), Box(torch.randn(4, 4)))
 
 
@@ -421,7 +440,9 @@ def test_another_structure_or_constant_is_an_error() -> None:
 
     x = torch.randn(4, 4)
     found, _ = captured(Model(), x, scale=2.0)
-    with pytest.raises(InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"):
+    with pytest.raises(
+        InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"
+    ):
         found.inputs.flatten(Arguments((x,), {"scale": 3.0}))
     with pytest.raises(InputError, match="the batch has the structure"):
         found.inputs.flatten(Arguments((x,), {}))
@@ -459,7 +480,9 @@ def test_a_keyword_of_python_may_name_an_input() -> None:
 
 
 def test_inputs_of_different_batches_are_an_error() -> None:
-    with pytest.raises(InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"):
+    with pytest.raises(
+        InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"
+    ):
         batch_size([torch.zeros(4, 2), torch.zeros(3, 2)])
     assert batch_size([torch.zeros(4, 2), torch.tensor(1.0), torch.zeros(4)]) == 4
 

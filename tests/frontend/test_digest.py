@@ -39,7 +39,9 @@ def of_example(name: str) -> str:
 def test_it_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", CODE, *NAMES]
-    other = subprocess.run(command, env=environment, cwd=MODELS.parent, check=True, capture_output=True, text=True)
+    other = subprocess.run(
+        command, env=environment, cwd=MODELS.parent, check=True, capture_output=True, text=True
+    )
     assert other.stdout.split() == [of_example(name) for name in NAMES]
 
 
@@ -102,7 +104,10 @@ def test_settings_of_parts_of_a_layer_change_it() -> None:
         layer = nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, **settings))
         return digest(captured(layer, torch.randn(3, 2, 6))[1])
 
-    assert len({encoded(), encoded(dropout=0.2), encoded(norm_first=True), encoded(activation="gelu")}) == 4
+    assert (
+        len({encoded(), encoded(dropout=0.2), encoded(norm_first=True), encoded(activation="gelu")})
+        == 4
+    )
 
 
 @pytest.mark.parametrize("which", ["input", "parameters"])

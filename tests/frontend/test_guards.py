@@ -29,7 +29,9 @@ class Branches(nn.Module):
 
 
 LINE = inspect.getsourcelines(Branches)[1] + next(
-    index for index, text in enumerate(inspect.getsourcelines(Branches)[0]) if "x.size(0) > 3" in text
+    index
+    for index, text in enumerate(inspect.getsourcelines(Branches)[0])
+    if "x.size(0) > 3" in text
 )
 
 
@@ -98,7 +100,9 @@ def test_and_is_captured_anew_for_others(kind: type[nn.Module]) -> None:
 
 
 def test_a_model_that_cannot_run_at_another_batch_is_refused_there() -> None:
-    with pytest.raises(CaptureError, match=r"test_guards.py:\d+\): the forward cannot run on fake tensors"):
+    with pytest.raises(
+        CaptureError, match=r"test_guards.py:\d+\): the forward cannot run on fake tensors"
+    ):
         capture(Fixed(), call(4)).instantiate(call(2))
 
 
@@ -107,7 +111,12 @@ class Numbers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch = x.shape[0]
-        return x * (batch / 3 * 0.1 * 0.7) + (0.1 + batch + 0.2) * batch**-0.5 + 1.1 * (batch * 0.3 + 0.7) - batch // 2
+        return (
+            x * (batch / 3 * 0.1 * 0.7)
+            + (0.1 + batch + 0.2) * batch**-0.5
+            + 1.1 * (batch * 0.3 + 0.7)
+            - batch // 2
+        )
 
 
 def test_numbers_made_of_the_batch_round_as_pythons() -> None:
@@ -135,11 +144,16 @@ TOLD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("tell", TOLD.values(), ids=TOLD)
-def test_a_result_whose_form_depends_on_the_batch_is_refused_at_another(tell: Callable[[Tensor, Tensor], Any]) -> None:
+def test_a_result_whose_form_depends_on_the_batch_is_refused_at_another(
+    tell: Callable[[Tensor, Tensor], Any],
+) -> None:
     """One batch's form would be put around the tensors of another."""
     model = Told(tell)
     found = exact(model, torch.randn(7, 4), batches=(4,))
-    with pytest.raises(CaptureError, match="at batch 2 the model returns another structure, or other constants in it"):
+    with pytest.raises(
+        CaptureError,
+        match="at batch 2 the model returns another structure, or other constants in it",
+    ):
         found.instantiate(call(2))
     exact(model, torch.randn(7, 4), batches=(2,))
 

@@ -62,7 +62,9 @@ def test_a_hook_that_keeps_what_it_sees_hands_it_to_who_reads_it() -> None:
             super().__init__()
             self.body = model()
             self.kept: list[Tensor] = []
-            self.body[0].register_forward_hook(lambda module, inputs, output: self.kept.append(output))
+            self.body[0].register_forward_hook(
+                lambda module, inputs, output: self.kept.append(output)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             self.kept.clear()
@@ -76,7 +78,10 @@ def test_a_hook_that_keeps_what_it_sees_hands_it_to_who_reads_it() -> None:
 def test_a_backward_hook_is_allowed_on_a_module_that_is_one_node_by_wish() -> None:
     hooked = model()
     hooked[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
-    with pytest.raises(CaptureError, match=r"^1: a backward hook is registered .* make the module one node \(leaf\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"^1: a backward hook is registered .* make the module one node \(leaf\)",
+    ):
         capture(hooked, CALL)
     assert called(exact(hooked, X, leaf=["1"]).graph) == ["0.linear", "sin", "1", "2"]
 
@@ -147,7 +152,9 @@ def of_a_bound_argument(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("make", [of_a_tensor, of_a_list, of_a_default, of_a_bound_argument])
-def test_a_hook_that_encloses_a_tensor_is_refused(make: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
+def test_a_hook_that_encloses_a_tensor_is_refused(
+    make: Callable[[Tensor], Callable[[Tensor], Tensor]],
+) -> None:
     with pytest.raises(CaptureError, match="hook"):
         capture(Enclosing(make), CALL)
 

@@ -76,4 +76,6 @@ def test_a_name_that_is_not_there_is_an_error(name: str) -> None:
 
 def test_what_is_of_torch() -> None:
     assert all(map(is_of_torch, (nn.Linear(1, 1), Scaled(1, 1), nn.LSTM(1, 1))))
-    assert not any(map(is_of_torch, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2))))
+    assert not any(
+        map(is_of_torch, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2)))
+    )

@@ -99,20 +99,29 @@ def test_a_failure_inside_a_torch_module_is_told_with_its_path() -> None:
 
 
 def test_a_cache_in_the_output_is_refused_with_advice() -> None:
-    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=True)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=True
+    )
     model = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(CaptureError, match=r"the model returns a \w*Cache.*set use_cache=False in the config"):
+    with pytest.raises(
+        CaptureError, match=r"the model returns a \w*Cache.*set use_cache=False in the config"
+    ):
         captured(model, input_ids=torch.randint(0, 16, (4, 8)))
 
 
 def test_parameters_without_a_shape() -> None:
-    with pytest.raises(InputError, match="has parameters without a shape yet; run the model once first"):
+    with pytest.raises(
+        InputError, match="has parameters without a shape yet; run the model once first"
+    ):
         captured(Outer(nn.Sequential(nn.LazyLinear(4))), torch.randn(4, 4))
 
 
 def test_inference_mode() -> None:
     model = nn.Linear(4, 4)
-    with torch.inference_mode(), pytest.raises(InputError, match=r"leave torch\.inference_mode first"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(InputError, match=r"leave torch\.inference_mode first"),
+    ):
         captured(model, torch.randn(4, 4))
 
 

@@ -15,7 +15,7 @@ from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.selfcheck import proven, with_regions
+from pipecompile.frontend.self_check import proven, with_regions
 from pipecompile.frontend.signature import Arguments
 
 WIDTH = 8
@@ -117,7 +117,9 @@ LOST = {
 
 
 @pytest.mark.parametrize("act", LOST.values(), ids=LOST)
-def test_a_buffer_that_cannot_be_written_back_is_refused(act: Callable[[Any, Tensor], Tensor]) -> None:
+def test_a_buffer_that_cannot_be_written_back_is_refused(
+    act: Callable[[Any, Tensor], Tensor],
+) -> None:
     model = Kept(act)
     own = model.left
     with pytest.raises(CaptureError, match="the forward replaces left by a new tensor"):
@@ -152,7 +154,9 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("act", ALLOWED.values(), ids=ALLOWED)
-def test_what_each_forward_sets_anew_is_put_back_and_said(act: Callable[[Any, Tensor], Tensor]) -> None:
+def test_what_each_forward_sets_anew_is_put_back_and_said(
+    act: Callable[[Any, Tensor], Tensor],
+) -> None:
     model = Kept(act)
     found = exact(model, X)
     assert model.note is None
@@ -215,7 +219,8 @@ def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
 
     model = Kept(act)
     with pytest.raises(
-        CaptureError, match=r"^note \(.*test_state.py:\d+\) is set by the forward, and a second forward"
+        CaptureError,
+        match=r"^note \(.*test_state.py:\d+\) is set by the forward, and a second forward",
     ):
         capture(model, CALL)
     assert model.note is None
@@ -262,7 +267,9 @@ def parts(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("note", "change"), NESTED.values(), ids=NESTED)
-def test_nested_containers_are_as_before(note: Any, change: Callable[[Any, Tensor], object]) -> None:
+def test_nested_containers_are_as_before(
+    note: Any, change: Callable[[Any, Tensor], object]
+) -> None:
     """Whether the capture is refused or not: the same objects hold the same items."""
 
     def act(model: Any, hidden: Tensor) -> Tensor:
@@ -313,7 +320,9 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "x"), WRITTEN.values(), ids=WRITTEN)
-def test_parameters_that_a_forward_writes_to_are_as_before(make: Callable[[], nn.Module], x: Tensor) -> None:
+def test_parameters_that_a_forward_writes_to_are_as_before(
+    make: Callable[[], nn.Module], x: Tensor
+) -> None:
     model, call = make(), Arguments((x,), {})
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found, module, _ = proven(model, call)

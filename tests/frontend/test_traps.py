@@ -173,7 +173,10 @@ def test_backward_hook_on_a_module_that_is_taken_apart(inner: bool) -> None:
 
     part = Trap()
     part.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
-    refused(nn.Sequential(nn.Linear(WIDTH, WIDTH), part) if inner else part, "a backward hook is registered")
+    refused(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), part) if inner else part,
+        "a backward hook is registered",
+    )
 
 
 def test_fake_tensor_left_in_an_lru_cache() -> None:
@@ -223,7 +226,9 @@ def test_checkpoint(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "whose"), [(np.random.rand, "numpy's"), (random.random, "Python's")], ids=["numpy", "python"]
+    ("draw", "whose"),
+    [(np.random.rand, "numpy's"), (random.random, "Python's")],
+    ids=["numpy", "python"],
 )
 def test_random_numbers_of_others(draw: Callable[[], float], whose: str) -> None:
     class Trap(Two):
@@ -284,14 +289,20 @@ def test_region_that_is_cut_in_the_middle(region: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
-            with torch.no_grad() if region == "no_grad" else torch.autocast("cpu", dtype=torch.bfloat16):
+            with (
+                torch.no_grad()
+                if region == "no_grad"
+                else torch.autocast("cpu", dtype=torch.bfloat16)
+            ):
                 y = self.inner[2](self.inner[1](self.inner[0](x).sin()).cos())
             return self.second(x + y.float())
 
     exact(Trap(), X)
     torch.manual_seed(0)
     made = case_of(Trap(), CALL)
-    inside = [node.name for node in made.capture.graph.nodes if node.meta.get("ambient") is not None]
+    inside = [
+        node.name for node in made.capture.graph.nodes if node.meta.get("ambient") is not None
+    ]
     assert len({unit for unit, names in enumerate(made.units) if set(names) & set(inside)}) > 3
     for cut in range(1, len(made.units)):
         assert_equal(made, [cut])
@@ -359,8 +370,12 @@ def frozen_container(model: Any, x: Tensor) -> Tensor:
 SETTINGS = {"drop": changed_probability, "norm": frozen_statistics, "drop ": frozen_container}
 
 
-@pytest.mark.parametrize(("name", "act"), SETTINGS.items(), ids=[act.__name__ for act in SETTINGS.values()])
-def test_setting_of_a_leaf_changed_around_its_call(name: str, act: Callable[[Any, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("name", "act"), SETTINGS.items(), ids=[act.__name__ for act in SETTINGS.values()]
+)
+def test_setting_of_a_leaf_changed_around_its_call(
+    name: str, act: Callable[[Any, Tensor], Tensor]
+) -> None:
     class Trap(Two):
         def __init__(self) -> None:
             super().__init__()
@@ -386,7 +401,9 @@ class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(doubled, doubled)
 
 
-@pytest.mark.parametrize("hooks", [lambda: torch.autograd.graph.saved_tensors_hooks(doubled, doubled), OwnHooks])
+@pytest.mark.parametrize(
+    "hooks", [lambda: torch.autograd.graph.saved_tensors_hooks(doubled, doubled), OwnHooks]
+)
 def test_saved_tensors_that_are_changed(hooks: Callable[[], Any]) -> None:
     class Trap(Two):
         def forward(self, x: Tensor) -> Tensor:
@@ -479,7 +496,9 @@ def test_capturing_without_gradients() -> None:
     model = nn.Sequential(Trap(), Trap(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     target = Target(model, CALL, sum_of_squares)
     with torch.no_grad():
-        pipeline = pipecompile(model, CALL, 4, loss_fn=sum_of_squares, costs="flops", microbatches=2)
+        pipeline = pipecompile(
+            model, CALL, 4, loss_fn=sum_of_squares, costs="flops", microbatches=2
+        )
     loss = pipeline.step(CALL, None)
     reference = reference_for(target, pipeline.plan)
     assert torch.equal(loss, reference.step(target, 2))

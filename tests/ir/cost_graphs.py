@@ -8,8 +8,8 @@ from itertools import groupby
 import msgspec
 from hypothesis import strategies as st
 
+from pipecompile.ir.encodings import POLICIES, Policy
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Node, Parameter, Tensor
-from pipecompile.ir.saving import POLICIES, Policy
 
 __all__ = ["cost_graphs", "regions_of", "saving_of", "stages_of"]
 
@@ -36,7 +36,11 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = 
         Parameter(name=f"p{i}", bytes=4 * draw(SIZES), trainable=draw(st.booleans()))
         for i in range(draw(st.integers(0, 3)))
     ]
-    nodes, tensors, storages = list[Node](), list[Tensor](), list[int](draw(st.lists(SIZES, min_size=1, max_size=4)))
+    nodes, tensors, storages = (
+        list[Node](),
+        list[Tensor](),
+        list[int](draw(st.lists(SIZES, min_size=1, max_size=4))),
+    )
     for index, name in enumerate(names):
         known = {t.storage for t in tensors if name in t.consumers and t.storage is not None}
         before = set(known)
@@ -49,7 +53,9 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = 
         saveable = range(len(storages)) if wild else sorted(known)
         node = _node(draw, name, index, parameters, saveable, known - before, own)
         made = 0 if wild else sum(storages[storage] for storage in known - before)
-        nodes.append(msgspec.structs.replace(node, forward_peak_bytes=max(made, node.forward_peak_bytes)))
+        nodes.append(
+            msgspec.structs.replace(node, forward_peak_bytes=max(made, node.forward_peak_bytes))
+        )
     return CostGraph(
         memory=draw(st.sampled_from(["cpu", "cuda"])),
         nodes=tuple(nodes),
@@ -83,7 +89,11 @@ def _node(
     new: Iterable[int],
     own: int,
 ) -> Node:
-    read = draw(st.sets(st.sampled_from([p.name for p in parameters]), max_size=2)) if parameters else set()
+    read = (
+        draw(st.sets(st.sampled_from([p.name for p in parameters]), max_size=2))
+        if parameters
+        else set()
+    )
     placeholder = not read and index < 2 and draw(st.booleans())
     saved = tuple(sorted(draw(st.sets(st.sampled_from(known), max_size=2)))) if known else ()
     packs = ["never"] * (not saved) + ["before"] * (not set(saved) & set(new)) + ["after"]
@@ -109,7 +119,9 @@ def _node(
         parameters=tuple(sorted(read)),
         given_as_views=tuple(sorted(name for name in read if draw(st.booleans()))),
         early=tuple(sorted(name for name in read if not draw(st.integers(0, 3)))),
-        operator="placeholder" if placeholder else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
+        operator="placeholder"
+        if placeholder
+        else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
     )
 
 
@@ -141,7 +153,8 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
         is_sum = continues is not None or draw(st.booleans())
         places = names[producer], names[last]
         between, captured, joined = (
-            draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True)) for _ in range(3)
+            draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True))
+            for _ in range(3)
         )
         given = draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))
         made.append(
@@ -163,7 +176,9 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
 
 
 @st.composite
-def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4, least: int = 1) -> list[tuple[str, ...]]:
+def stages_of(
+    draw: st.DrawFn, graph: CostGraph, most: int = 4, least: int = 1
+) -> list[tuple[str, ...]]:
     """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order.
 
     Where there would be less than the `least`, large ones are halved.
@@ -174,7 +189,9 @@ def stages_of(draw: st.DrawFn, graph: CostGraph, most: int = 4, least: int = 1) 
             before[name].add(tensor.producer)
     stage: dict[str, int] = {}
     for node in graph.nodes:
-        stage[node.name] = draw(st.integers(max((stage[name] for name in before[node.name]), default=0), most - 1))
+        stage[node.name] = draw(
+            st.integers(max((stage[name] for name in before[node.name]), default=0), most - 1)
+        )
     members = [tuple(name for name in stage if stage[name] == index) for index in range(most)]
     found = [names for names in members if names]
     while len(found) < least:
@@ -189,7 +206,13 @@ def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Some runs of the nodes of a stage, each computed again, and some within others."""
     ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
     found = _apart(names, ends)
-    inner = [part for region in found if len(region) > 1 for part in draw(regions_of(region)) if part != region]
+    inner = [
+        part
+        for region in found
+        if len(region) > 1
+        for part in draw(regions_of(region))
+        if part != region
+    ]
     return draw(st.permutations([*found, *inner]))
 
 
@@ -199,8 +222,12 @@ def saving_of(
 ) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
     """Some runs of the nodes outside regions, each with policies in some order."""
     aside = {name for region in regions for name in region}
-    runs = [tuple(run) for outside, run in groupby(names, key=lambda name: name not in aside) if outside]
-    ends = [sorted(draw(st.lists(st.integers(0, len(run)), max_size=6, unique=True))) for run in runs]
+    runs = [
+        tuple(run) for outside, run in groupby(names, key=lambda name: name not in aside) if outside
+    ]
+    ends = [
+        sorted(draw(st.lists(st.integers(0, len(run)), max_size=6, unique=True))) for run in runs
+    ]
     parts = [part for run, places in zip(runs, ends, strict=True) for part in _apart(run, places)]
     policies = st.lists(st.sampled_from(POLICIES), min_size=1, max_size=3, unique=True).map(tuple)
     return [(part, draw(policies)) for part in parts]

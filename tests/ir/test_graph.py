@@ -8,13 +8,19 @@ import pytest
 
 from pipecompile.errors import FormatError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.serde import decode, encode, read
+from pipecompile.ir.serialization import decode, encode, read
 
 PLACEMENT = Path(__file__).resolve().parents[3] / "shared" / "instances" / "placement"
 
 
 def _document() -> dict[str, Any]:
-    node = {"forward_ns": 1, "backward_ns": 2, "parameter_bytes": 3, "saved_bytes": 4, "group": None}
+    node = {
+        "forward_ns": 1,
+        "backward_ns": 2,
+        "parameter_bytes": 3,
+        "saved_bytes": 4,
+        "group": None,
+    }
     return {
         "schema": "pipecompile/cost-graph/1",
         "nodes": [{"name": "a", **node}, {"name": "b", **node, "saved": [0], "parameters": ["w"]}],
@@ -63,16 +69,33 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
         (("contents",), [{"dtype": "float4"}], "contents of 'float4' are not known"),
         (
             ("gradients",),
-            [{"producer": "b", "last": "a", "bytes": 1}, {"producer": "b", "last": "a", "bytes": 1, "continues": 0}],
+            [
+                {"producer": "b", "last": "a", "bytes": 1},
+                {"producer": "b", "last": "a", "bytes": 1, "continues": 0},
+            ],
             "gradient 1 continues 0, which does not end where it begins",
         ),
-        (("gradients",), [{"producer": "b", "last": "a", "bytes": 1, "readers": ["z"]}], "a gradient names 'z'"),
-        (("nodes", 1, "given_as_views"), ["v"], "node 'b' gives a gradient for 'v', which it does not read"),
+        (
+            ("gradients",),
+            [{"producer": "b", "last": "a", "bytes": 1, "readers": ["z"]}],
+            "a gradient names 'z'",
+        ),
+        (
+            ("nodes", 1, "given_as_views"),
+            ["v"],
+            "node 'b' gives a gradient for 'v', which it does not read",
+        ),
         (("tensors", 0, "expanded_by"), "z", "is expanded by 'z', not a consumer"),
-        (("nodes", 1, "parameters"), ["v"], "node 'b' reads 'v', which is not among the parameters"),
+        (
+            ("nodes", 1, "parameters"),
+            ["v"],
+            "node 'b' reads 'v', which is not among the parameters",
+        ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(path: tuple[str | int, ...], value: object, message: str) -> None:
+def test_what_is_wrong_is_named_with_its_place(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
     document: Any = _document()
     inner = document
     for key in path[:-1]:
@@ -85,11 +108,15 @@ def test_what_is_wrong_is_named_with_its_place(path: tuple[str | int, ...], valu
 def test_a_missing_field_is_named_with_its_place() -> None:
     document = _document()
     del document["nodes"][1]["backward_ns"]
-    with pytest.raises(FormatError, match=r"missing required field `backward_ns` - at `\$\.nodes\[1\]`"):
+    with pytest.raises(
+        FormatError, match=r"missing required field `backward_ns` - at `\$\.nodes\[1\]`"
+    ):
         _read(document)
 
 
-@pytest.mark.skipif(not PLACEMENT.is_dir(), reason="the published instances lie beside the repository, not in it")
+@pytest.mark.skipif(
+    not PLACEMENT.is_dir(), reason="the published instances lie beside the repository, not in it"
+)
 def test_published_instances_are_read() -> None:
     paths = [path for path in sorted(PLACEMENT.glob("*.json")) if path.name != "best_known.json"]
     assert paths

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
 from pipecompile.ir.links import FREE, Link, Links
-from pipecompile.ir.serde import decode, encode
+from pipecompile.ir.serialization import decode, encode
 
 TWO = Links(bandwidth_bytes_per_s=((None, 10**9), (10**8, None)), latency_ns=((0, 5), (7, 0)))
 
@@ -19,7 +19,9 @@ def test_links_are_read_as_they_were_written() -> None:
 
 def test_a_file_needs_no_more_than_one_bandwidth_and_one_latency() -> None:
     text = b'{"schema": "pipecompile/links/1", "bandwidth_bytes_per_s": 1000, "latency_ns": 3}'
-    assert decode(text, Links, origin="links.json") == Links.of(Link(bandwidth_bytes_per_s=1000, latency_ns=3))
+    assert decode(text, Links, origin="links.json") == Links.of(
+        Link(bandwidth_bytes_per_s=1000, latency_ns=3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,10 +29,22 @@ def test_a_file_needs_no_more_than_one_bandwidth_and_one_latency() -> None:
     [
         ('"bandwidth_bytes_per_s": null', "missing required field `latency_ns`"),
         ('"bandwidth_bytes_per_s": 0, "latency_ns": 0', r"`\$\.bandwidth_bytes_per_s`"),
-        ('"bandwidth_bytes_per_s": [[null, -1], [1, null]], "latency_ns": 0', r"`\$\.bandwidth_bytes_per_s\[0\]\[1\]`"),
-        ('"bandwidth_bytes_per_s": null, "latency_ns": [[0, 1.5], [0, 0]]', r"`\$\.latency_ns\[0\]\[1\]`"),
-        ('"bandwidth_bytes_per_s": null, "latency_ns": [[0, 1]]', r"square and of one size, but have sides \[1, 2\]"),
-        ('"bandwidth_bytes_per_s": [[null]], "latency_ns": [[0, 1], [1, 0]]', r"but have sides \[1, 2\]"),
+        (
+            '"bandwidth_bytes_per_s": [[null, -1], [1, null]], "latency_ns": 0',
+            r"`\$\.bandwidth_bytes_per_s\[0\]\[1\]`",
+        ),
+        (
+            '"bandwidth_bytes_per_s": null, "latency_ns": [[0, 1.5], [0, 0]]',
+            r"`\$\.latency_ns\[0\]\[1\]`",
+        ),
+        (
+            '"bandwidth_bytes_per_s": null, "latency_ns": [[0, 1]]',
+            r"square and of one size, but have sides \[1, 2\]",
+        ),
+        (
+            '"bandwidth_bytes_per_s": [[null]], "latency_ns": [[0, 1], [1, 0]]',
+            r"but have sides \[1, 2\]",
+        ),
         ('"bandwidth_bytes_per_s": null, "latency_ns": []', r"but have sides \[0\]"),
         ('"bandwidth_bytes_per_s": null, "latency_ns": 0, "speed": 1', "unknown field `speed`"),
     ],
@@ -64,16 +78,26 @@ def test_a_matrix_of_equal_entries_is_one_link(
     ranks: int, rate: int | None, delay: int, size: int, data: st.DataObject
 ) -> None:
     one = Links(bandwidth_bytes_per_s=rate, latency_ns=delay)
-    many = Links(bandwidth_bytes_per_s=((rate,) * ranks,) * ranks, latency_ns=((delay,) * ranks,) * ranks)
+    many = Links(
+        bandwidth_bytes_per_s=((rate,) * ranks,) * ranks, latency_ns=((delay,) * ranks,) * ranks
+    )
     a, b = (data.draw(st.integers(0, ranks - 1)) for _ in range(2))
     assert many.transfer_ns(a, b, size) == one.transfer_ns(a, b, size)
     assert many.one in (one.one, Link())  # with one rank there is no link
     assert many.hop(a, b) == one.hop(a, b)
 
 
-@given(st.builds(Link, bandwidth_bytes_per_s=RATES, latency_ns=DELAYS), st.integers(0, 10**9), st.data())
-def test_what_the_ranks_do_themselves_is_part_of_the_transfer(link: Link, size: int, data: st.DataObject) -> None:
-    own = [data.draw(st.builds(Link, bandwidth_bytes_per_s=RATES, latency_ns=DELAYS)) for _ in range(2)]
+@given(
+    st.builds(Link, bandwidth_bytes_per_s=RATES, latency_ns=DELAYS),
+    st.integers(0, 10**9),
+    st.data(),
+)
+def test_what_the_ranks_do_themselves_is_part_of_the_transfer(
+    link: Link, size: int, data: st.DataObject
+) -> None:
+    own = [
+        data.draw(st.builds(Link, bandwidth_bytes_per_s=RATES, latency_ns=DELAYS)) for _ in range(2)
+    ]
     links = msgspec.structs.replace(Links.of(link), sending=own[0], receiving=own[1])
     busy = sum(part.transfer_ns(size) for part in own)
     assert links.under_way_ns(0, 1, size) + busy == max(busy, links.transfer_ns(0, 1, size))

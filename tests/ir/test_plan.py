@@ -8,12 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
+from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNTS, Footprint
 from pipecompile.ir.links import FREE, Link
-from pipecompile.ir.memory import Amount, RankMemory
-from pipecompile.ir.plan import Boundary, Fingerprint, Options, Plan, Prediction, Provenance, Search, Stage
+from pipecompile.ir.plan import (
+    Boundary,
+    Fingerprint,
+    Options,
+    Plan,
+    Prediction,
+    Provenance,
+    Search,
+    Stage,
+)
+from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
-from pipecompile.ir.serde import decode, encode
+from pipecompile.ir.serialization import decode, encode
 
 NOTHING = Amount(expected=0, bound=0)
 EDGE = Boundary(name="a", bytes=4, gradient_bytes=4)
@@ -62,7 +72,9 @@ def _plan(**changes: Any) -> Plan:
         "stages": (_stage("a", (), (EDGE,)), _stage("b", (EDGE,), ())),
         "routes": (),
         "parameters": (),
-        "schedule": Schedule(name="gpipe", microbatches=1, placement=(0, 1), actions=(("0F0",), ("1F0",))),
+        "schedule": Schedule(
+            name="gpipe", microbatches=1, placement=(0, 1), actions=(("0F0",), ("1F0",))
+        ),
         "prediction": Prediction(
             step_ns=6,
             span_ns=6,
@@ -103,7 +115,10 @@ def test_a_plan_knows_the_stage_of_each_node_and_what_a_rank_holds() -> None:
     [
         ({"k": 3}, r"stages \(2\) and k \(3\) must be equal"),
         ({"ranks": 1}, r"ranks of the schedule \(2\) and ranks \(1\) must be equal"),
-        ({"microbatches": 2}, r"microbatches of the schedule \(1\) and microbatches \(2\) must be equal"),
+        (
+            {"microbatches": 2},
+            r"microbatches of the schedule \(1\) and microbatches \(2\) must be equal",
+        ),
         ({"stages_per_rank": 2}, r"ranks × stages per rank \(4\) and k \(2\) must be equal"),
         ({"stages": (_stage("a", (), (EDGE,)), _stage("a", (EDGE,), ()))}, r"distinct nodes \(1\)"),
         (
@@ -120,7 +135,9 @@ def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], mess
 def test_a_damaged_plan_is_answered_with_the_place() -> None:
     document = msgspec.json.decode(encode(_plan()))
     document["stages"][1]["footprint"]["kept"]["bound"] = -1
-    with pytest.raises(FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.kept\.bound`"):
+    with pytest.raises(
+        FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.kept\.bound`"
+    ):
         decode(encode(document), Plan, origin="plan.json")
 
 

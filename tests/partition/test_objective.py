@@ -8,9 +8,9 @@ from cuts import chain, node
 
 from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.partition.front import solve
 from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
 from pipecompile.partition.problem import Problem
+from pipecompile.partition.solver import solve
 
 LINK = Links.of(Link(bandwidth_bytes_per_s=10**9))
 SKIP = CostGraph(
@@ -22,7 +22,12 @@ APART = {"n0": 0, "n1": 1, "n2": 2}
 
 @pytest.mark.parametrize(
     ("communication", "loads"),
-    [("relay", (17, 24, 17)), ("endpoint", (17, 17, 17)), ("overlap", (10, 14, 10)), ("none", (10, 10, 10))],
+    [
+        ("relay", (17, 24, 17)),
+        ("endpoint", (17, 17, 17)),
+        ("overlap", (10, 14, 10)),
+        ("none", (10, 10, 10)),
+    ],
 )
 def test_what_a_skip_costs(communication: str, loads: tuple[int, ...]) -> None:
     assert stage_loads(Problem(SKIP, 3, communication=communication, links=LINK), APART) == loads
@@ -36,7 +41,11 @@ def test_each_boundary_has_the_links_of_its_ranks_there_and_back() -> None:
         latency_ns=((0, 0, 0), (1, 0, 1), (0, 0, 0)),
     )
     first, second = 5 + (20 + 1), (50 + 1) + 2
-    assert stage_loads(Problem(SKIP, 3, links=links), APART) == (10 + first, 10 + first + second, 10 + second)
+    assert stage_loads(Problem(SKIP, 3, links=links), APART) == (
+        10 + first,
+        10 + first + second,
+        10 + second,
+    )
 
 
 def test_nothing_is_charged_within_a_rank_and_ranks_add_up() -> None:
@@ -62,7 +71,9 @@ def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
 
 
 def test_the_last_stage_does_not_recompute() -> None:
-    graph = CostGraph(nodes=tuple(node(f"n{i}", 1, 1) for i in range(5)), tensors=chain([0] * 5).tensors)
+    graph = CostGraph(
+        nodes=tuple(node(f"n{i}", 1, 1) for i in range(5)), tensors=chain([0] * 5).tensors
+    )
     assert solve(Problem(graph, 2, recompute=True)).loads_ns == (6, 6)
 
 

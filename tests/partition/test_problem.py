@@ -20,7 +20,9 @@ def _links(latencies: list[list[int]]) -> Links:
 
 def _graph(names: str, edges: str, groups: dict[str, str] | None = None) -> CostGraph:
     """Nodes by letter in order; edges as "ab ac" from the first letter to the second."""
-    consumers = {name: tuple(edge[1] for edge in edges.split() if edge[0] == name) for name in names}
+    consumers = {
+        name: tuple(edge[1] for edge in edges.split() if edge[0] == name) for name in names
+    }
     return CostGraph(
         nodes=tuple(
             Node(
@@ -34,7 +36,9 @@ def _graph(names: str, edges: str, groups: dict[str, str] | None = None) -> Cost
             for name in names
         ),
         tensors=tuple(
-            Tensor(producer=name, consumers=to, bytes=1, gradient_bytes=1) for name, to in consumers.items() if to
+            Tensor(producer=name, consumers=to, bytes=1, gradient_bytes=1)
+            for name, to in consumers.items()
+            if to
         ),
     )
 
@@ -64,23 +68,37 @@ def test_inputs_come_first_and_outputs_last() -> None:
     assert _units("ioab", "ia ao", {"i": "inputs", "o": "outputs"}) == ["i", "a", "b", "o"]
 
 
-@given(st.integers(1, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=14), st.data())
+@given(
+    st.integers(1, 9),
+    st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=14),
+    st.data(),
+)
 def test_units_are_a_topological_order_of_the_merged_graph(
     size: int, pairs: set[tuple[int, int]], data: st.DataObject
 ) -> None:
     names = "abcdefghi"[:size]
-    edges = " ".join(f"{names[a]}{names[b]}" for a, b in sorted(pairs) if a < size and b < size and a != b)
-    groups = {name: group for name in names if (group := data.draw(st.sampled_from(["", "", "", "g", "h"])))}
+    edges = " ".join(
+        f"{names[a]}{names[b]}" for a, b in sorted(pairs) if a < size and b < size and a != b
+    )
+    groups = {
+        name: group
+        for name in names
+        if (group := data.draw(st.sampled_from(["", "", "", "g", "h"])))
+    }
     graph = _graph(names, edges, groups)
     found = units(graph)
     position = {name: index for index, unit in enumerate(found) for name in unit}
     assert sorted(position) == list(names)
-    assert all(position[t.producer] <= position[name] for t in graph.tensors for name in t.consumers)
+    assert all(
+        position[t.producer] <= position[name] for t in graph.tensors for name in t.consumers
+    )
     assert all(list(unit) == sorted(unit) for unit in found)
     together = nx.DiGraph([(t.producer, name) for t in graph.tensors for name in t.consumers])
     together.add_nodes_from(names)
     together.add_edges_from((a, b) for a in groups for b in groups if groups[a] == groups[b])
-    assert {frozenset(unit) for unit in found} == {frozenset(c) for c in nx.strongly_connected_components(together)}
+    assert {frozenset(unit) for unit in found} == {
+        frozenset(c) for c in nx.strongly_connected_components(together)
+    }
     assert units(graph) == found
 
 
@@ -98,24 +116,39 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
     ("problem", "message"),
     [
         ({"k": 0}, "k=0, but a pipeline has at least one stage"),
-        ({"k": 2, "objective": "beauty"}, "objective 'beauty' is not known; choose one of variance, max-load"),
-        ({"k": 2, "communication": "pigeon"}, "communication 'pigeon' is not known; choose one of relay, endpoint"),
+        (
+            {"k": 2, "objective": "beauty"},
+            "objective 'beauty' is not known; choose one of variance, max-load",
+        ),
+        (
+            {"k": 2, "communication": "pigeon"},
+            "communication 'pigeon' is not known; choose one of relay, endpoint",
+        ),
         ({"k": 2, "objective": "step-time"}, "objective step-time needs a schedule to simulate"),
         ({"k": 2, "placement": (0,)}, "the placement names 1 stages, but k=2"),
         ({"k": 2, "placement": (0, 2)}, r"the placement \(0, 2\) must use every rank from 0 on"),
         ({"k": 2, "speeds": (Fraction(1),)}, "speeds 1 must be 2 positive numbers, one a rank"),
         ({"k": 2, "speeds": (Fraction(1), Fraction(0))}, "speeds 1, 0 must be 2 positive numbers"),
         ({"k": 2, "links": _links([[0]])}, "the links are for 1 ranks, but there are 2"),
-        ({"k": 2, "links": _links([[0, 1], [2, 0]]), "communication": "endpoint"}, "endpoint communication knows no"),
+        (
+            {"k": 2, "links": _links([[0, 1], [2, 0]]), "communication": "endpoint"},
+            "endpoint communication knows no",
+        ),
         (
             {"k": 2, "links": _links([[0, 1, 1], [2, 0, 1], [1, 1, 0]]), "replica_ranks": 3},
             "replicated stages need .* one link",
         ),
         ({"k": 2, "replica_ranks": 1}, "1 ranks are fewer than the k=2 stages"),
-        ({"k": 2, "replica_ranks": 3, "speeds": (Fraction(1),) * 2}, "replicated stages need one stage a rank"),
+        (
+            {"k": 2, "replica_ranks": 3, "speeds": (Fraction(1),) * 2},
+            "replicated stages need one stage a rank",
+        ),
         ({"k": 2, "microbatches": 0}, "microbatches=0, but a step has at least one"),
         ({"k": 2, "together": (("a", "z"),)}, "the graph has no node 'z' to keep together"),
-        ({"k": 2, "memory": Memory((1,), (1, 1), {}, {})}, "memory must be given for 2 ranks and 2 stages"),
+        (
+            {"k": 2, "memory": Memory((1,), (1, 1), {}, {})},
+            "memory must be given for 2 ranks and 2 stages",
+        ),
         ({"k": 2, "pin": {"z": 0}}, "pin z=0: the graph has no such node"),
         ({"k": 2, "pin": {"a": 2}}, r"pin a=2: the stages are 0 … 1, or -1 … -2 from the end"),
     ],

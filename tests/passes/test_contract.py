@@ -44,12 +44,16 @@ class Marks(Fine):
 
 
 def test_a_broken_requirement_names_the_pass_and_those_before_it() -> None:
-    with pytest.raises(AssertionError, match=r"^pass Needy failed after passes \['Fine', 'Marks'\]: something must"):
+    with pytest.raises(
+        AssertionError, match=r"^pass Needy failed after passes \['Fine', 'Marks'\]: something must"
+    ):
         apply(graph(), [Fine(), Marks(), Needy(), Fine()])
 
 
 def test_a_broken_promise_names_the_pass_and_those_before_it() -> None:
-    with pytest.raises(AssertionError, match=r"^pass Liar failed after passes \['Fine'\]: it was not done"):
+    with pytest.raises(
+        AssertionError, match=r"^pass Liar failed after passes \['Fine'\]: it was not done"
+    ):
         apply(graph(), [Fine(), Liar()])
 
 

@@ -10,7 +10,9 @@ from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
 
 
-def grouped(model: nn.Module, sample: object, together: tuple[tuple[str, ...], ...] = ()) -> fx.GraphModule:
+def grouped(
+    model: nn.Module, sample: object, together: tuple[tuple[str, ...], ...] = ()
+) -> fx.GraphModule:
     call = arguments_of(model, sample)
     module = capture(model, call).instantiate(call)
     apply(module.graph, [Group(together)])
@@ -216,11 +218,23 @@ class Readers(Body):
 
     def work(self, x: Tensor) -> Tensor:
         x = self.conv(self.linear(x.exp())[..., None])[..., 0]
-        x = self.norm(x) + self.embedding(torch.arange(4)) + nn.functional.embedding(torch.arange(4), self.table.weight)
-        return x + self.table(x).sum(dim=1, keepdim=True) + torch.matmul(x, self.table.weight.t()).sum()
+        x = (
+            self.norm(x)
+            + self.embedding(torch.arange(4))
+            + nn.functional.embedding(torch.arange(4), self.table.weight)
+        )
+        return (
+            x
+            + self.table(x).sum(dim=1, keepdim=True)
+            + torch.matmul(x, self.table.weight.t()).sum()
+        )
 
 
-CAST_ONCE = {"linear": ["linear", "linear_1"], "conv": ["conv", "conv_1"], "table": ["table", "table_1"]}
+CAST_ONCE = {
+    "linear": ["linear", "linear_1"],
+    "conv": ["conv", "conv_1"],
+    "table": ["table", "table_1"],
+}
 
 
 def test_readers_of_a_weight_that_autocast_casts_once_are_together() -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.passes.contract import apply, stage_of
+from pipecompile.graph.stages import stage_of
+from pipecompile.passes.contract import apply
 from pipecompile.passes.place import Place
 
 
@@ -36,7 +37,11 @@ def test_every_node_is_on_its_stage() -> None:
 
 
 def test_a_parameter_is_read_in_the_stage_of_each_reader() -> None:
-    reads = [(node.target, stage_of(node)) for node in placed(STAGES).graph.nodes if node.op == "get_attr"]
+    reads = [
+        (node.target, stage_of(node))
+        for node in placed(STAGES).graph.nodes
+        if node.op == "get_attr"
+    ]
     assert sorted(reads) == [("scale", 0), ("weight", 0), ("weight", 1)]
 
 
@@ -47,7 +52,9 @@ def test_values_stay() -> None:
 
 
 def test_a_node_without_a_stage_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"pass Place failed after passes \[\]: no stage for \['relu'\]"):
+    with pytest.raises(
+        AssertionError, match=r"pass Place failed after passes \[\]: no stage for \['relu'\]"
+    ):
         placed({name: stage for name, stage in STAGES.items() if name != "relu"})
 
 

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from pipecompile.passes.contract import apply, stage_of
+from pipecompile.graph.propagation import propagate
+from pipecompile.graph.stages import origin_of, relay, stage_of
+from pipecompile.passes.contract import apply
 from pipecompile.passes.place import Place
-from pipecompile.passes.propagate import propagate
-from pipecompile.passes.relay import Relay, origin_of, relay
+from pipecompile.passes.relay import Relay
 
 
 def combine(left: Tensor, right: Tensor) -> Tensor:
@@ -39,7 +40,9 @@ def placed(module: fx.GraphModule, stages: list[int]) -> fx.GraphModule:
 
 def relays(module: fx.GraphModule) -> list[tuple[str, int]]:
     """Whose value is relayed, and in which stage."""
-    return [(origin_of(node), stage_of(node)) for node in module.graph.nodes if node.target is relay]
+    return [
+        (origin_of(node), stage_of(node)) for node in module.graph.nodes if node.target is relay
+    ]
 
 
 @st.composite
@@ -53,7 +56,9 @@ def dags(draw: st.DrawFn) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 @given(dags())
-def test_every_edge_spans_at_most_one_boundary_and_values_stay(case: tuple[list[tuple[int, int]], list[int]]) -> None:
+def test_every_edge_spans_at_most_one_boundary_and_values_stay(
+    case: tuple[list[tuple[int, int]], list[int]],
+) -> None:
     sources, stages = case
     module, x = dag(sources), torch.randn(3)
     expected = module(x)
@@ -64,7 +69,9 @@ def test_every_edge_spans_at_most_one_boundary_and_values_stay(case: tuple[list[
 
 
 @given(dags())
-def test_a_value_is_relayed_once_in_each_stage_between(case: tuple[list[tuple[int, int]], list[int]]) -> None:
+def test_a_value_is_relayed_once_in_each_stage_between(
+    case: tuple[list[tuple[int, int]], list[int]],
+) -> None:
     sources, stages = case
     module = dag(sources)
     where = dict(zip(module.graph.nodes, stages, strict=True))

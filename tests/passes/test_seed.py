@@ -10,8 +10,9 @@ from torch import Tensor, fx, nn
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.graph.random_streams import Moment, at, reseed
 from pipecompile.passes.contract import apply
-from pipecompile.passes.seed import Moment, Seed, at, reseed
+from pipecompile.passes.seed import Seed
 
 NOW = Moment(seed=1, step=2, microbatch=3)
 X = torch.randn(4, 32)
@@ -20,7 +21,9 @@ X = torch.randn(4, 32)
 class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(4))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) + torch.rand_like(x)
@@ -42,7 +45,9 @@ def chained(model: nn.Module, cuts: Sequence[int], moment: Moment = NOW) -> Tens
     """What the stages give whose first nodes are at these positions."""
     module = graph(model)
     nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
-    stages = emit(module, {node.name: sum(index >= cut for cut in cuts) for index, node in enumerate(nodes)})
+    stages = emit(
+        module, {node.name: sum(index >= cut for cut in cuts) for index, node in enumerate(nodes)}
+    )
     values: Sequence[Tensor] = [X]
     for stage in stages:
         with at(moment):

@@ -22,17 +22,25 @@ DOCS = Path(__file__).parents[2] / "docs" / "cost-models.md"
 BATCH, HEADS, TOKENS, SIZE = 2, 4, 40, 16
 
 
-def kept(function: Callable[..., Any], *arguments: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def kept(
+    function: Callable[..., Any], *arguments: Tensor
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and types of what the backward of `function` keeps beside its arguments and scalars."""
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(held.append, lambda _: torch.empty(0)):
         function(*arguments)
     aside = {argument.untyped_storage()._cdata for argument in arguments}
-    own = {v.untyped_storage()._cdata: v for v in held if v.untyped_storage()._cdata not in aside and v.numel() > 2}
+    own = {
+        v.untyped_storage()._cdata: v
+        for v in held
+        if v.untyped_storage()._cdata not in aside and v.numel() > 2
+    }
     return sorted(((tuple(v.shape), v.dtype) for v in own.values()), key=str)
 
 
-def heads(dtype: torch.dtype, *, count: int = HEADS, size: int = SIZE, device: str = "cpu") -> Tensor:
+def heads(
+    dtype: torch.dtype, *, count: int = HEADS, size: int = SIZE, device: str = "cpu"
+) -> Tensor:
     return torch.empty(BATCH, count, TOKENS, size, dtype=dtype, device=device, requires_grad=True)
 
 
@@ -77,7 +85,9 @@ def test_other_dropouts_keep_what_they_keep_on_the_cpu(dropout: Callable[[Tensor
 def test_half_precision_attention_is_flash(dropout_p: float) -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.bfloat16) for _ in range(3))
-        found = kept(lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value)
+        found = kept(
+            lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value
+        )
     output = ((BATCH, HEADS, TOKENS, SIZE), torch.bfloat16)
     assert found == sorted([output, ((BATCH, HEADS, TOKENS), torch.float32)], key=str)
 
@@ -86,16 +96,26 @@ def test_half_precision_attention_is_flash(dropout_p: float) -> None:
 def test_single_precision_attention_is_efficient(dropout_p: float) -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.float32) for _ in range(3))
-        found = kept(lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value)
+        found = kept(
+            lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value
+        )
     output = ((BATCH, HEADS, TOKENS, SIZE), torch.float32)
-    assert found == sorted([output, ((BATCH, HEADS, 64), torch.float32)], key=str)  # 40 rows, padded to 64
+    assert found == sorted(
+        [output, ((BATCH, HEADS, 64), torch.float32)], key=str
+    )  # 40 rows, padded to 64
 
 
 def test_a_mask_is_kept_as_it_is_added() -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.bfloat16) for _ in range(3))
         mask = torch.empty(TOKENS, TOKENS, dtype=torch.bool)
-        found = kept(lambda *a: F.scaled_dot_product_attention(*a[:3], attn_mask=a[3]), query, key, value, mask)
+        found = kept(
+            lambda *a: F.scaled_dot_product_attention(*a[:3], attn_mask=a[3]),
+            query,
+            key,
+            value,
+            mask,
+        )
     assert ((BATCH, HEADS, TOKENS, TOKENS), torch.bfloat16) in found  # a view of TOKENS × TOKENS
 
 
@@ -164,7 +184,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, value: Tensor) -> Tensor:
-        query, key, source = self.attention(value).view(*value.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        query, key, source = (
+            self.attention(value).view(*value.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(query, key, source, dropout_p=0.1, is_causal=True)
         value = value + self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
         result: Tensor = value + F.dropout(self.down(F.gelu(self.up(value))), 0.1)
@@ -213,7 +235,9 @@ def saved_bytes(device: str, dtype: torch.dtype, name: str) -> int:
         ("tpu-v2", torch.float32, False),
     ],
 )
-def test_scores_are_kept_where_attention_is_not_fused(device: str, dtype: torch.dtype, fused: bool) -> None:
+def test_scores_are_kept_where_attention_is_not_fused(
+    device: str, dtype: torch.dtype, fused: bool
+) -> None:
     one, scores = BATCH * HEADS * 64 * SIZE, BATCH * HEADS * 64 * 64
     kept = saved_bytes(device, dtype, "scaled_dot_product_attention")
     if fused:
@@ -225,12 +249,16 @@ def test_scores_are_kept_where_attention_is_not_fused(device: str, dtype: torch.
         assert kept == (3 * one + 3 * scores) * 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares with what kernels of a GPU keep; there is none")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="compares with what kernels of a GPU keep; there is none"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_a_gpu_keeps_the_same(dtype: torch.dtype, dropout_p: float) -> None:
     def block(query: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(query, query, query, dropout_p=dropout_p, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, query, query, dropout_p=dropout_p, is_causal=True
+        )
         return F.dropout(mixed, 0.1)
 
     def sizes(device: str) -> int:

@@ -21,7 +21,11 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.same, self.gate = nn.Linear(8, 8), nn.Dropout(0.0), nn.Parameter(torch.ones(4, 8))
+        self.inner, self.same, self.gate = (
+            nn.Linear(8, 8),
+            nn.Dropout(0.0),
+            nn.Parameter(torch.ones(4, 8)),
+        )
 
     def forward(self, value: Tensor) -> Tensor:
         return self.same(self.inner(value.tanh())) * self.gate.sigmoid() + value
@@ -56,10 +60,14 @@ def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
 
         def forward(self, value: Tensor) -> Tensor:
             first = self.first(value)
-            return first.sum(-1) + first.detach().amax(-1) + self.second(value).sum(-1) + value.sum(-1)
+            return (
+                first.sum(-1) + first.detach().amax(-1) + self.second(value).sum(-1) + value.sum(-1)
+            )
 
     graph = graph_of(Sums(), lambda outputs, targets: outputs[0].square().mean())
-    expanded = {tensor.producer: tensor.expanded_by for tensor in graph.tensors if tensor.expanded_by}
+    expanded = {
+        tensor.producer: tensor.expanded_by for tensor in graph.tensors if tensor.expanded_by
+    }
     assert expanded == {"_1_first": "sum_1", "_1_second": "sum_2"}
 
 

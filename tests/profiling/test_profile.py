@@ -55,15 +55,27 @@ def test_what_the_frontend_noted_is_kept() -> None:
 
 def test_a_tied_parameter_is_one_with_two_names() -> None:
     assert (
-        Parameter(name="embedding.weight", bytes=50 * 8 * 4, trainable=True, aliases=("head.weight",), shape=(50, 8))
+        Parameter(
+            name="embedding.weight",
+            bytes=50 * 8 * 4,
+            trainable=True,
+            aliases=("head.weight",),
+            shape=(50, 8),
+        )
         == graph().parameters[0]
     )
-    assert graph().by_name["embedding"].parameters == graph().by_name["head"].parameters == ("embedding.weight",)
+    assert (
+        graph().by_name["embedding"].parameters
+        == graph().by_name["head"].parameters
+        == ("embedding.weight",)
+    )
     assert graph().by_name["head"].parameter_bytes == 50 * 8 * 4
 
 
 def test_a_buffer_is_a_parameter_that_does_not_train() -> None:
-    assert graph().parameter_by_name["scale"] == Parameter(name="scale", bytes=32, trainable=False, shape=(8,))
+    assert graph().parameter_by_name["scale"] == Parameter(
+        name="scale", bytes=32, trainable=False, shape=(8,)
+    )
     assert graph().by_name["mul"].parameters == ("scale",)
 
 

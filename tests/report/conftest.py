@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipecompile.api.planning import draft
+from pipecompile.api.plan import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
@@ -50,7 +50,9 @@ def _graph(blocks: int) -> CostGraph:
         )
         for i in range(blocks - 1)
     )
-    return CostGraph(nodes=nodes, tensors=tensors, storages=(1 << 20,) * blocks, parameters=parameters)
+    return CostGraph(
+        nodes=nodes, tensors=tensors, storages=(1 << 20,) * blocks, parameters=parameters
+    )
 
 
 def _make_plan(

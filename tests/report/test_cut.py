@@ -41,7 +41,9 @@ def test_a_cut_is_printed_with_its_loads_beside_the_ideal() -> None:
 
 
 def test_stages_that_share_ranks_are_printed_by_rank() -> None:
-    shared = msgspec.structs.replace(CUT, stages=dict(zip("abcd", range(4), strict=True)), replicas=(1,) * 4)
+    shared = msgspec.structs.replace(
+        CUT, stages=dict(zip("abcd", range(4), strict=True)), replicas=(1,) * 4
+    )
     lines = cut_text(shared).splitlines()
     assert lines[0] == "4 stages of 4 nodes on 2 ranks"
     assert lines[5].split() == ["rank", "load", "of", "mean"]

@@ -18,20 +18,27 @@ THREE = Links(bandwidth_bytes_per_s=RATES, latency_ns=DELAYS)
 
 def test_links_in_one_line() -> None:
     assert links_text(FREE) == "free: none given"
-    assert links_text(Links.of(Link(bandwidth_bytes_per_s=10**10, latency_ns=5000))) == "10.0 GB/s + 5.0 µs"
+    assert (
+        links_text(Links.of(Link(bandwidth_bytes_per_s=10**10, latency_ns=5000)))
+        == "10.0 GB/s + 5.0 µs"
+    )
     # One MiB takes 70 µs from rank 2 to rank 1, where any size does, and longest where it takes 0.1 GB/s.
     assert links_text(THREE) == "0.1 GB/s + 60.0 µs – any size + 70.0 µs"
 
 
 def test_a_plan_says_how_its_ranks_are_connected(make_plan: MakePlan) -> None:
-    own = msgspec.structs.replace(FREE, sending=Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=1000))
+    own = msgspec.structs.replace(
+        FREE, sending=Link(bandwidth_bytes_per_s=2 * 10**9, latency_ns=1000)
+    )
     lines = summary(msgspec.structs.replace(make_plan(), links=own)).splitlines()
     at = lines.index("  links      free: none given")
     assert lines[at + 1] == "             sending keeps a rank for 2.0 GB/s + 1.0 µs"
 
 
 def test_links_as_tables() -> None:
-    assert links_table(msgspec.structs.replace(THREE, receiving=Link(latency_ns=4000))).splitlines() == [
+    assert links_table(
+        msgspec.structs.replace(THREE, receiving=Link(latency_ns=4000))
+    ).splitlines() == [
         "GB/s   to 0 to 1 to 2",
         "from 0    - 2.00 0.10",
         "from 1 4.00    - 0.10",

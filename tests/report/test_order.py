@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pipecompile.ir.problem import NamedOrder, Order
 from pipecompile.ir.schedule import Action, Event, Idle, Timeline
+from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.report.order import order_text, order_title
 
 BEST = NamedOrder(name="1f1b", shape="linear", value_ns=500, peak_bytes=8, over_bytes=0)
@@ -64,13 +64,21 @@ def test_the_bound_stands_behind_the_objective() -> None:
 
 
 def test_where_the_search_finds_nothing_better() -> None:
-    assert "search nothing better than 1f1b; 1.25 s" in _lines(msgspec.structs.replace(ORDER, name="1f1b"))
-    assert "search no named schedule fits; 1.25 s" in _lines(msgspec.structs.replace(ORDER, best_named=None))
+    assert "search nothing better than 1f1b; 1.25 s" in _lines(
+        msgspec.structs.replace(ORDER, name="1f1b")
+    )
+    assert "search no named schedule fits; 1.25 s" in _lines(
+        msgspec.structs.replace(ORDER, best_named=None)
+    )
 
 
 def test_what_is_over_its_cap_has_no_ratio() -> None:
     text = ("rank 0: from 0F0 on it holds up to 8 bytes, 4 over its cap of 4",)
-    lines = _lines(msgspec.structs.replace(ORDER, asked="gpipe", fits=False, violations=text, memory_bytes=(4,)))
+    lines = _lines(
+        msgspec.structs.replace(
+            ORDER, asked="gpipe", fits=False, violations=text, memory_bytes=(4,)
+        )
+    )
     assert lines[1] == "makespan 400 ns"
     assert "memory at most 8 B on a rank; does not fit" in lines
     assert text[0] in lines
@@ -78,4 +86,12 @@ def test_what_is_over_its_cap_has_no_ratio() -> None:
 
 def test_long_orders_are_cut_off() -> None:
     row = tuple(f"0F{index}" for index in range(500))
-    assert max(map(len, order_text(msgspec.structs.replace(ORDER, orders=(row,)), TIMELINE).splitlines())) <= 100
+    assert (
+        max(
+            map(
+                len,
+                order_text(msgspec.structs.replace(ORDER, orders=(row,)), TIMELINE).splitlines(),
+            )
+        )
+        <= 100
+    )

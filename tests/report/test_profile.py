@@ -15,7 +15,14 @@ from tests.report.pages import Page
 LAYERS = 3
 
 
-def node(name: str, module: str, *, time: int = 1, operator: str = "torch.matmul", reads: tuple[str, ...] = ()) -> Node:
+def node(
+    name: str,
+    module: str,
+    *,
+    time: int = 1,
+    operator: str = "torch.matmul",
+    reads: tuple[str, ...] = (),
+) -> Node:
     return Node(
         name=name,
         forward_ns=time,
@@ -34,20 +41,35 @@ def node(name: str, module: str, *, time: int = 1, operator: str = "torch.matmul
 
 def transformer() -> CostGraph:
     """Embedding, three like blocks, one that differs, and a head tied to the embedding."""
-    nodes = [node("tokens", "", operator="placeholder"), node("embed", "model.embed", reads=("embed.weight",))]
+    nodes = [
+        node("tokens", "", operator="placeholder"),
+        node("embed", "model.embed", reads=("embed.weight",)),
+    ]
     for layer in range(LAYERS):
         block = f"model.layers.{layer}"
-        nodes.append(node(f"attention_{layer}", f"{block}.attention.query", time=100, reads=(f"{layer}.query",)))
+        nodes.append(
+            node(
+                f"attention_{layer}",
+                f"{block}.attention.query",
+                time=100,
+                reads=(f"{layer}.query",),
+            )
+        )
         nodes.append(node(f"mlp_{layer}", f"{block}.mlp", time=300, operator="torch.nn.Linear"))
         nodes.append(node(f"add_{layer}", block, operator="operator.add"))
     nodes.append(node("last", f"model.layers.{LAYERS}.attention", time=7))
-    nodes.append(node("head", "head", time=1000, operator="torch.nn.Linear", reads=("embed.weight",)))
+    nodes.append(
+        node("head", "head", time=1000, operator="torch.nn.Linear", reads=("embed.weight",))
+    )
     return CostGraph(
         nodes=tuple(nodes),
         tensors=(),
         parameters=(
             Parameter(name="embed.weight", bytes=4000, trainable=True, shape=(10, 100)),
-            *(Parameter(name=f"{i}.query", bytes=400, trainable=i > 0, shape=(100,)) for i in range(LAYERS)),
+            *(
+                Parameter(name=f"{i}.query", bytes=400, trainable=i > 0, shape=(100,))
+                for i in range(LAYERS)
+            ),
         ),
     )
 
@@ -57,7 +79,9 @@ def profiled(graph: CostGraph, optimizer: str | None = None) -> Profile:
 
 
 def test_like_blocks_are_one_row_with_its_parts() -> None:
-    rows = [(row.depth, row.name, row.nodes, row.forward_ns) for row in profiled(transformer()).modules]
+    rows = [
+        (row.depth, row.name, row.nodes, row.forward_ns) for row in profiled(transformer()).modules
+    ]
     assert rows == [
         (0, "(the model)", 1, 1),
         (0, "model.embed", 1, 1),
@@ -91,15 +115,23 @@ def test_a_parameter_that_several_read_counts_once_in_each_row() -> None:
 
 def test_the_state_of_an_optimizer_is_asked_for_by_name() -> None:
     assert profiled(transformer()).optimizer_bytes == 0
-    assert profiled(transformer(), "adamw").optimizer_bytes == 2 * 4800 + 3 * 4  # two copies, and a counter each
+    assert (
+        profiled(transformer(), "adamw").optimizer_bytes == 2 * 4800 + 3 * 4
+    )  # two copies, and a counter each
     with pytest.raises(InputError, match="adamw"):
         profiled(transformer(), "adamm")
 
 
 def test_a_graph_from_elsewhere_has_no_modules_and_no_halves() -> None:
-    plain = Node(name="a", forward_ns=1, backward_ns=2, parameter_bytes=8, saved_bytes=4, group=None)
+    plain = Node(
+        name="a", forward_ns=1, backward_ns=2, parameter_bytes=8, saved_bytes=4, group=None
+    )
     profile = profiled(CostGraph(nodes=(plain,), tensors=()))
-    assert (profile.total.parameter_bytes, profile.backward_input_ns, profile.operators[0].name) == (8, None, "a")
+    assert (
+        profile.total.parameter_bytes,
+        profile.backward_input_ns,
+        profile.operators[0].name,
+    ) == (8, None, "a")
     assert "inputs alone ?" in profile_text(profile)
 
 
@@ -107,13 +139,24 @@ names = st.text(min_size=1, max_size=60)
 
 
 @given(
-    st.lists(st.tuples(names, names, names, st.integers(0, 10**9)), min_size=1, max_size=12, unique_by=lambda t: t[0])
+    st.lists(
+        st.tuples(names, names, names, st.integers(0, 10**9)),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda t: t[0],
+    )
 )
 def test_rows_add_up_and_the_page_is_whole(parts: list[tuple[str, str, str, int]]) -> None:
-    graph = CostGraph(nodes=tuple(node(a, b, operator=c, time=t) for a, b, c, t in parts), tensors=())
+    graph = CostGraph(
+        nodes=tuple(node(a, b, operator=c, time=t) for a, b, c, t in parts), tensors=()
+    )
     profile = profiled(graph)
     whole = sum(3 * time for *_, time in parts)
-    assert sum(row.time_ns for row in profile.modules if not row.depth) == whole == profile.total.time_ns
+    assert (
+        sum(row.time_ns for row in profile.modules if not row.depth)
+        == whole
+        == profile.total.time_ns
+    )
     assert sum(row.time_ns for row in profile.operators) == whole
     assert sum(row.nodes for row in profile.operators) == len(parts)
     page = Page()
@@ -124,9 +167,13 @@ def test_rows_add_up_and_the_page_is_whole(parts: list[tuple[str, str, str, int]
 
 def test_names_are_escaped_in_the_page() -> None:
     hostile = "<script>alert('1')</script>"
-    page = profile_page(hostile, profiled(CostGraph(nodes=(node(hostile, hostile, operator=hostile),), tensors=())))
+    page = profile_page(
+        hostile, profiled(CostGraph(nodes=(node(hostile, hostile, operator=hostile),), tensors=()))
+    )
     assert "<script" not in page
-    assert page.count("&lt;script&gt;") == 6  # title, heading, module, operator, and the node's name and operator
+    assert (
+        page.count("&lt;script&gt;") == 6
+    )  # title, heading, module, operator, and the node's name and operator
 
 
 def test_text_fits_in_100_columns_and_says_what_it_is() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Plan
+from pipecompile.memory_model.rank import activation_curve
 from pipecompile.report.trace import trace
-from pipecompile.schedule.simulate import simulate_plan
+from pipecompile.schedule.simulator import simulate_plan
 
 MakePlan = Callable[..., Plan]
 
@@ -42,7 +42,9 @@ def test_every_action_and_every_message_is_there(make_plan: MakePlan, schedule: 
     assert {event["pid"] for event in events} == set(range(plan.ranks))
 
 
-def test_an_arrow_leads_from_the_end_of_its_action_to_the_start_of_the_next(make_plan: MakePlan) -> None:
+def test_an_arrow_leads_from_the_end_of_its_action_to_the_start_of_the_next(
+    make_plan: MakePlan,
+) -> None:
     events = _events(make_plan())
     ends = {event["name"]: event["ts"] + event["dur"] for event in events if event["ph"] == "X"}
     starts = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
@@ -58,7 +60,10 @@ def test_the_counter_shows_the_activations_and_ends_at_none(make_plan: MakePlan)
     plan = make_plan(microbatches=6)
     for rank, memory in enumerate(plan.prediction.memory):
         counts = [event for event in _events(plan) if event["ph"] == "C" and event["pid"] == rank]
-        held = [amount.expected for _, amount in activation_curve(plan.footprints(rank), plan.schedule.rows[rank])]
+        held = [
+            amount.expected
+            for _, amount in activation_curve(plan.footprints(rank), plan.schedule.rows[rank])
+        ]
         peak = max(event["args"]["bytes"] for event in counts)
         assert peak == max(held)
         assert peak >= memory.activations.expected, "at the moment when most is held of all kinds"

@@ -11,7 +11,7 @@ import pytest
 from pipecompile.ir.plan import Plan, Saving
 from pipecompile.report.text import size_text, time_text
 from pipecompile.report.view import plan_page
-from pipecompile.schedule.simulate import simulate_plan
+from pipecompile.schedule.simulator import simulate_plan
 from tests.report.pages import Page
 
 MakePlan = Callable[..., Plan]
@@ -45,8 +45,12 @@ def test_each_rank_has_its_budget_and_its_peak_by_kind(plan: Plan) -> None:
     rows = cells(paged(plan), "Memory of each rank at its peak")
     for row, cap, memory in zip(rows, CAPS, plan.prediction.memory, strict=True):
         total = memory.total
-        assert row[-4:] == [size_text(size) for size in (total.expected, total.bound, cap, cap - total.bound)]
-        assert row[2] == size_text(memory.parameters.expected) and row[7] == size_text(memory.workspace.expected)
+        assert row[-4:] == [
+            size_text(size) for size in (total.expected, total.bound, cap, cap - total.bound)
+        ]
+        assert row[2] == size_text(memory.parameters.expected) and row[7] == size_text(
+            memory.workspace.expected
+        )
         widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", row[1])]
         assert sum(widths) == pytest.approx(100 * total.bound / cap, abs=0.05)
 
@@ -62,7 +66,9 @@ def test_each_stage_has_what_it_computes_again_and_for_how_long(plan: Plan) -> N
         ]
     assert rows[3][5:8] == ["nothing", "", ""]
     regions = cells(page, "Regions that are computed again")
-    assert [int(nodes) for *_, nodes in regions] == [len(r) for stage in plan.stages for r in stage.regions]
+    assert [int(nodes) for *_, nodes in regions] == [
+        len(r) for stage in plan.stages for r in stage.regions
+    ]
     assert regions[0][0] == "<code>block.0 … block.1</code>"
 
 
@@ -80,7 +86,9 @@ def test_other_forms_are_listed_with_their_times(make_plan: MakePlan) -> None:
     first = plan.stages[0]
     run = Saving(nodes=first.nodes[:1], policies=("mask",), forward_ns=2000, backward_ns=3000)
     page = paged(
-        msgspec.structs.replace(plan, stages=(msgspec.structs.replace(first, saving=(run,)), *plan.stages[1:]))
+        msgspec.structs.replace(
+            plan, stages=(msgspec.structs.replace(first, saving=(run,)), *plan.stages[1:])
+        )
     )
     rows = cells(page, "Saved in other forms")
     assert rows == [[f"<code>{run.nodes[0]} (mask)</code>", "0", time_text(2000), time_text(3000)]]

@@ -19,7 +19,12 @@ def test_a_step_adds_to_what_was_there_and_only_its_own_part_is_divided() -> Non
         assert all(p.grad is None for p in parameters)
         old.grad, new.grad = torch.full((2,), 8.0), torch.full((2,), 4.0)
         scale(parameters, 4)
-    assert [p.grad if p.grad is None else p.grad.tolist() for p in parameters] == [[5, 5], [1, 1], [5, 5], None]
+    assert [p.grad if p.grad is None else p.grad.tolist() for p in parameters] == [
+        [5, 5],
+        [1, 1],
+        [5, 5],
+        None,
+    ]
 
 
 def test_what_a_user_holds_on_to_is_added_to_in_place() -> None:

@@ -34,7 +34,9 @@ def stages(layers: list[One]) -> list[EagerStage]:
     return [
         EagerStage(layers[0], gradient_inputs=(False,)),
         EagerStage(
-            layers[1], gradient_inputs=(True,), loss=lambda outputs, target: (outputs[0] - target).square().sum()
+            layers[1],
+            gradient_inputs=(True,),
+            loss=lambda outputs, target: (outputs[0] - target).square().sum(),
         ),
     ]
 
@@ -62,7 +64,8 @@ def test_evaluation_is_a_forward_of_each_microbatch() -> None:
     found = evaluate([EagerStage(layer, gradient_inputs=(True,)) for layer in layers], ROWS, seed=0)
     assert [values[0].requires_grad for values in found] == [False, False]
     assert all(
-        torch.equal(values[0], layers[1](layers[0](row[0])[0])[0]) for values, row in zip(found, ROWS, strict=True)
+        torch.equal(values[0], layers[1](layers[0](row[0])[0])[0])
+        for values, row in zip(found, ROWS, strict=True)
     )
 
 

@@ -15,7 +15,13 @@ from pipecompile.runtime.microbatch import count_microbatches, merge, split
 @given(st.integers(1, 5), st.integers(1, 4))
 def test_merging_undoes_splitting(microbatches: int, size: int) -> None:
     x = torch.randn(microbatches * size, 3)
-    tree: Any = {"x": x, "nested": (x * 2, [x[:, 0]]), "text": "same", "none": None, "scalar": torch.tensor(2.0)}
+    tree: Any = {
+        "x": x,
+        "nested": (x * 2, [x[:, 0]]),
+        "text": "same",
+        "none": None,
+        "scalar": torch.tensor(2.0),
+    }
     rows = split(tree, microbatches)
     assert len(rows) == microbatches
     assert all(row["x"].shape == (size, 3) and row["text"] == "same" for row in rows)
@@ -31,7 +37,12 @@ def test_rows_are_in_order() -> None:
 
 
 def test_scalars_are_averaged_and_the_rest_is_joined() -> None:
-    merged = merge([{"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "n": 7} for i in (1, 2)])
+    merged = merge(
+        [
+            {"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "n": 7}
+            for i in (1, 2)
+        ]
+    )
     assert merged["loss"].item() == 1.5
     assert merged["logits"].flatten().tolist() == [1, 1, 2, 2]
     assert merged["n"] == 7
@@ -42,7 +53,10 @@ def test_nothing_is_split_into_nothing() -> None:
 
 
 def test_a_target_of_another_length_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"a tensor of shape \(7, 2\) cannot be cut into 3 microbatches; dimension 0"):
+    with pytest.raises(
+        InputError,
+        match=r"a tensor of shape \(7, 2\) cannot be cut into 3 microbatches; dimension 0",
+    ):
         split({"labels": torch.zeros(7, 2)}, 3)
 
 
@@ -62,18 +76,23 @@ def test_a_minibatch_of_whole_microbatches(number: int) -> None:
 def test_another_shape_is_an_error_that_shows_both(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as caught:
         count(torch.zeros(shape), torch.zeros(4), torch.tensor(1.0))
-    assert str(caught.value).startswith(f"ids has shape {shape}, but the plan was made for microbatches of (2, 5)")
+    assert str(caught.value).startswith(
+        f"ids has shape {shape}, but the plan was made for microbatches of (2, 5)"
+    )
     assert "pad the batch, or plan again" in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 7])
 def test_a_part_of_a_microbatch_is_an_error(size: int) -> None:
     with pytest.raises(
-        InputError, match=rf"ids has {size} samples, which are not whole microbatches of 2; drop or pad"
+        InputError,
+        match=rf"ids has {size} samples, which are not whole microbatches of 2; drop or pad",
     ):
         count(torch.zeros(size, 5), torch.zeros(4), torch.tensor(1.0))
 
 
 def test_inputs_of_different_lengths_are_an_error() -> None:
-    with pytest.raises(InputError, match=r"the inputs hold different numbers of microbatches: \[2, 3\]"):
+    with pytest.raises(
+        InputError, match=r"the inputs hold different numbers of microbatches: \[2, 3\]"
+    ):
         count(torch.zeros(4, 5), torch.zeros(6), torch.tensor(1.0))

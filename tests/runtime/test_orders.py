@@ -27,7 +27,9 @@ NAMED = (
     Order("v-min", 2, 2, "v"),
     Order("dualpipe-v", 2, 2, "v"),
 )
-BUT_LAST = tuple({order.name: replace(order, recompute=True, but_last=True) for order in NAMED}.values())
+BUT_LAST = tuple(
+    {order.name: replace(order, recompute=True, but_last=True) for order in NAMED}.values()
+)
 HAND_MADE = tuple(
     Order(backwards, ranks, stages, shape, recompute)
     for backwards in BACKWARDS
@@ -66,7 +68,9 @@ def test_split_backwards_train_every_model(name: str, order: Order) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", one_in(2, (order for order in NAMED if order.name.startswith(("zb", "v-", "dual")))), ids=str
+    "order",
+    one_in(2, (order for order in NAMED if order.name.startswith(("zb", "v-", "dual")))),
+    ids=str,
 )
 def test_ties_are_summed_as_in_the_unsplit_model(order: Order) -> None:
     assert_equal(order, "gpt2")
@@ -75,11 +79,15 @@ def test_ties_are_summed_as_in_the_unsplit_model(order: Order) -> None:
 @pytest.mark.parametrize("shape", ["loop", "v"])
 def test_evaluation_of_several_stages_on_a_rank(shape: str) -> None:
     target = example("unet")
-    made: list[Pipeline] = [pipeline_under(order, target) for order in (Order("late", 2, 2, shape), Order("gpipe", 4))]
+    made: list[Pipeline] = [
+        pipeline_under(order, target) for order in (Order("late", 2, 2, shape), Order("gpipe", 4))
+    ]
     assert same(*(pipeline.evaluate(target.call) for pipeline in made))
 
 
-@pytest.mark.parametrize("order", [Order("interleaved-1f1b", 2, 2, "loop"), Order("zb-v", 2, 2, "v")], ids=str)
+@pytest.mark.parametrize(
+    "order", [Order("interleaved-1f1b", 2, 2, "loop"), Order("zb-v", 2, 2, "v")], ids=str
+)
 def test_a_minibatch_of_fewer_microbatches_on_several_stages_a_rank(order: Order) -> None:
     target = example("sequential")
     pipeline = pipeline_under(order, target)
@@ -94,5 +102,7 @@ def test_a_minibatch_of_fewer_microbatches_on_several_stages_a_rank(order: Order
 
 def test_a_schedule_that_updates_weights_on_the_way_is_refused() -> None:
     target = example("sequential")
-    with pytest.raises(InputError, match="'pipedream' updates weights while microbatches are on their way"):
+    with pytest.raises(
+        InputError, match="'pipedream' updates weights while microbatches are on their way"
+    ):
         pipeline_under(Order("pipedream", 4), target).step(target.call, target.targets)

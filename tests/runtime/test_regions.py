@@ -15,10 +15,10 @@ from pipecompile.codegen.regions import Regions
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.graph.recomputed_region import has_regions
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply
 from pipecompile.passes.group import Group
-from pipecompile.passes.recompute import has_regions
 from pipecompile.runtime.distributed import DistributedPipeline, Shape
 from pipecompile.runtime.stage import EagerStage
 
@@ -28,7 +28,9 @@ SHAPE = Shape(((4, 8), torch.float32, True))
 
 @pytest.fixture
 def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -37,13 +39,17 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     """Losses, gradients and buffers after two microbatches in flight, both stages on one rank."""
     torch.manual_seed(0)
     blocks = (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh())
-    model = nn.Sequential(*blocks, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(
+        *blocks, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 8)
+    )
     call = Arguments((torch.randn(4, 8),), {})
     module = capture(model, call).instantiate(call)
     apply(module.graph, [Group()])
     names = [node.name for node in module.graph.nodes if node.op != "get_attr"]
     emitted = emit(module, {name: int(index >= 5) for index, name in enumerate(names)}, regions)
-    assert [has_regions(stage.module) for stage in emitted] == [stage in regions for stage in range(2)]
+    assert [has_regions(stage.module) for stage in emitted] == [
+        stage in regions for stage in range(2)
+    ]
     stages = {
         stage.index: EagerStage(
             stage.module,
@@ -54,16 +60,30 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
         )
         for stage in emitted
     }
-    shapes, scalar = [[Shape(((4, 8), torch.float32, False))], [SHAPE]], [Shape(((), torch.float32, True))]
+    shapes, scalar = (
+        [[Shape(((4, 8), torch.float32, False))], [SHAPE]],
+        [Shape(((), torch.float32, True))],
+    )
     pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes, scalar, ())
     rows = [[call.args[0]], [call.args[0].flip(0)]]
-    results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), rows, [None, None], seed=3, step=1)
+    results = pipeline.run(
+        Schedule.of("by hand", 2, (0, 0), [ROW]), rows, [None, None], seed=3, step=1
+    )
     assert results is not None
-    return [loss for (loss,) in results], [p.grad for p in model.parameters()], list(model.buffers())
+    return (
+        [loss for (loss,) in results],
+        [p.grad for p in model.parameters()],
+        list(model.buffers()),
+    )
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("regions", [{0: [["_1", "_2", "_3"]]}, {0: [["_0", "_1"]], 1: [["_4", "_5", "_6"], ["_7"]]}])
+@pytest.mark.parametrize(
+    "regions", [{0: [["_1", "_2", "_3"]]}, {0: [["_0", "_1"]], 1: [["_4", "_5", "_6"], ["_7"]]}]
+)
 def test_a_step_of_torchs_runtime_is_that_without_regions(regions: Regions) -> None:
     for wanted, got in zip(trained({}), trained(regions), strict=True):
-        assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+        assert all(
+            a is not None and b is not None and torch.equal(a, b)
+            for a, b in zip(wanted, got, strict=True)
+        )

@@ -13,7 +13,7 @@ from zoo import same
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.passes.seed import Moment
+from pipecompile.graph.random_streams import Moment
 from pipecompile.runtime.stage import Carried, EagerStage
 
 NOW = Moment(seed=1, step=0, microbatch=0)
@@ -65,12 +65,18 @@ def test_the_two_halves_of_a_backward_are_the_backward(
     _, saved = halves.forward(inputs, NOW, inputs[0])
     got, live = halves.backward_input(saved, given)
     halves.backward_weight(live, {})
-    assert [value is None for value in got] == [value is None for value in wanted] == [not c for c in carries]
+    assert (
+        [value is None for value in got]
+        == [value is None for value in wanted]
+        == [not c for c in carries]
+    )
     for left, right in zip([*got, *gradients(twin)], [*wanted, *gradients(block)], strict=True):
         assert same(left, right)
 
 
-def test_weight_gradients_wait_for_the_second_half(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_weight_gradients_wait_for_the_second_half(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     stage = EagerStage(block, gradient_inputs=(True, True), loss=loss_of)
     _, saved = stage.forward(inputs, NOW, inputs[0])
     _, live = stage.backward_input(saved, ())
@@ -79,7 +85,9 @@ def test_weight_gradients_wait_for_the_second_half(block: Block, inputs: tuple[T
     assert None not in gradients(block)
 
 
-def test_a_first_stage_has_nothing_to_do_in_the_first_half(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_a_first_stage_has_nothing_to_do_in_the_first_half(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     stage = EagerStage(block, gradient_inputs=(False, False), loss=loss_of)
     _, saved = stage.forward(inputs, NOW, inputs[0])
     found, live = stage.backward_input(saved, ())
@@ -88,15 +96,21 @@ def test_a_first_stage_has_nothing_to_do_in_the_first_half(block: Block, inputs:
     assert None not in gradients(block)
 
 
-def test_outputs_and_inputs_are_cut_off_from_the_neighbours(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_outputs_and_inputs_are_cut_off_from_the_neighbours(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     given = inputs[0].clone().requires_grad_()
-    outputs, saved = EagerStage(block, gradient_inputs=(True, True)).forward((given, inputs[1]), NOW)
+    outputs, saved = EagerStage(block, gradient_inputs=(True, True)).forward(
+        (given, inputs[1]), NOW
+    )
     assert not any(value.requires_grad for value in outputs)
     assert all(value.is_leaf and value.requires_grad for value in saved.inputs)
     assert given.grad is None
 
 
-def test_gradients_of_outputs_that_nobody_uses_may_be_missing(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_gradients_of_outputs_that_nobody_uses_may_be_missing(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     stage = EagerStage(block, gradient_inputs=(True, True))
     _, saved = stage.forward(inputs, NOW)
     assert stage.backward(saved, [None, torch.ones(4, 6, dtype=torch.float64)], {})[1] is not None
@@ -135,7 +149,9 @@ def test_gradients_of_microbatches_add_up(block: Block, inputs: tuple[Tensor, Te
     stage.backward(saved[0], (), {})
     once = gradients(block)
     stage.backward(saved[1], (), {})
-    assert all(torch.equal(twice, one * 2) for twice, one in zip(gradients(block), once, strict=True))
+    assert all(
+        torch.equal(twice, one * 2) for twice, one in zip(gradients(block), once, strict=True)
+    )
 
 
 class Restless(nn.Module):
@@ -143,7 +159,9 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -154,7 +172,13 @@ def restless(model: Restless, x: Tensor) -> EagerStage:
     call = Arguments((x,), {})
     module = capture(model, call).instantiate(call)
     (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes})
-    return EagerStage(stage.module, gradient_inputs=(True,), loss=loss_of, buffers=stage.buffers, random=stage.random)
+    return EagerStage(
+        stage.module,
+        gradient_inputs=(True,),
+        loss=loss_of,
+        buffers=stage.buffers,
+        random=stage.random,
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -166,7 +190,9 @@ def test_recompute_changes_nothing(microbatches: int) -> None:
     results = []
     for model, recompute in ((kept, False), (again, True)):
         stage = restless(model, rows[0])
-        forwards = [stage.forward([x], Moment(1, 0, j), x, recompute=recompute) for j, x in enumerate(rows)]
+        forwards = [
+            stage.forward([x], Moment(1, 0, j), x, recompute=recompute) for j, x in enumerate(rows)
+        ]
         inputs = []
         for _, saved in forwards:
             if recompute:
@@ -186,10 +212,14 @@ def test_recompute_leaves_the_generator_and_the_buffers() -> None:
     state, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
     stage.recompute(saved)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True))
+    assert all(
+        torch.equal(now, before) for now, before in zip(model.buffers(), buffers, strict=True)
+    )
 
 
-def test_a_backward_before_its_recompute_is_a_defect(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_a_backward_before_its_recompute_is_a_defect(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     stage = EagerStage(block, gradient_inputs=(True, True), loss=loss_of)
     _, saved = stage.forward(inputs, NOW, inputs[0], recompute=True)
     with pytest.raises(AssertionError, match="a recompute must come before the backward"):
@@ -228,7 +258,9 @@ def test_gradients_of_a_tied_parameter_are_handed_on_and_summed_as_autograd_does
     assert torch.equal(got, weight.grad)
 
 
-def test_evaluation_builds_no_graph_and_has_no_loss(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
+def test_evaluation_builds_no_graph_and_has_no_loss(
+    block: Block, inputs: tuple[Tensor, Tensor]
+) -> None:
     outputs = EagerStage(block, gradient_inputs=(True, True), loss=loss_of).evaluate(inputs, NOW)
     assert len(outputs) == 2
     assert not any(value.requires_grad for value in outputs)

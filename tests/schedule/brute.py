@@ -14,8 +14,12 @@ from itertools import product
 from pipecompile.ir.schedule import BACKWARDS, SUMS, Action, Kind
 from pipecompile.schedule.problem import Problem
 
-Halves = Callable[[int], tuple[bool, ...]]  # by stage: whether its backwards may be in halves, whole, or either
-Mark = tuple[int, str, int]  # stage, what of it, microbatch: F, R, B for both kinds of it, W for whole ones too
+Halves = Callable[
+    [int], tuple[bool, ...]
+]  # by stage: whether its backwards may be in halves, whole, or either
+Mark = tuple[
+    int, str, int
+]  # stage, what of it, microbatch: F, R, B for both kinds of it, W for whole ones too
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ def either(stage: int) -> tuple[bool, ...]:
     return (False, True)
 
 
-def best(problem: Problem, objective: str, halves: Halves = either, *, in_turn: bool = False) -> int | None:
+def best(
+    problem: Problem, objective: str, halves: Halves = either, *, in_turn: bool = False
+) -> int | None:
     """The least makespan or largest span of all orders within the caps; None if there are none.
 
     With `in_turn` each stage takes the microbatches in order. Else only the first does: it is what they are named by.
@@ -64,7 +70,9 @@ class _Table:
     def __init__(self, problem: Problem, objective: str, halves: Halves, in_turn: bool) -> None:
         self.problem, self.objective, self.in_turn = problem, objective, in_turn
         each = product(range(problem.stages), range(problem.microbatches))
-        self.moves = [self._move(Action(s, kind, j)) for s, j in each for kind in self._kinds(s, halves)]
+        self.moves = [
+            self._move(Action(s, kind, j)) for s, j in each for kind in self._kinds(s, halves)
+        ]
         self.complete = frozenset(mark for move in self.moves for mark in move.leaves)
         self.users: dict[Mark, set[Mark]] = {}
         for move in self.moves:
@@ -84,14 +92,24 @@ class _Table:
                 for move in self._next(done, held):
                     after = done | move.leaves
                     key = after, _put(held, move.rank, held[move.rank] + move.size)
-                    table[len(after)].setdefault(key, set()).update(self._perform(w, move, after) for w in ways)
-        return min((getattr(way, self.objective) for ways in table[-1].values() for way in ways), default=None)
+                    table[len(after)].setdefault(key, set()).update(
+                        self._perform(w, move, after) for w in ways
+                    )
+        return min(
+            (getattr(way, self.objective) for ways in table[-1].values() for way in ways),
+            default=None,
+        )
 
     def _kinds(self, stage: int, halves: Halves) -> list[Kind]:
         work = self.problem.work[stage]
         both = {half and work.splits for half in halves(stage)}
         split = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if True in both else []
-        return [Kind.FORWARD, *[Kind.RECOMPUTE] * work.recompute, *[Kind.BACKWARD] * (False in both), *split]
+        return [
+            Kind.FORWARD,
+            *[Kind.RECOMPUTE] * work.recompute,
+            *[Kind.BACKWARD] * (False in both),
+            *split,
+        ]
 
     def _move(self, action: Action) -> Move:
         stage, kind, j, _ = action
@@ -106,12 +124,20 @@ class _Table:
         if lane == "F":
             if stage:
                 yield stage - 1, "F", problem.forward_hops[stage - 1]
-            yield from ((skip.source, "F", skip.forward_ns) for skip in problem.skips if skip.destination == stage)
+            yield from (
+                (skip.source, "F", skip.forward_ns)
+                for skip in problem.skips
+                if skip.destination == stage
+            )
         elif lane == "B":
             yield stage, "R" if problem.work[stage].recompute else "F", 0
             if stage + 1 < problem.stages and problem.gradient[stage]:
                 yield stage + 1, "B", problem.backward_hops[stage]
-            yield from ((skip.destination, "B", skip.backward_ns) for skip in problem.skips if skip.source == stage)
+            yield from (
+                (skip.destination, "B", skip.backward_ns)
+                for skip in problem.skips
+                if skip.source == stage
+            )
         else:
             yield stage, {"R": "F", "W": "B"}[lane], 0
 
@@ -130,11 +156,15 @@ class _Table:
 
     def _perform(self, way: Way, move: Move, after: frozenset[Mark]) -> Way:
         known = dict(way.ends)
-        start = max([way.free[move.rank], *(known[need] + hop for need, hop in move.needs if need in known)])
+        start = max(
+            [way.free[move.rank], *(known[need] + hop for need, hop in move.needs if need in known)]
+        )
         end = start + move.time
         known |= {mark: end for mark in move.leaves if mark in self.users}
         first = way.first if way.first[move.rank] is not None else _put(way.first, move.rank, start)
-        ends = tuple(sorted((mark, time) for mark, time in known.items() if self.users[mark] - after))
+        ends = tuple(
+            sorted((mark, time) for mark, time in known.items() if self.users[mark] - after)
+        )
         return Way(_put(way.free, move.rank, end), first, self._summed(way, move, end, after), ends)
 
     def _summed(self, way: Way, move: Move, end: int, after: frozenset[Mark]) -> tuple[int, ...]:
@@ -150,7 +180,9 @@ class _Table:
         if self.objective == "span" and any(None in way.first for way in ways):
             return ways
         kept: dict[tuple[int, ...], Way] = {}
-        for vector, way in sorted(((self._vector(way), way) for way in ways), key=lambda pair: pair[0]):
+        for vector, way in sorted(
+            ((self._vector(way), way) for way in ways), key=lambda pair: pair[0]
+        ):
             if not any(all(map(int.__le__, other, vector)) for other in kept):
                 kept[vector] = way
         return set(kept.values())

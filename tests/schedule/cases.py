@@ -9,7 +9,9 @@ from pipecompile.ir.schedule import Action, Schedule, Versions
 from pipecompile.schedule.problem import Problem, Work
 
 
-def equal(placement: Sequence[int], microbatches: int, time: int = 1, hop: int = 0, **more: object) -> Problem:
+def equal(
+    placement: Sequence[int], microbatches: int, time: int = 1, hop: int = 0, **more: object
+) -> Problem:
     """Stages of which every action takes `time`; messages between ranks take `hop`."""
     apart = [left != right for left, right in pairwise(placement)]
     fields = {
@@ -21,7 +23,9 @@ def equal(placement: Sequence[int], microbatches: int, time: int = 1, hop: int =
     return Problem(placement=tuple(placement), microbatches=microbatches, **{**fields, **more})  # type: ignore[arg-type]
 
 
-def order(rows: Sequence[str], placement: Sequence[int], microbatches: int, rule: Versions = "synchronous") -> Schedule:
+def order(
+    rows: Sequence[str], placement: Sequence[int], microbatches: int, rule: Versions = "synchronous"
+) -> Schedule:
     """A schedule from rows such as "0F0 0B0"."""
     actions = [[Action.parse(text) for text in row.split()] for row in rows]
     return Schedule.of("planted", microbatches, placement, actions, rule)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from pipecompile.ir.schedule import Schedule
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from tests.schedule.cases import equal
 
@@ -17,6 +17,9 @@ def lowered() -> Lowered:
     """Makes a named schedule of unit times, lowered."""
 
     def make(name: str, stages: int, microbatches: int, recompute: bool = False) -> Schedule:
-        return lower(equal(range(stages), microbatches), generate(name, range(stages), microbatches, recompute))
+        return lower(
+            equal(range(stages), microbatches),
+            generate(name, range(stages), microbatches, recompute),
+        )
 
     return make

@@ -31,7 +31,9 @@ def instances(draw: st.DrawFn) -> Instance:
 @st.composite
 def tiny_problems(draw: st.DrawFn) -> Problem:
     """So few actions that all orders can be looked at; links are free."""
-    one = draw(problems(max_microbatches=1, networks=FREE).filter(lambda problem: _marks(problem) <= 16))
+    one = draw(
+        problems(max_microbatches=1, networks=FREE).filter(lambda problem: _marks(problem) <= 16)
+    )
     several = replace(one, microbatches=draw(st.integers(1, min(3, 16 // _marks(one)))))
     return draw(capped(several))
 
@@ -53,6 +55,10 @@ def sound(instance: Instance, rows: Rows) -> Times:
     schedule = instance.schedule("", rows)
     naive = naive_times(replace(problem, network=Network()), schedule)
     assert times.makespan_ns == naive.makespan_ns
-    assert times.span_ns == max(naive.ends[row[-1]] - naive.starts[row[0]] for row in schedule.compute if row)
-    assert problem.caps is None or all(a <= b for a, b in zip(naive.peaks, problem.caps, strict=True))
+    assert times.span_ns == max(
+        naive.ends[row[-1]] - naive.starts[row[0]] for row in schedule.compute if row
+    )
+    assert problem.caps is None or all(
+        a <= b for a, b in zip(naive.peaks, problem.caps, strict=True)
+    )
     return times

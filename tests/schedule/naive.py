@@ -66,7 +66,9 @@ def _messages(problem: Problem, action: Action) -> Messages:
 
     def send(kinds: tuple[Kind, ...], target: int, hop: int) -> None:
         hop = hop if place[target] != place[stage] else 0
-        found.extend((Action(target, kind, action.microbatch), place[target], hop) for kind in kinds)
+        found.extend(
+            (Action(target, kind, action.microbatch), place[target], hop) for kind in kinds
+        )
 
     if action.kind is Kind.FORWARD:
         if stage + 1 < problem.stages:
@@ -115,5 +117,7 @@ def _held(problem: Problem, done: tuple[Action, ...]) -> int:
         if Kind.BACKWARD_INPUT in kinds:
             total += work.between_bytes if Kind.BACKWARD_WEIGHT not in kinds else 0
         elif Kind.BACKWARD not in kinds:
-            total += work.kept_bytes + over + (work.recomputed_bytes if Kind.RECOMPUTE in kinds else 0)
+            total += (
+                work.kept_bytes + over + (work.recomputed_bytes if Kind.RECOMPUTE in kinds else 0)
+            )
     return total

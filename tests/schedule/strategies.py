@@ -102,19 +102,32 @@ def orders(draw: st.DrawFn, problem: Problem, *, tidy: bool = False) -> Schedule
     a sound schedule does.
     """
     rng = draw(st.randoms(use_true_random=False))
-    halved = {(s, m) for s in range(problem.stages) for m in range(problem.microbatches) if rng.random() < 0.5}
+    halved = {
+        (s, m)
+        for s in range(problem.stages)
+        for m in range(problem.microbatches)
+        if rng.random() < 0.5
+    }
     return random_order(problem, rng, halved if problem.splits else set(), tidy=tidy)
 
 
-def random_order(problem: Problem, rng: random.Random, halved: set[tuple[int, int]], *, tidy: bool) -> Schedule:
+def random_order(
+    problem: Problem, rng: random.Random, halved: set[tuple[int, int]], *, tidy: bool
+) -> Schedule:
     """One order of many: whatever can happen next, happens next."""
     rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
-    left = [action for stage in range(problem.stages) for action in _of_stage(problem, stage, halved)]
+    left = [
+        action for stage in range(problem.stages) for action in _of_stage(problem, stage, halved)
+    ]
     done: set[tuple[int, str, int]] = set()
     while left:
         possible = [action for action in left if _can_happen(problem, action, done)]
         if tidy:
-            possible = [a for a in possible if not any(_same_lane(a, b) and b.microbatch < a.microbatch for b in left)]
+            possible = [
+                a
+                for a in possible
+                if not any(_same_lane(a, b) and b.microbatch < a.microbatch for b in left)
+            ]
         action = rng.choice(possible)
         left.remove(action)
         rows[problem.placement[action.stage]].append(action)
@@ -126,7 +139,11 @@ def _of_stage(problem: Problem, stage: int, halved: set[tuple[int, int]]) -> Ite
     for microbatch in range(problem.microbatches):
         half = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         again = (Kind.RECOMPUTE,) if problem.work[stage].recompute else ()
-        for kind in (Kind.FORWARD, *again, *(half if (stage, microbatch) in halved else (Kind.BACKWARD,))):
+        for kind in (
+            Kind.FORWARD,
+            *again,
+            *(half if (stage, microbatch) in halved else (Kind.BACKWARD,)),
+        ):
             yield Action(stage, kind, microbatch)
 
 

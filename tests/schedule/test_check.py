@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.schedule import Action, Kind, Schedule, Versions
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.problem import Work
-from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.simulator import simulate
 from tests.schedule.cases import equal, order
 from tests.schedule.strategies import orders, problems
 
@@ -26,7 +26,10 @@ def _with_row(schedule: Schedule, rank: int, row: list[str]) -> Schedule:
 
 def _schedule(rows: list[list[str]], microbatches: int) -> Schedule:
     return Schedule.of(
-        "planted", microbatches, range(len(rows)), [[Action.parse(text) for text in row] for row in rows]
+        "planted",
+        microbatches,
+        range(len(rows)),
+        [[Action.parse(text) for text in row] for row in rows],
     )
 
 
@@ -59,7 +62,9 @@ def test_what_is_missing_is_named(lowered: Lowered, missing: str, message: str) 
 def test_what_is_there_twice_or_out_of_place_is_named(lowered: Lowered) -> None:
     sound = lowered("1f1b", 2, 2)
     assert check(_with_row(sound, 1, [*sound.actions[1], "1F0"])) == ["rank 1: 1F0 appears 2 times"]
-    assert check(_with_row(sound, 1, [*sound.actions[1], "1SEND_F0"])) == ["rank 1: 1SEND_F0 to rank ? is out of place"]
+    assert check(_with_row(sound, 1, [*sound.actions[1], "1SEND_F0"])) == [
+        "rank 1: 1SEND_F0 to rank ? is out of place"
+    ]
     assert check(_with_row(sound, 1, [*sound.actions[1], "1I0"])) == [
         "rank 1: 1B0 is out of place",
         "rank 1: 1W0 is missing",
@@ -77,7 +82,9 @@ def test_what_is_there_twice_or_out_of_place_is_named(lowered: Lowered) -> None:
         (1, "1B1", "1REDUCE_GRAD", "rank 1: 1REDUCE_GRAD stands before 1B1, which it needs"),
     ],
 )
-def test_what_comes_too_early_is_named(lowered: Lowered, rank: int, one: str, other: str, message: str) -> None:
+def test_what_comes_too_early_is_named(
+    lowered: Lowered, rank: int, one: str, other: str, message: str
+) -> None:
     assert message in check(_swapped(lowered("gpipe", 2, 2, True), rank, one, other))
 
 
@@ -87,18 +94,45 @@ def test_the_last_stage_takes_its_microbatches_in_order() -> None:
     assert check(_schedule(rows, 2)) == [message]
 
 
-def test_crossed_receives_are_named_although_nothing_hangs_when_sends_are_buffered(lowered: Lowered) -> None:
+def test_crossed_receives_are_named_although_nothing_hangs_when_sends_are_buffered(
+    lowered: Lowered,
+) -> None:
     found = check(_swapped(lowered("gpipe", 2, 2), 1, "1RECV_F0", "1RECV_F1"))
-    assert found[0] == "rank 1: 1RECV_F1 from rank 0 would get the data of 0SEND_F0: sends and receives cross"
+    assert (
+        found[0]
+        == "rank 1: 1RECV_F1 from rank 0 would get the data of 0SEND_F0: sends and receives cross"
+    )
     assert len(found) == 2
-    assert found[1].startswith("deadlock if sends wait for their receives: rank 0 stops at 0SEND_F0")
+    assert found[1].startswith(
+        "deadlock if sends wait for their receives: rank 0 stops at 0SEND_F0"
+    )
 
 
 def test_a_deadlock_under_rendezvous_is_named() -> None:
     """Both ranks send before they receive: it runs only where sends are buffered (as pytorch#172668)."""
     rows = [
-        ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1", "0REDUCE_GRAD"],
-        ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1", "1REDUCE_GRAD"],
+        [
+            "0F0",
+            "0SEND_F0",
+            "0F1",
+            "0SEND_F1",
+            "0RECV_B0",
+            "0B0",
+            "0RECV_B1",
+            "0B1",
+            "0REDUCE_GRAD",
+        ],
+        [
+            "1RECV_F0",
+            "1F0",
+            "1B0",
+            "1SEND_B0",
+            "1RECV_F1",
+            "1F1",
+            "1B1",
+            "1SEND_B1",
+            "1REDUCE_GRAD",
+        ],
     ]
     (found,) = check(_schedule(rows, 2))
     assert found.startswith("deadlock if sends wait for their receives: rank 0 stops at 0SEND_F1")
@@ -107,8 +141,28 @@ def test_a_deadlock_under_rendezvous_is_named() -> None:
 
 def test_a_deadlock_with_buffered_sends_is_named() -> None:
     rows = [
-        ["0F0", "0SEND_F0", "0RECV_B0", "0B0", "0F1", "0SEND_F1", "0RECV_B1", "0B1", "0REDUCE_GRAD"],
-        ["1RECV_F0", "1F0", "1RECV_F1", "1F1", "1B0", "1SEND_B0", "1B1", "1SEND_B1", "1REDUCE_GRAD"],
+        [
+            "0F0",
+            "0SEND_F0",
+            "0RECV_B0",
+            "0B0",
+            "0F1",
+            "0SEND_F1",
+            "0RECV_B1",
+            "0B1",
+            "0REDUCE_GRAD",
+        ],
+        [
+            "1RECV_F0",
+            "1F0",
+            "1RECV_F1",
+            "1F1",
+            "1B0",
+            "1SEND_B0",
+            "1B1",
+            "1SEND_B1",
+            "1REDUCE_GRAD",
+        ],
     ]
     strict, buffered = check(_schedule(rows, 2))
     assert strict.startswith("deadlock if sends wait")
@@ -130,7 +184,10 @@ def test_without_the_flags_a_silent_boundary_counts_as_having_no_gradient(lowere
 
 def test_another_problem_is_named(lowered: Lowered) -> None:
     (found,) = check(lowered("gpipe", 2, 1), equal([0, 1], 2))
-    assert found == "the schedule has another placement or another number of microbatches than its problem"
+    assert (
+        found
+        == "the schedule has another placement or another number of microbatches than its problem"
+    )
 
 
 def test_an_order_over_its_cap_is_named_with_the_action_and_the_excess(lowered: Lowered) -> None:
@@ -165,7 +222,9 @@ def test_a_reduction_before_the_last_gradient_is_named() -> None:
 
 def test_optimizer_steps_are_the_training_loops_where_all_step_together() -> None:
     assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == ["rank 0: 0STEP is out of place"]
-    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP0"], [0], 1)) == ["rank 0: 0STEP0 is out of place"]
+    assert check(order(["0F0 0B0 0REDUCE_GRAD 0STEP0"], [0], 1)) == [
+        "rank 0: 0STEP0 is out of place"
+    ]
 
 
 def _asynchronous(rows: list[str], rule: Versions) -> Schedule:
@@ -185,21 +244,36 @@ def test_versions_that_follow_their_rule_are_sound() -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "messages"),
     [
-        ("0F2@1", "0F2@2", ["0F2@2 uses version 2 before a step of stage 0 has made it", "0B2@1 uses another version"]),
+        (
+            "0F2@1",
+            "0F2@2",
+            [
+                "0F2@2 uses version 2 before a step of stage 0 has made it",
+                "0B2@1 uses another version",
+            ],
+        ),
         ("0B1@0", "0B1@1", ["0B1@1 uses another version than its forward 0F1@0"]),
-        ("0F0@0", "0F0", ["0F0 names no version of the weights, such as 0F0@0", "0B0@0 uses another version"]),
+        (
+            "0F0@0",
+            "0F0",
+            ["0F0 names no version of the weights, such as 0F0@0", "0B0@0 uses another version"],
+        ),
         ("0STEP1@2", "0STEP1@1", ["0STEP1@1 makes version 1, but the next one is 2"]),
     ],
 )
 def test_a_wrong_version_is_named(right: str, wrong: str, messages: list[str]) -> None:
     found = check(_asynchronous([row.replace(right, wrong) for row in PIPEDREAM], "stashed"))
     assert len(found) == len(messages)
-    assert all(line.startswith(f"rank 0: {message}") for line, message in zip(found, messages, strict=True))
+    assert all(
+        line.startswith(f"rank 0: {message}") for line, message in zip(found, messages, strict=True)
+    )
 
 
 def test_old_weights_and_gradients_without_a_step_are_named() -> None:
     stale = [row.replace("0F2@1", "0F2@0").replace("0B2@1", "0B2@0") for row in PIPEDREAM]
-    assert check(_asynchronous(stale, "stashed")) == ["rank 0: 0F2@0 does not use version 1, the newest of its stage"]
+    assert check(_asynchronous(stale, "stashed")) == [
+        "rank 0: 0F2@0 does not use version 1, the newest of its stage"
+    ]
     unused = [row.replace(" 0STEP2@3", "") for row in PIPEDREAM]
     assert check(_asynchronous(unused, "stashed")) == ["rank 0: no step comes after 0B2@1"]
 
@@ -209,12 +283,16 @@ def test_two_buffers_are_the_weights_before_the_last_update(microbatches: int) -
     problem = equal([0, 1], microbatches)
     sound = lower(problem, generate("pipedream-2bw", [0, 1], microbatches))
     assert check(sound, problem) == []
-    rows = [[a._replace(version=0) if a.version and a.kind is not Kind.STEP else a for a in r] for r in sound.rows]
+    rows = [
+        [a._replace(version=0) if a.version and a.kind is not Kind.STEP else a for a in r]
+        for r in sound.rows
+    ]
     stale = Schedule.of("x", microbatches, [0, 1], rows, "double-buffered")
     assert bool(check(stale, problem)) == any(a.version for _, a in sound if a.kind is Kind.FORWARD)
     bare = [[action for action in row if action.kind is not Kind.STEP] for row in sound.rows]
     assert any(
-        "no step comes after" in line for line in check(Schedule.of("x", microbatches, [0, 1], bare, "double-buffered"))
+        "no step comes after" in line
+        for line in check(Schedule.of("x", microbatches, [0, 1], bare, "double-buffered"))
     )
 
 

@@ -9,13 +9,23 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import BACKWARDS, Kind
-from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT, fitting, generate, in_flight, shape_needed
+from pipecompile.schedule.named import (
+    ASYNCHRONOUS,
+    NAMES,
+    SPLIT,
+    fitting,
+    generate,
+    in_flight,
+    shape_needed,
+)
 from pipecompile.schedule.placement import place
 
 SYNCHRONOUS = [name for name in NAMES if name not in ASYNCHRONOUS]
 
 
-def _text(name: str, placement: Sequence[int], microbatches: int, recompute: bool = False) -> list[str]:
+def _text(
+    name: str, placement: Sequence[int], microbatches: int, recompute: bool = False
+) -> list[str]:
     return [" ".join(row) for row in generate(name, placement, microbatches, recompute).actions]
 
 
@@ -24,7 +34,10 @@ def test_gpipe_runs_all_forwards_and_then_all_backwards_in_order() -> None:
 
 
 def test_gpipe_takes_each_microbatch_through_neighbouring_stages_at_once() -> None:
-    assert _text("gpipe", [0, 0, 1, 0], 2) == ["0F0 1F0 0F1 1F1 3F0 3F1 3B0 3B1 1B0 0B0 1B1 0B1", "2F0 2F1 2B0 2B1"]
+    assert _text("gpipe", [0, 0, 1, 0], 2) == [
+        "0F0 1F0 0F1 1F1 3F0 3F1 3B0 3B1 1B0 0B0 1B1 0B1",
+        "2F0 2F1 2B0 2B1",
+    ]
 
 
 def test_one_f_one_b_has_at_most_as_many_microbatches_in_flight_as_stages_follow() -> None:
@@ -36,12 +49,21 @@ def test_one_f_one_b_has_at_most_as_many_microbatches_in_flight_as_stages_follow
 
 
 def test_one_f_one_b_treats_neighbouring_stages_as_one() -> None:
-    assert _text("1f1b", [0, 0, 1, 1], 2) == ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1"]
+    assert _text("1f1b", [0, 0, 1, 1], 2) == [
+        "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
+        "2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1",
+    ]
 
 
 def test_every_stage_but_the_last_recomputes_right_before_its_backward() -> None:
-    assert _text("gpipe", range(2), 2, recompute=True) == ["0F0 0F1 0R0 0B0 0R1 0B1", "1F0 1F1 1B0 1B1"]
-    assert _text("zb-h1", range(2), 2, recompute=True) == ["0F0 0F1 0R0 0I0 0W0 0R1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
+    assert _text("gpipe", range(2), 2, recompute=True) == [
+        "0F0 0F1 0R0 0B0 0R1 0B1",
+        "1F0 1F1 1B0 1B1",
+    ]
+    assert _text("zb-h1", range(2), 2, recompute=True) == [
+        "0F0 0F1 0R0 0I0 0W0 0R1 0I1 0W1",
+        "1F0 1I0 1F1 1I1 1W0 1W1",
+    ]
     (row, _, _) = generate("gpipe", range(3), 1, [False, True, True]).actions
     assert row == ("0F0", "0B0")
 
@@ -49,7 +71,10 @@ def test_every_stage_but_the_last_recomputes_right_before_its_backward() -> None
 def test_the_last_microbatch_of_a_step_may_be_left_out() -> None:
     """As `except_last` in torchgpipe."""
     rows = generate("gpipe", range(2), 3, True, but_last=True).actions
-    assert [" ".join(row) for row in rows] == ["0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+    assert [" ".join(row) for row in rows] == [
+        "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2",
+        "1F0 1F1 1F2 1B0 1B1 1B2",
+    ]
 
 
 def test_forward_only_has_nothing_to_recompute() -> None:
@@ -82,7 +107,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
             [0, 0, 1, 1],
             "'zb-h1' needs one stage on each rank, but the stages lie on 0 0 1 1; place them so, or",
         ),
-        ("1f1b", [0, 1, 0, 1], "needs the stages placed as linear, such as 0 0 1 1, but the stages lie on 0 1 0 1"),
+        (
+            "1f1b",
+            [0, 1, 0, 1],
+            "needs the stages placed as linear, such as 0 0 1 1, but the stages lie on 0 1 0 1",
+        ),
         (
             "zb-v",
             [0, 1, 2],
@@ -95,7 +124,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named_with_what_would(name: str, placement: list[int], message: str) -> None:
+def test_what_does_not_fit_is_named_with_what_would(
+    name: str, placement: list[int], message: str
+) -> None:
     with pytest.raises(InputError) as caught:
         generate(name, placement, 3)
     assert message in str(caught.value)
@@ -111,7 +142,14 @@ def test_what_fits_a_placement_can_be_generated_there() -> None:
     assert fitting([0, 1, 1, 0], 4) == ("gpipe", "zb-v", "v-half", "v-min", "dualpipe-v")
     assert fitting([0, 1, 0, 1], 1) == ("gpipe", "interleaved-1f1b", "looped-bfs")
     assert fitting([0, 0, 1, 1], 1) == ("gpipe", "1f1b")
-    assert fitting([2, 0, 1], 1) == ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2")
+    assert fitting([2, 0, 1], 1) == (
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "looped-bfs",
+        "zb-h1",
+        "zb-h2",
+    )
     assert fitting([0, 1, 0], 9) == ("gpipe",)
 
 
@@ -142,14 +180,20 @@ def test_each_stage_takes_each_microbatch_once_and_in_order(
         assert kinds[Kind.BACKWARD_INPUT] == kinds[Kind.BACKWARD_WEIGHT]
         backwards = sorted([*kinds[Kind.BACKWARD], *kinds[Kind.BACKWARD_INPUT]], key=every.index)
         assert backwards == ([] if name == "forward-only" else every)
-        again = backwards[: len(backwards) - but_last] if recompute and stage < len(placement) - 1 else []
+        again = (
+            backwards[: len(backwards) - but_last]
+            if recompute and stage < len(placement) - 1
+            else []
+        )
         assert kinds[Kind.RECOMPUTE] == again
     if name not in SPLIT:
         assert not {kind for _, kind in orders} & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 
 
 @given(_asked([name for name in SYNCHRONOUS if name != "forward-only"]))
-def test_a_recompute_stands_right_before_its_backward(asked: tuple[str, tuple[int, ...], int]) -> None:
+def test_a_recompute_stands_right_before_its_backward(
+    asked: tuple[str, tuple[int, ...], int],
+) -> None:
     last = len(asked[1]) - 1
     for row in generate(*asked, True).rows:
         for before, action in zip((None, *row), row, strict=False):

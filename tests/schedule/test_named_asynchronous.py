@@ -44,7 +44,9 @@ def test_updates_are_as_equal_as_can_be_and_never_shorter_than_the_pipeline() ->
     assert [str(action) for action in row if action.kind is Kind.STEP] == ["0STEP2@1"]
 
 
-def _walk(name: str, ranks: int, microbatches: int) -> Iterator[tuple[int, list[tuple[Action, int]]]]:
+def _walk(
+    name: str, ranks: int, microbatches: int
+) -> Iterator[tuple[int, list[tuple[Action, int]]]]:
     """For each stage its actions, each with the newest version that exists as it begins."""
     for stage, row in enumerate(generate(name, range(ranks), microbatches).rows):
         newest, seen = 0, []
@@ -103,8 +105,12 @@ def test_two_buffers_are_enough_and_the_delay_is_one() -> None:
                 if action.kind is Kind.BACKWARD:
                     gradients.add(action.version)
                 if action.kind is Kind.STEP:
-                    assert gradients == {max(0, newest - 1)}, "one version in each update, one step old"
+                    assert gradients == {max(0, newest - 1)}, (
+                        "one version in each update, one step old"
+                    )
                     gradients.clear()
                 used = {a.version for a, _ in seen[place:] if a.kind is not Kind.STEP}
-                alive = {version for version in used if version is not None and version <= newest} | {newest}
+                alive = {
+                    version for version in used if version is not None and version <= newest
+                } | {newest}
                 assert len(alive) <= 2

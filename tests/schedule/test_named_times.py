@@ -22,7 +22,9 @@ from pipecompile.schedule.placement import place
 
 F, I, W, B, R = (Kind(letter) for letter in "FIWBR")  # noqa: E741
 UNIT = {F: 1, R: 1, I: 1, W: 1, B: 2}
-TABLE = json.loads((Path(__file__).parents[1] / "golden" / "zero_bubble_table5.json").read_text())["rows"]
+TABLE = json.loads((Path(__file__).parents[1] / "golden" / "zero_bubble_table5.json").read_text())[
+    "rows"
+]
 Times = Mapping[Kind, Any]
 
 
@@ -42,7 +44,9 @@ def _times(schedule: Schedule, time: Times = UNIT, transfer: Any = 0) -> tuple[A
                 start = max([free[rank], *arrivals])
                 begun[rank] = start if begun[rank] is None else begun[rank]
                 free[rank] = start + time[action.kind]
-                ends[action.stage, B if action.kind is I else action.kind, action.microbatch] = free[rank]
+                ends[action.stage, B if action.kind is I else action.kind, action.microbatch] = (
+                    free[rank]
+                )
                 started += 1
         assert started, f"{schedule.name} deadlocks: {[str(row[0]) for row in rows if row]}"
     return max(free), max(end - (start or 0) for end, start in zip(free, begun, strict=True))
@@ -55,7 +59,11 @@ def _needs(action: Action, schedule: Schedule) -> list[tuple[int, Kind, int | No
     if kind is W:
         return [(stage, B, microbatch)]
     own = [(stage, F, microbatch)]
-    return [*own, (stage + 1, B, microbatch)] if kind in (I, B) and stage + 1 < len(schedule.placement) else own
+    return (
+        [*own, (stage + 1, B, microbatch)]
+        if kind in (I, B) and stage + 1 < len(schedule.placement)
+        else own
+    )
 
 
 def _held(schedule: Schedule) -> list[int]:
@@ -78,27 +86,42 @@ def _placed(name: str, ranks: int, held: int = 2) -> tuple[int, ...]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_comes_to_its_end(name: str) -> None:
     chunks = (1, 2, 3, 4) if shape_needed(name)[1] is None else (1,)
-    for ranks, held, microbatches in product(range(1, 9 if len(chunks) == 1 else 7), chunks, range(1, 14)):
+    for ranks, held, microbatches in product(
+        range(1, 9 if len(chunks) == 1 else 7), chunks, range(1, 14)
+    ):
         if name != "dualpipe-v" or microbatches >= 2 * ranks:
             _times(generate(name, _placed(name, ranks, held), microbatches, recompute=True))
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1F1B", 1), ("ZB-H1", 1), ("ZB-H2", 1)])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['m']}")
-def test_bubbles_are_those_of_table_5_to_its_last_digit(name: str, chunks: int, row: dict[str, Any]) -> None:
+def test_bubbles_are_those_of_table_5_to_its_last_digit(
+    name: str, chunks: int, row: dict[str, Any]
+) -> None:
     assert abs(_bubble_rate(name.lower(), row) - row["published"][name]) <= 0.00005
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['m']}")
 def test_interleaved_bubbles_are_nearly_those_of_table_5(row: dict[str, Any]) -> None:
     """Nearly: the paper does not say how its interleaved times split over the chunks; here they divide evenly."""
-    assert 0 < _bubble_rate("interleaved-1f1b", row, row["chunks"]) - row["published"]["1F1B-I"] < 0.004
+    assert (
+        0
+        < _bubble_rate("interleaved-1f1b", row, row["chunks"]) - row["published"]["1F1B-I"]
+        < 0.004
+    )
 
 
 def _bubble_rate(name: str, row: dict[str, Any], chunks: int = 1) -> float:
     """1 − useful time / the largest span of a rank, exact decimals rounded to four digits only at the end."""
-    forward, inputs, weights, transfer = (Fraction(str(row[key])) for key in ("TF", "TB", "TW", "Tcomm"))
-    time = {F: forward / chunks, I: inputs / chunks, W: weights / chunks, B: (inputs + weights) / chunks}
+    forward, inputs, weights, transfer = (
+        Fraction(str(row[key])) for key in ("TF", "TB", "TW", "Tcomm")
+    )
+    time = {
+        F: forward / chunks,
+        I: inputs / chunks,
+        W: weights / chunks,
+        B: (inputs + weights) / chunks,
+    }
     _, span = _times(generate(name, place("loop", row["p"], chunks), row["m"]), time, transfer)
     return float(1 - row["m"] * (forward + inputs + weights) / span)
 
@@ -117,7 +140,9 @@ def test_the_bubble_of_equal_stages_is_that_of_gpipe(name: str, time: Times) -> 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
 def test_the_bubble_of_a_loop_shrinks_with_its_chunks(name: str) -> None:
     """(p − 1) / (v m + p − 1) of the makespan: Narayanan et al., section 2.2, whatever F and B take, and any m ≥ p."""
-    for ranks, chunks, more, time in product(range(1, 6), range(1, 5), (0, 1, 2, 3, 6), ({F: 1, B: 2}, {F: 3, B: 4})):
+    for ranks, chunks, more, time in product(
+        range(1, 6), range(1, 5), (0, 1, 2, 3, 6), ({F: 1, B: 2}, {F: 3, B: 4})
+    ):
         microbatches = ranks + more
         makespan, _ = _times(generate(name, place("loop", ranks, chunks), microbatches), time)
         useful = Fraction(chunks * microbatches * (time[F] + time[B]), makespan)
@@ -141,10 +166,17 @@ RANKS = [*range(2, 17)]
 @pytest.mark.parametrize("rounds", [2, 4])
 def test_v_schedules_trade_memory_for_bubbles(ranks: int, rounds: int) -> None:
     """Held: in activations of one of a rank's two stages, of which 1F1B holds 2p. Its bubble is 6 (p − 1) slots."""
-    made = {name: generate(name, _placed(name, ranks), rounds * ranks) for name in ("v-min", "v-half", "zb-v")}
+    made = {
+        name: generate(name, _placed(name, ranks), rounds * ranks)
+        for name in ("v-min", "v-half", "zb-v")
+    }
     peaks = {name: max(_held(schedule)) for name, schedule in made.items()}
     bubbles = {name: _times(schedule)[0] - 6 * rounds * ranks for name, schedule in made.items()}
-    assert peaks == {"v-min": 2 * ((ranks + 1) // 3 + 1), "v-half": 2 * (ranks // 2 + 1), "zb-v": 2 * ranks}
+    assert peaks == {
+        "v-min": 2 * ((ranks + 1) // 3 + 1),
+        "v-half": 2 * (ranks // 2 + 1),
+        "zb-v": 2 * ranks,
+    }
     assert bubbles["zb-v"] == ranks - 1
     assert bubbles["v-half"] <= 3 * (ranks - 1)
     assert bubbles["v-min"] == 4 * ranks - 5
@@ -188,7 +220,10 @@ def test_looped_bfs_is_torchs_with_its_backwards_in_ascending_order() -> None:
         placement = place("loop", ranks, chunks)
         theirs = _by_torch("ScheduleLoopedBFS", ranks, microbatches, placement)
         turned = [
-            [a._replace(microbatch=microbatches - 1 - a.microbatch) if a.kind is B else a for a in row]
+            [
+                a._replace(microbatch=microbatches - 1 - a.microbatch) if a.kind is B else a
+                for a in row
+            ]
             for row in theirs.rows
         ]
         assert generate("looped-bfs", placement, microbatches).rows == tuple(map(tuple, turned))
@@ -215,7 +250,9 @@ def test_zb_v_is_no_slower_than_torchs_and_holds_no_more() -> None:
 def test_zb_h1_is_no_slower_than_torchs() -> None:
     """With one stage a rank, torch's interleaved zero bubble is a ZB-H1 with other first forwards."""
     for ranks, rounds in product(range(2, 7), (1, 2, 3)):
-        theirs = _by_torch("ScheduleInterleavedZeroBubble", ranks, rounds * ranks, place("loop", ranks, 1))
+        theirs = _by_torch(
+            "ScheduleInterleavedZeroBubble", ranks, rounds * ranks, place("loop", ranks, 1)
+        )
         ours = generate("zb-h1", range(ranks), rounds * ranks)
         assert _times(ours)[0] <= _times(theirs)[0]
         assert max(_held(ours)) <= max(_held(theirs))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Kind
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lower import lower
+from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import Problem, Work
 from pipecompile.schedule.search import OBJECTIVES, Found, named_orders, search
@@ -33,7 +33,9 @@ def _found(problem: Problem, objective: str, seconds: float) -> Found | None:
 
 def _naive_value(problem: Problem, found: Found) -> int:
     times = naive_times(problem, found.schedule)
-    assert problem.caps is None or all(a <= b for a, b in zip(times.peaks, problem.caps, strict=True))
+    assert problem.caps is None or all(
+        a <= b for a, b in zip(times.peaks, problem.caps, strict=True)
+    )
     if found.objective == "makespan":
         return times.makespan_ns
     return max(times.ends[row[-1]] - times.starts[row[0]] for row in found.schedule.compute if row)
@@ -52,12 +54,20 @@ def test_an_order_is_found_wherever_there_is_one_and_no_better_one_than_there_is
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from(OBJECTIVES))
-def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(data: st.DataObject, objective: str) -> None:
-    problem = data.draw(capped(data.draw(problems(skips=data.draw(st.booleans()), max_microbatches=6))))
+def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
+    data: st.DataObject, objective: str
+) -> None:
+    problem = data.draw(
+        capped(data.draw(problems(skips=data.draw(st.booleans()), max_microbatches=6)))
+    )
     found = _found(problem, objective, 0.02)
     if found is not None:
         assert found.value == _naive_value(problem, found)
-        assert found.bound <= found.value <= min((n.value for n in found.named if n.fits), default=found.value)
+        assert (
+            found.bound
+            <= found.value
+            <= min((n.value for n in found.named if n.fits), default=found.value)
+        )
         assert found == search(problem, objective=objective, seconds=0.02)
         if not problem.skips:  # skips travel on links of their own
             assert check(lower(problem, found.schedule), problem) == []
@@ -66,7 +76,10 @@ def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(data: st.D
 def _uneven(microbatches: int, unit: int = 1000) -> Problem:
     """Eight unequal stages in a V that may hold little."""
     times = [7, 5, 6, 9, 4, 8, 5, 6]
-    work = tuple(Work(t * unit, 2 * t * unit, t * unit, t * unit, kept_bytes=t, between_bytes=t // 2) for t in times)
+    work = tuple(
+        Work(t * unit, 2 * t * unit, t * unit, t * unit, kept_bytes=t, between_bytes=t // 2)
+        for t in times
+    )
     return replace(equal(place("v", 4, 2), microbatches, hop=unit), work=work, caps=(40,) * 4)
 
 
@@ -103,13 +116,17 @@ def test_named_orders_recompute_wherever_the_problem_says() -> None:
     """In the last stage too, though named schedules by themselves never do."""
     work = Work(1, 2, recompute_ns=1, splits=False, recompute=True)
     for named in named_orders(replace(equal([0, 1], 3), work=(work, work)), "makespan"):
-        recomputes = [action for row in named.schedule.rows for action in row if action.kind is Kind.RECOMPUTE]
+        recomputes = [
+            action for row in named.schedule.rows for action in row if action.kind is Kind.RECOMPUTE
+        ]
         assert len(recomputes) == 6
 
 
 def test_an_error_says_which_rank_cannot_hold_one_microbatch() -> None:
     problem = replace(equal([0, 1], 2), work=(Work(1, 2, kept_bytes=5),) * 2, caps=(5, 4))
-    with pytest.raises(InfeasibleError, match="holds 5 bytes on rank 1, whose cap is 4; allow more memory"):
+    with pytest.raises(
+        InfeasibleError, match="holds 5 bytes on rank 1, whose cap is 4; allow more memory"
+    ):
         search(problem)
 
 

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.allocator import ALLOCATORS, Amount
+from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNTS, Footprint, Parcel
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.memory import activation_curve
 from pipecompile.ir.plan import Boundary, Stage
+from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.rank import activation_curve
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.simulate import simulate
+from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, problem_of_stages
 
 LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
@@ -36,7 +37,10 @@ def _parcel(size: int, *, needed: bool) -> Parcel:
 
 
 def _boundary(size: int, gradient: int) -> tuple[Boundary, ...]:
-    return (Boundary(name="x", bytes=size, gradient_bytes=gradient), Boundary(name="ids", bytes=8, gradient_bytes=0))
+    return (
+        Boundary(name="x", bytes=size, gradient_bytes=gradient),
+        Boundary(name="ids", bytes=8, gradient_bytes=0),
+    )
 
 
 def _stages(
@@ -88,7 +92,9 @@ def test_a_backward_whose_halves_were_not_measured_does_not_split() -> None:
 
 
 @given(
-    st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.integers(1, 6), st.sampled_from(["none", "stage", "except-last"])
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.integers(1, 6),
+    st.sampled_from(["none", "stage", "except-last"]),
 )
 def test_the_peak_is_that_of_the_memory_model(
     name: str, microbatches: int, recompute: Literal["none", "stage", "except-last"]
@@ -108,17 +114,26 @@ def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
     """
     cpu = ALLOCATORS["cpu"]
     needed = 4 * 100 + 3 * (4 * 100 + 10)
-    assert activation_caps(_stages(), range(3), 3, [cpu.padded(needed + 100, 0)] * 3, "cpu") == (100,) * 3
-    assert activation_caps(_stages(), range(3), 3, [cpu.padded(needed - 1, 0)] * 3, "cpu") == (0,) * 3
+    assert (
+        activation_caps(_stages(), range(3), 3, [cpu.padded(needed + 100, 0)] * 3, "cpu")
+        == (100,) * 3
+    )
+    assert (
+        activation_caps(_stages(), range(3), 3, [cpu.padded(needed - 1, 0)] * 3, "cpu") == (0,) * 3
+    )
     assert activation_caps(_stages(), range(3), 3, None, "cpu") is None
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_everything(recompute: str) -> None:
+def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_everything(
+    recompute: str,
+) -> None:
     """And until then copies of the buffers that it writes to."""
     stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
     work = problem_of_stages(stages, LINK, range(3), 2).work[1]
-    wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10 + 3, 41, 10 + 3 + 41 + 7 - 5 - 2)}[recompute]
+    wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10 + 3, 41, 10 + 3 + 41 + 7 - 5 - 2)}[
+        recompute
+    ]
     assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == wanted
 
 
@@ -133,13 +148,20 @@ def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
 
 def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:
     links = msgspec.structs.replace(LINK, sending=Link(latency_ns=2), receiving=Link(latency_ns=1))
-    problem, without = (problem_of_stages(_stages(), given, [0, 1, 1], 2) for given in (links, LINK))
+    problem, without = (
+        problem_of_stages(_stages(), given, [0, 1, 1], 2) for given in (links, LINK)
+    )
     assert problem.forward_hops == (without.forward_hops[0] - 2 * (2 + 1), 0)
     assert problem.backward_hops == (without.backward_hops[0] - (2 + 1), 0)
     # Stage 0 sends two tensors and receives a gradient, stage 1 the other way round; stage 2 is on stage 1's rank.
-    spent = [(work.forward_ns - other.forward_ns) for work, other in zip(problem.work, without.work, strict=True)]
+    spent = [
+        (work.forward_ns - other.forward_ns)
+        for work, other in zip(problem.work, without.work, strict=True)
+    ]
     assert spent == [2 * 2, 2 * 1, 0]
     for kind in ("backward_ns", "backward_input_ns"):
         pairs = zip(problem.work, without.work, strict=True)
         assert [getattr(work, kind) - getattr(other, kind) for work, other in pairs] == [1, 2, 0]
-    assert [work.backward_weight_ns for work in problem.work] == [work.backward_weight_ns for work in without.work]
+    assert [work.backward_weight_ns for work in problem.work] == [
+        work.backward_weight_ns for work in without.work
+    ]

@@ -17,7 +17,9 @@ from tests.schedule.strategies import orders, problems
 
 
 def _plain(schedule: Schedule) -> Schedule:
-    rows = [[action for action in row if action.kind is not Kind.RECOMPUTE] for row in schedule.rows]
+    rows = [
+        [action for action in row if action.kind is not Kind.RECOMPUTE] for row in schedule.rows
+    ]
     return Schedule.of("csv", schedule.microbatches, schedule.placement, rows)
 
 
@@ -35,7 +37,9 @@ def test_a_line_is_a_rank() -> None:
 def test_torch_reads_ours_and_we_read_torchs(tmp_path: Path) -> None:
     """Both ways through torch's own code, on a runtime that has no stages."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    schedule = order(["0F0 0F1 3F0 3F1 3I0 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"], [0, 1, 1, 0], 2)
+    schedule = order(
+        ["0F0 0F1 3F0 3F1 3I0 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"], [0, 1, 1, 0], 2
+    )
     runtime = object.__new__(schedules._PipelineScheduleRuntime)
     runtime.pipeline_order = {
         rank: [schedules._Action.from_str(cell) for cell in row]
@@ -72,11 +76,23 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
     ("text", "message"),
     [
         ("0F0,0R0", "line 1, column 2: 0R0 is not F, I, W or B: recomputation cannot be written"),
-        ("0F0\n1RECV_F0", "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds messages and reductions itself"),
-        ("0F0,,0REDUCE_GRAD", "line 1, column 3: 0REDUCE_GRAD is not F, I, W or B: torch adds messages"),
-        ("0F0@1", "line 1, column 1: 0F0@1 is not F, I, W or B: versions of the weights cannot be written"),
+        (
+            "0F0\n1RECV_F0",
+            "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds messages and reductions itself",
+        ),
+        (
+            "0F0,,0REDUCE_GRAD",
+            "line 1, column 3: 0REDUCE_GRAD is not F, I, W or B: torch adds messages",
+        ),
+        (
+            "0F0@1",
+            "line 1, column 1: 0F0@1 is not F, I, W or B: versions of the weights cannot be written",
+        ),
         ("0STEP", "line 1, column 1: 0STEP is not F, I, W or B: optimizer steps cannot be written"),
-        ("0F0,0UNSHARD", "line 1, column 2: '0UNSHARD' is not an action such as .* F, I, W and B only"),
+        (
+            "0F0,0UNSHARD",
+            "line 1, column 2: '0UNSHARD' is not an action such as .* F, I, W and B only",
+        ),
         ("0F0\n0B0", "line 2 performs 0B0, but stage 0 is on line 1"),
         ("0F0,2F0", "no line performs stage 1; stages are numbered from 0 without a gap"),
         ("", "the CSV is no schedule"),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.schedule.greedy import serial
 from pipecompile.schedule.instance import Instance
+from pipecompile.schedule.list_scheduling import serial
 from pipecompile.schedule.problem import Problem, Work
 from pipecompile.schedule.window import cut, improve
 from tests.schedule.brute import best
@@ -49,7 +49,10 @@ def _whole(problem: Problem) -> int | None:
 
 
 def test_a_window_over_everything_finds_the_best_of_all_orders() -> None:
-    work = (Work(2, 5, 3, 2, kept_bytes=3, between_bytes=1), Work(3, 4, 2, 2, kept_bytes=2, between_bytes=2))
+    work = (
+        Work(2, 5, 3, 2, kept_bytes=3, between_bytes=1),
+        Work(3, 4, 2, 2, kept_bytes=2, between_bytes=2),
+    )
     problem = replace(equal([0, 1], 3, hop=1), work=work, caps=(7, 4))
     assert _whole(problem) == best(problem, "makespan")
 

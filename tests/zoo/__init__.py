@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target, load_target
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
-from pipecompile.frontend.selfcheck import check_capture
+from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,9 @@ def example(name: str) -> Target:
 
 def first(batch: int, call: Arguments) -> Arguments:
     """The first `batch` samples of a call."""
-    args, kwargs = pytree.tree_map_only(Tensor, lambda value: value[:batch].clone(), (call.args, call.kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda value: value[:batch].clone(), (call.args, call.kwargs)
+    )
     return Arguments(args, kwargs)
 
 
@@ -44,12 +46,17 @@ def captured(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Capture, fx.G
 
 def called(graph: fx.Graph) -> list[str]:
     """What the graph calls, in order: names of modules, methods and functions."""
-    return [str(getattr(n.target, "__name__", n.target)) for n in graph.nodes if n.op.startswith("call_")]
+    return [
+        str(getattr(n.target, "__name__", n.target))
+        for n in graph.nodes
+        if n.op.startswith("call_")
+    ]
 
 
 def same(left: Any, right: Any) -> bool:
     """Whether two results have one structure and are equal bit for bit."""
     (leaves, spec), (others, other_spec) = pytree.tree_flatten(left), pytree.tree_flatten(right)
     return spec == other_spec and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(leaves, others, strict=True)
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(leaves, others, strict=True)
     )

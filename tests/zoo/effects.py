@@ -30,7 +30,9 @@ class Gate(nn.Module):
 
 def data_branch() -> dict[str, Any]:
     """A module in the middle that branches on its input's values."""
-    return regression(lambda: nn.Sequential(Block(), Gate(), Block(), Gate(), Block(), nn.Linear(WIDTH, 4)))
+    return regression(
+        lambda: nn.Sequential(Block(), Gate(), Block(), Gate(), Block(), nn.Linear(WIDTH, 4))
+    )
 
 
 class BatchBranch(nn.Module):
@@ -302,7 +304,9 @@ pytree.register_dataclass(Answer)
 def answer_loss(answer: Answer, target: Tensor) -> Tensor:
     """The squared error of the value, with a part of each other tensor's square."""
     others = [*answer.parts, answer.named["left"], *answer.named["pair"]]
-    return nn.functional.mse_loss(answer.value, target) + sum(0.1 * other.square().mean() for other in others)
+    return nn.functional.mse_loss(answer.value, target) + sum(
+        0.1 * other.square().mean() for other in others
+    )
 
 
 class Nested(nn.Module):
@@ -316,7 +320,14 @@ class Nested(nn.Module):
         self.head = nn.Linear(2 * WIDTH, 4)
 
     def forward(
-        self, x: Tensor, more: Mapping[str, Any], /, scale: float, *, mask: Tensor | None = None, kind: str = "mean"
+        self,
+        x: Tensor,
+        more: Mapping[str, Any],
+        /,
+        scale: float,
+        *,
+        mask: Tensor | None = None,
+        kind: str = "mean",
     ) -> Answer:
         left = self.left(x + more["left"])
         right = self.right(x - scale * more["pair"][0] * more["pair"][1])
@@ -330,9 +341,17 @@ class Nested(nn.Module):
 
 def nested() -> dict[str, Any]:
     """Nested arguments and results, with None, a number and a string among the tensors."""
-    more = {"left": normal(WIDTH, seed=3), "pair": [normal(WIDTH, seed=4), normal(1, seed=5)], "missing": None}
+    more = {
+        "left": normal(WIDTH, seed=3),
+        "pair": [normal(WIDTH, seed=4), normal(1, seed=5)],
+        "missing": None,
+    }
     made = regression(Nested, (normal(WIDTH), more, 0.5))
-    return {**made, "sample_kwargs": {"mask": normal(WIDTH, seed=6) > 1, "kind": "mean"}, "loss_fn": answer_loss}
+    return {
+        **made,
+        "sample_kwargs": {"mask": normal(WIDTH, seed=6) > 1, "kind": "mean"},
+        "loss_fn": answer_loss,
+    }
 
 
 class KeywordsOnly(nn.Module):
@@ -344,7 +363,9 @@ class KeywordsOnly(nn.Module):
         self.block = Block()
         self.head = nn.Linear(WIDTH, 4)
 
-    def forward(self, *, query: Tensor, context: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def forward(
+        self, *, query: Tensor, context: Tensor, mask: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
         scores = scale * self.key(context) @ self.query(query)[..., None]
         if mask is not None:
             scores = scores.masked_fill(mask[..., None], float("-inf"))
@@ -353,7 +374,9 @@ class KeywordsOnly(nn.Module):
 
 def kwargs_only() -> dict[str, Any]:
     """Arguments by keyword only, given in another order than declared; two are left at their defaults."""
-    return regression(KeywordsOnly, {"context": normal(TOKENS, WIDTH, seed=3), "query": normal(WIDTH)})
+    return regression(
+        KeywordsOnly, {"context": normal(TOKENS, WIDTH, seed=3), "query": normal(WIDTH)}
+    )
 
 
 EFFECTS: dict[str, Callable[[], Any]] = {

@@ -10,15 +10,17 @@ import torch
 from torch import fx, nn
 
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured import Capture
-from pipecompile.frontend.selfcheck import with_regions
+from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.self_check import with_regions
 from pipecompile.frontend.signature import Arguments
 
 from . import first
 from .judge import differences, steps
 
 
-def exact(model: nn.Module, *args: Any, batches: Sequence[int] = (4, 2), leaf: Sequence[str] = ()) -> Capture:
+def exact(
+    model: nn.Module, *args: Any, batches: Sequence[int] = (4, 2), leaf: Sequence[str] = ()
+) -> Capture:
     """The capture of `model` at the first of `batches`, after two training steps of it were compared at each.
 
     AssertionError names what differs: outputs, gradients or buffers, bit for bit.

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.selfcheck import with_regions
+from pipecompile.frontend.self_check import with_regions
 from pipecompile.frontend.signature import Arguments
 
 from . import first
@@ -44,7 +44,10 @@ class Step:
 
 
 def verdict(
-    capturing: Capturing, target: Target, batches: Sequence[int] = BATCHES, modes: Sequence[str] = MODES
+    capturing: Capturing,
+    target: Target,
+    batches: Sequence[int] = BATCHES,
+    modes: Sequence[str] = MODES,
 ) -> dict[str, list[str]]:
     """What differs between the model of `target` and its capture, by mode and batch; empty if nothing does.
 
@@ -57,7 +60,9 @@ def verdict(
         for batch in batches:
             call = first(batch, target.call)
             wanted = steps(target.model, call, lambda call: target.model(*call.args, **call.kwargs))
-            found[f"{mode} at {batch}"] = differences(wanted, steps(target.model, call, prepare(call)))
+            found[f"{mode} at {batch}"] = differences(
+                wanted, steps(target.model, call, prepare(call))
+            )
     return {place: names for place, names in found.items() if names}
 
 
@@ -87,7 +92,11 @@ def _step(model: nn.Module, call: Arguments, run: Run) -> Step:
         parameter.grad = None
     results = dict(_leaves(run(call)))
     outputs = {name: _copied(value) for name, value in results.items()}
-    losses = [_loss(value) for value in results.values() if isinstance(value, Tensor) and value.requires_grad]
+    losses = [
+        _loss(value)
+        for value in results.values()
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
     if losses:
         torch.stack(losses).sum().backward()
     parameters = model.named_parameters(remove_duplicate=False)
@@ -144,7 +153,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
     values = [value for module in modules for value in vars(module).values()]
-    whole = [value for value in values if isinstance(value, (fx.Graph, Tensor))]  # cannot be copied, or need not be
+    whole = [
+        value for value in values if isinstance(value, (fx.Graph, Tensor))
+    ]  # cannot be copied, or need not be
     attributes = [dict(vars(module)) for module in modules]
     before = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     shared = {id(thing): thing for thing in (*modules, *tensors, *whole)}

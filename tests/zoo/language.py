@@ -42,12 +42,19 @@ def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     tokens = _tokens()
     model = kind(config)
-    return {"model": model, "sample_input": {"input_ids": tokens}, "targets": tokens.roll(-1, 1), "loss_fn": token_loss}
+    return {
+        "model": model,
+        "sample_input": {"input_ids": tokens},
+        "targets": tokens.roll(-1, 1),
+        "loss_fn": token_loss,
+    }
 
 
 def llama() -> dict[str, Any]:
     """Rotary positions, gated feed-forward, as many key-value heads as heads; the loss lies outside."""
-    return _with_logits(transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, use_cache=False))
+    return _with_logits(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, use_cache=False)
+    )
 
 
 def llama_gqa() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -57,13 +64,17 @@ def llama_gqa() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def qwen2() -> dict[str, Any]:
     """Grouped-query attention with biases, its head tied to the embedding."""
-    config = transformers.Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False)
+    config = transformers.Qwen2Config(
+        **SMALL, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False
+    )
     return _with_loss(transformers.Qwen2ForCausalLM, config)
 
 
 def mistral() -> dict[str, Any]:
     """A sliding window of attention shorter than the text."""
-    config = transformers.MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=8, use_cache=False)
+    config = transformers.MistralConfig(
+        **SMALL, num_key_value_heads=2, sliding_window=8, use_cache=False
+    )
     return _with_logits(transformers.MistralForCausalLM, config)
 
 
@@ -125,7 +136,11 @@ def falcon() -> dict[str, Any]:
 def mixtral() -> dict[str, Any]:
     """Two of four experts for each token; the routers' balance is a part of the loss."""
     config = transformers.MixtralConfig(
-        **SMALL, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, use_cache=False
+        **SMALL,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        use_cache=False,
     )
     return _with_loss(transformers.MixtralForCausalLM, config)
 
@@ -139,7 +154,12 @@ def roberta() -> dict[str, Any]:
 def distilbert() -> dict[str, Any]:
     """BERT without token types and pooler; the loss lies outside."""
     config = transformers.DistilBertConfig(
-        vocab_size=VOCABULARY, dim=64, hidden_dim=128, n_layers=3, n_heads=4, max_position_embeddings=64
+        vocab_size=VOCABULARY,
+        dim=64,
+        hidden_dim=128,
+        n_layers=3,
+        n_heads=4,
+        max_position_embeddings=64,
     )
     return _with_logits(transformers.DistilBertForMaskedLM, config)
 
@@ -152,7 +172,9 @@ def albert() -> dict[str, Any]:
 
 def electra() -> dict[str, Any]:
     """Embeddings narrower than the layers; each token is judged genuine or replaced."""
-    made = _with_loss(transformers.ElectraForPreTraining, transformers.ElectraConfig(**SMALL, embedding_size=32))
+    made = _with_loss(
+        transformers.ElectraForPreTraining, transformers.ElectraConfig(**SMALL, embedding_size=32)
+    )
     made["sample_input"]["labels"] = made["sample_input"]["labels"] % 2
     return made
 

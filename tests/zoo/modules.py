@@ -23,7 +23,9 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def _tokens(seed: int = 1) -> Tensor:
-    return torch.randint(1, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        1, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -31,7 +33,9 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def regression(kind: Callable[[], nn.Module], sample: Any = None, *, outputs: tuple[int, ...] = (4,)) -> Any:
+def regression(
+    kind: Callable[[], nn.Module], sample: Any = None, *, outputs: tuple[int, ...] = (4,)
+) -> Any:
     """A model of vectors, or of `sample`, that is to return `outputs` numbers for each."""
     torch.manual_seed(0)
     return {
@@ -186,7 +190,9 @@ class Siamese(nn.Module):
             nn.Linear(16 * 5 * 5, WIDTH),
         )  # fmt: skip
 
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return self.encoder(anchor), self.encoder(positive), self.encoder(negative)
 
 
@@ -212,7 +218,9 @@ class Translator(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, target: Tensor, source: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        causal = nn.Transformer.generate_square_subsequent_mask(
+            target.shape[1], device=target.device
+        )
         padding = torch.where(source == 0, float("-inf"), 0.0)
         features = self.body(
             self.embedding(source),
@@ -252,7 +260,9 @@ class Denoiser(nn.Module):
         self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
         self.down = nn.ModuleList([Level(2, 8), Level(8, 16), Level(16, 32)])
         self.up = nn.ModuleList([Level(32, 16), Level(16, 8)])
-        self.widen = nn.ModuleList([nn.ConvTranspose1d(32, 16, 2, stride=2), nn.ConvTranspose1d(16, 8, 2, stride=2)])
+        self.widen = nn.ModuleList(
+            [nn.ConvTranspose1d(32, 16, 2, stride=2), nn.ConvTranspose1d(16, 8, 2, stride=2)]
+        )
         self.head = nn.Conv1d(8, 2, 1)
 
     def forward(self, signal: Tensor, time: Tensor) -> Tensor:
@@ -283,12 +293,16 @@ class DenseMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.einsum("...i,eih->...eh", x, self.expand).relu()
-        return x + torch.einsum("...e,...eh,eho->...o", self.gate(x).softmax(dim=-1), hidden, self.contract)
+        return x + torch.einsum(
+            "...e,...eh,eho->...o", self.gate(x).softmax(dim=-1), hidden, self.contract
+        )
 
 
 def moe_einsum() -> dict[str, Any]:
     """A dense mixture of experts in einsums over parameters of no module of torch's."""
-    return regression(lambda: nn.Sequential(DenseMixture(), Block(), DenseMixture(), Block(), nn.Linear(WIDTH, 4)))
+    return regression(
+        lambda: nn.Sequential(DenseMixture(), Block(), DenseMixture(), Block(), nn.Linear(WIDTH, 4))
+    )
 
 
 class DispatchMixture(nn.Module):
@@ -356,8 +370,15 @@ def subclasses() -> dict[str, Any]:
     """Subclasses of torch's own modules, with and without a forward of their own."""
 
     def model() -> nn.Module:
-        convolutions = (PaddedConvolution(3, 8), ActivatedNorm(8), StandardizedConvolution(8, 8), ActivatedNorm(8))
-        return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), ScaledLinear(32, 4))
+        convolutions = (
+            PaddedConvolution(3, 8),
+            ActivatedNorm(8),
+            StandardizedConvolution(8, 8),
+            ActivatedNorm(8),
+        )
+        return nn.Sequential(
+            *convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), ScaledLinear(32, 4)
+        )
 
     return regression(model, normal(3, 16, 16))
 
@@ -368,7 +389,9 @@ def parametrized() -> dict[str, Any]:
     def model() -> nn.Module:
         normed = [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
         bounded = [parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        pairs = [layer for pair in zip(normed, bounded, strict=True) for layer in (*pair, nn.GELU())]
+        pairs = [
+            layer for pair in zip(normed, bounded, strict=True) for layer in (*pair, nn.GELU())
+        ]
         return nn.Sequential(*pairs, parametrizations.weight_norm(nn.Linear(WIDTH, 4)))
 
     return regression(model)

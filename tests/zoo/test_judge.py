@@ -29,7 +29,11 @@ class _Keeper(nn.Module):
         self.written += y.detach().mean(0)
         self.replaced = self.replaced * 0.5 + y.detach().mean(0)
         self.seen.append(len(x))
-        return {"y": y + self.replaced, "count": len(self.seen), "nan": x.new_full((), float("nan"))}
+        return {
+            "y": y + self.replaced,
+            "count": len(self.seen),
+            "nan": x.new_full((), float("nan")),
+        }
 
 
 def _call() -> Arguments:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 BATCH = 8
 SIZE = 32
 CLASSES = 10
-SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 
 
 def class_loss(output: Any, target: Tensor) -> Tensor:
@@ -39,7 +44,9 @@ def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
 
 def vit() -> dict[str, Any]:
     """Patches as tokens, a class token in front, dropout."""
-    config = transformers.ViTConfig(**SMALL, image_size=SIZE, patch_size=8, hidden_dropout_prob=0.1, num_labels=CLASSES)
+    config = transformers.ViTConfig(
+        **SMALL, image_size=SIZE, patch_size=8, hidden_dropout_prob=0.1, num_labels=CLASSES
+    )
     return _with_logits(transformers.ViTForImageClassification, config)
 
 
@@ -102,7 +109,9 @@ def regnet() -> dict[str, Any]:
 
 def mobilenet() -> dict[str, Any]:
     """MobileNetV2: inverted residuals, padding computed from the image's size, strong dropout."""
-    config = transformers.MobileNetV2Config(image_size=SIZE, depth_multiplier=0.25, output_stride=8, num_labels=CLASSES)
+    config = transformers.MobileNetV2Config(
+        image_size=SIZE, depth_multiplier=0.25, output_stride=8, num_labels=CLASSES
+    )
     return _with_logits(transformers.MobileNetV2ForImageClassification, config)
 
 
@@ -132,7 +141,13 @@ def segformer() -> dict[str, Any]:
 def clip() -> dict[str, Any]:
     """Two towers, for texts and images; the loss compares every text of the batch with every image."""
     torch.manual_seed(0)
-    text = {**SMALL, "vocab_size": 256, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 255}
+    text = {
+        **SMALL,
+        "vocab_size": 256,
+        "max_position_embeddings": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 255,
+    }
     image = {**SMALL, "image_size": SIZE, "patch_size": 8}
     config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=32)
     tokens = torch.randint(0, 255, (BATCH, 16), generator=torch.Generator().manual_seed(2))
@@ -155,7 +170,10 @@ def wav2vec2() -> dict[str, Any]:
         num_labels=CLASSES,
     )  # fmt: skip
     model = transformers.Wav2Vec2ForSequenceClassification(config)
-    return {"model": model, "sample_input": {"input_values": _normal(640), "labels": torch.arange(BATCH)}}
+    return {
+        "model": model,
+        "sample_input": {"input_values": _normal(640), "labels": torch.arange(BATCH)},
+    }
 
 
 def whisper() -> dict[str, Any]:

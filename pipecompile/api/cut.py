@@ -1,0 +1,216 @@
+"""The partitioner alone, on a cost graph and by the simple memory rule of its format. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import inf
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pipecompile.api.links import link_of, links_of
+from pipecompile.api.partition import step_ns
+from pipecompile.errors import InfeasibleError, InputError, PipecompileError
+from pipecompile.ir.cut import Cut
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import Options
+from pipecompile.ir.serialization import read
+from pipecompile.ir.size import parse_bytes
+from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.solver import solve
+from pipecompile.schedule.named import in_flight, shape_needed
+
+__all__ = ["Request", "given_links", "partition"]
+
+T = TypeVar("T")
+SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the partitioner; `memory` and `speeds` are one value, or one a rank with commas between.
+
+    In flight is one microbatch, unless a schedule and a number of microbatches are given. `ranks` lets stages have
+    data-parallel replicas, so many ranks in all.
+    """
+
+    k: int
+    objective: str = "variance"
+    memory: str | None = None
+    links: Links = FREE
+    communication: str = "endpoint"
+    schedule: str | None = None
+    microbatches: int | None = None
+    state_factor: str = "1"
+    stages_per_rank: int = 1
+    placement: Literal["loop", "v"] = "loop"
+    speeds: str | None = None
+    ranks: int | None = None
+    pin: Mapping[str, int] = field(default_factory=dict)
+    groups: tuple[tuple[str, ...], ...] = ()
+    parameters_everywhere: bool = False
+    granularity: str = "operators"
+
+    def __post_init__(self) -> None:
+        if (self.schedule is None) != (self.microbatches is None):
+            raise InputError(
+                "--schedule and --microbatches go together: how many are in flight depends on both"
+            )
+        if self.microbatches is not None and self.microbatches < 1:
+            raise InputError(f"--microbatches {self.microbatches}: a step has at least one")
+        if self.schedule is not None:
+            shape_needed(self.schedule)  # refuses an unknown name
+        if self.objective == "step-time" and self.schedule == "forward-only":
+            raise InputError(
+                "step-time weighs a step with backwards, which forward-only has not; choose max-load"
+            )
+        _fraction(self.state_factor)
+        if self.schedule is not None and self.stages_per_rank > 1:
+            raise InputError(
+                "--schedule knows one stage a rank; leave it out, or use --stages-per-rank 1"
+            )
+        if self.k < 1:
+            raise InputError(f"k={self.k}, but a pipeline has at least one stage")
+        if self.stages_per_rank < 1 or self.k % self.stages_per_rank:
+            raise InputError(
+                f"k={self.k} stages cannot lie {self.stages_per_rank} on each rank: choose a divisor of k"
+            )
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each stage: around and around, or there and back."""
+        ranks = self.k // self.stages_per_rank
+        turns = ((s // ranks, s % ranks) for s in range(self.k))
+        return tuple(
+            ranks - 1 - place if self.placement == "v" and turn % 2 else place
+            for turn, place in turns
+        )
+
+    def problem(self, graph: CostGraph) -> Problem:
+        """The problem for a graph; InputError says what does not fit."""
+        if self.k > len(graph.nodes):
+            count = len(graph.nodes)
+            raise InfeasibleError(
+                f"k={self.k}, but the graph can be cut into at most {count} stages; choose k ≤ {count}"
+            )
+        if self.objective == "step-time" and self.speeds is not None:
+            raise InputError("objective step-time is simulated with equal ranks; choose max-load")
+        return Problem(
+            graph,
+            self.k,
+            objective=self.objective,
+            communication=self.communication,
+            links=self.links,
+            placement=self.stage_ranks,
+            speeds=None
+            if self.speeds is None
+            else tuple(self._per_rank("--speeds", self.speeds, _fraction)),
+            memory=self._memory(graph),
+            pin=self.pin,
+            together=self.groups,
+            granularity=self.granularity,
+            parameters_everywhere=self.parameters_everywhere,
+            replica_ranks=self.ranks,
+            microbatches=self.microbatches or 1,
+            step_ns=None
+            if self.schedule is None
+            else lambda assignment: self._step_ns(graph, assignment),
+        )
+
+    def _memory(self, graph: CostGraph) -> Memory | None:
+        if self.memory is None:
+            return None
+        flights = (1,) * self.k
+        if self.schedule is not None:
+            flights = in_flight(self.schedule, range(self.k), self.microbatches or 1)
+        caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
+        return Memory.simple(graph, caps, flights, _fraction(self.state_factor))
+
+    def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
+        values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank
+        if len(values) not in (1, ranks):
+            raise InputError(
+                f"{option} {text}: give one value, or one for each of the {ranks} ranks"
+            )
+        return values * ranks if len(values) == 1 else values
+
+    def _step_ns(self, graph: CostGraph, assignment: Mapping[str, int]) -> int:
+        options = Options(
+            k=self.k,
+            microbatches=self.microbatches or 1,
+            schedule=self.schedule or "",
+            objective=self.objective,
+            recompute="none",
+            memory_bytes=None,
+            costs="table",
+        )
+        return step_ns(graph, assignment, options, self.links)
+
+
+def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> Cut:
+    """Cuts the cost graph in a file; InfeasibleError says what is in the way and what would fit."""
+    if not 0 < seconds < inf:
+        raise InputError(f"a time limit of {seconds:g} s: give a positive number")
+    graph, began = read(path, CostGraph), time.perf_counter()
+    try:
+        found = solve(request.problem(graph), seconds=seconds)
+    except InfeasibleError as error:
+        if request.k > len(graph.nodes):
+            raise
+        raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
+    search = found.search
+    return Cut(
+        stages=found.assignment,
+        loads_ns=found.loads_ns,
+        max_load_ns=search.values["max_load_ns"],
+        sum_of_squares_ns2=search.values["sum_of_squares_ns2"],
+        variance_ns2=search.values["variance_ns2"],
+        objective=search.objective,
+        value=search.value,
+        bound=search.bound,
+        gap=search.gap,
+        proven=search.proven,
+        method=search.method,
+        seconds=round(time.perf_counter() - began, 3),
+        replicas=found.replicas,
+    )
+
+
+def given_links(path: str | None, bandwidth: float | None, latency_ns: int) -> Links:
+    """Those in a file, or one link for all ranks."""
+    if path is None:
+        return Links.of(link_of(bandwidth, latency_ns))
+    if bandwidth is not None or latency_ns:
+        raise InputError(
+            "--links says all about bandwidth and latency: leave --bandwidth and --latency out"
+        )
+    return links_of(path)
+
+
+def _what_would_fit(graph: CostGraph, request: Request) -> str:
+    """The nearest numbers of stages that can be met, as a sentence."""
+    step = request.stages_per_rank
+    more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
+    fitting = [f"k={other.k}" for other in more if _is_feasible(graph, other)]
+    return f"; this would fit: {' or '.join(fitting[:2])}" if fitting else ""
+
+
+def _is_feasible(graph: CostGraph, request: Request) -> bool:
+    try:
+        solve(request.problem(graph), seconds=SUGGESTING_SECONDS, explained=False)
+    except PipecompileError:
+        return False
+    return True
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        number = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{text!r} is not a number; write 1, 0.5 or 3/2") from None
+    if number < 0:
+        raise InputError(f"{text!r} is negative; write 1, 0.5 or 3/2")
+    return number

@@ -1,0 +1,73 @@
+"""Links as they are given: a file, a value, or one bandwidth and latency for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pipecompile.errors import InputError
+from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.ir.plan import Options
+from pipecompile.ir.serialization import decode, encode, read
+from pipecompile.schedule.selection import placements
+
+__all__ = ["Given", "link_of", "links_for", "links_of", "probe_links"]
+
+Given = Links | Mapping[str, Any] | str | Path | None
+
+
+def links_of(given: Given) -> Links:
+    """`given` as links: a path to a file, its content as a mapping, or None for free ones."""
+    if given is None:
+        return FREE
+    if isinstance(given, Links):
+        return given
+    return (
+        decode(encode(given), Links, origin="links")
+        if isinstance(given, Mapping)
+        else read(given, Links)
+    )
+
+
+def links_for(options: Options, given: Given) -> Links:
+    """The links of a plan with these options; InputError if they are for another number of ranks."""
+    links, ranks = links_of(given), max(placements(options)[0]) + 1
+    if not links.fits(ranks):
+        source = f"{given} is" if isinstance(given, str | Path) else "the links are"
+        raise InputError(
+            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for {links.ranks}, "
+            f"or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m pipecompile links -o links.json"
+        )
+    return links
+
+
+def link_of(bandwidth: float | None, latency_ns: int) -> Link:
+    """One link for all ranks, checked; without a bandwidth any size takes no time."""
+    if bandwidth is not None and not 1 <= bandwidth < inf:
+        raise InputError(
+            f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
+        )
+    if latency_ns < 0:
+        raise InputError(f"--latency {latency_ns}: give nanoseconds, 0 or more")
+    return Link(
+        bandwidth_bytes_per_s=None if bandwidth is None else int(bandwidth), latency_ns=latency_ns
+    )
+
+
+def probe_links() -> Links:
+    """Measures bandwidth and latency between all ranks; InputError if there is only one."""
+    # Imported here: PyTorch is needed for probing only.
+    from pipecompile.runtime import world
+
+    world.join()
+    if world.size() == 1:
+        raise InputError(
+            "links are measured between ranks, but there is only one; start as many as will train: "
+            "torchrun --nproc-per-node 4 -m pipecompile links -o links.json"
+        )
+    # Imported here: it needs torch.distributed, which a build of torch may lack.
+    from pipecompile.runtime.probe import probe
+
+    return probe()

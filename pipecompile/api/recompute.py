@@ -1,0 +1,33 @@
+"""The recompute planner for a placement, told what it must know of the schedule. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Options
+from pipecompile.memory_model.snapshots import Moment
+from pipecompile.recompute.planner import Recomputing
+from pipecompile.recompute.schedule_view import ScheduleView
+from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.selection import flights, moments_of, stand_in
+
+__all__ = ["recomputing_for"]
+
+
+def recomputing_for(
+    graph: CostGraph, options: Options, placement: Sequence[int], *, settled: bool = False
+) -> Recomputing:
+    """The planner of what the stages of `graph` recompute when they lie on these ranks."""
+    return Recomputing(graph, options, _schedule_view(options, tuple(placement)), settled=settled)
+
+
+def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView:
+    name = stand_in(options, placement)
+
+    def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Moment, ...]:
+        return moments_of(name, placement, options.microbatches, whole, but_last)[placement[stage]]
+
+    return ScheduleView(
+        placement, flights(options, placement), options.schedule in MAY_SPLIT, snapshots
+    )

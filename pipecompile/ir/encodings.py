@@ -1,0 +1,24 @@
+"""Encodings of saved tensors: the policies by name, and what a saved tensor is used for. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+__all__ = ["CHUNK_ELEMENTS", "ELEMENT_BYTES", "POLICIES", "POLICY_OF", "Memory", "Policy", "Use"]
+
+Policy = Literal["mask", "relu", "pool", "offload", "half"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+Use = Literal["relu", "pool input", "pool indices", "other"]
+POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
+Memory = Literal["cpu", "cuda"]
+CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""How many elements are made bits, or made of them, at a time; a multiple of 8."""
+
+ELEMENT_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}

@@ -1,0 +1,32 @@
+"""What one rank holds at its peak, by kind."""
+
+from __future__ import annotations
+
+from pipecompile.ir.amount import ZERO, Amount
+from pipecompile.ir.serialization import Value
+
+__all__ = ["RankMemory"]
+
+
+class RankMemory(Value, frozen=True, kw_only=True):
+    """The peak of one rank by kind: `expected` at the moment when most is expected, `bound` when most is bounded."""
+
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    activations: Amount
+    buffers: Amount
+    workspace: Amount
+
+    @property
+    def total(self) -> Amount:
+        """All kinds together."""
+        kinds = (
+            self.parameters,
+            self.gradients,
+            self.optimizer,
+            self.activations,
+            self.buffers,
+            self.workspace,
+        )
+        return sum(kinds, ZERO)

@@ -1,0 +1,491 @@
+"""The gradients that flow through a stage: made in it, received, returned, and held between halves of a backward.
+
+Part of the memory model, see memory.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from operator import add
+
+from pipecompile.ir.graph import Parameter, Tensor
+from pipecompile.memory_model.live_ranges import ORDERLY, GradientLife
+from pipecompile.memory_model.subgraph import Change, Section
+
+__all__ = ["Gradients"]
+
+AT_ONCE = frozenset({"torch.nn.LSTM"})
+"""Operators whose kernel makes all gradients in either half of a backward."""
+
+
+class Gradients:
+    """Those of one stage, a `section` of the graph."""
+
+    def __init__(self, section: Section) -> None:
+        self.section = section
+        self.lives, self.graph = section.lives, section.graph
+        self.nodes, self.inside = section.nodes, section.inside
+
+    @cached_property
+    def captured(self) -> list[tuple[GradientLife, int]]:
+        """What the first half of a split backward holds, each with the node where the second lets it go.
+
+        Those that are returned lie in the message.
+        """
+        returned = set(map(id, self.homes(hold=True)))
+        found = [(each, places) for each, places in self._captured if id(each) not in returned]
+        return [
+            (each, min(map(self.section.halves.end_of_second, places))) for each, places in found
+        ]
+
+    @cached_property
+    def _captured(self) -> list[tuple[GradientLife, set[int]]]:
+        pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
+        return [(each, places) for each, places in pairs if places]
+
+    @property
+    def retained(self) -> Iterator[str]:
+        """What leaves and whose gradient the first half holds as it came: all if the second begins with that."""
+        if not self.section.splits or self.section.halves.begins_at_outputs:
+            yield from (tensor.producer for tensor in self.section.leaving)
+        else:
+            held = ((each, (*each.captured, *each.joined)) for each in self._held_as_received())
+            yield from dict.fromkeys(
+                name for each, users in held for name in self._came_for(each, users)
+            )
+
+    def _held_as_received(self) -> Iterator[GradientLife]:
+        found = {
+            id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
+        }
+        copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
+        for key, each in found.items():
+            places = self.section.halves.captured_at(each)
+            if key not in self._own and any((key, place) not in copied for place in places):
+                yield each
+
+    def _came_for(self, received: GradientLife, places: Iterable[int]) -> list[str]:
+        """The leaving tensors whose gradient it may be, as which it comes to these nodes: all if none is seen to be."""
+        names = {
+            tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
+        }
+        users = set(places)
+        met = [
+            n
+            for n, sent in names.items()
+            if not users.isdisjoint({sent, *self.lives.reached(received, sent)})
+        ]
+        return met or list(names)
+
+    def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
+        """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
+
+        A whole backward copies what others have too, except what it made itself and has through a view; a first half
+        (`hold`) does not.
+        """
+        return self._held_homes if hold else self._taken_homes
+
+    @cached_property
+    def _held_homes(self) -> Sequence[GradientLife | None]:
+        return self._matched(list(self._given_homes))
+
+    @cached_property
+    def _taken_homes(self) -> Sequence[GradientLife | None]:
+        views = self.lives.viewed
+        seen = [
+            tensor.permuted or self.lives.place[tensor.producer] in views
+            for tensor, _ in self.section.given
+        ]
+        pairs = zip(seen, self._given_homes, strict=True)
+        return self._matched(
+            [home if is_seen and id(home) in self._own else None for is_seen, home in pairs]
+        )
+
+    @cached_property
+    def _given_homes(self) -> Sequence[GradientLife | None]:
+        return [self._only_given(tensor, place) for tensor, place in self.section.given]
+
+    def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
+        """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
+        taken = set(map(id, homes))
+        for gradient in self.own:
+            if gradient.last not in self.inside and id(gradient) not in taken:
+                index = next(
+                    (i for i, home in enumerate(homes) if home is None and self._fits(gradient, i)),
+                    None,
+                )
+                if index is not None:
+                    homes[index] = gradient
+        return homes
+
+    def _fits(self, gradient: GradientLife, index: int) -> bool:
+        tensor, place = self.section.given[index]
+        return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
+
+    def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
+        """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
+        found = self._sole(tensor, place)
+        if found is None or found.bytes != tensor.gradient_bytes:
+            return None
+        return None if self._is_turned(tensor, place, found) else found
+
+    def _sole(self, tensor: Tensor, place: int) -> GradientLife | None:
+        """In what the gradient of an input lies if its one reader is at `place`."""
+        givers = {self.lives.place[name] for name in tensor.givers} - self.section.before
+        return (
+            self.lives.given.get((self.lives.place[tensor.producer], place))
+            if givers == {place}
+            else None
+        )
+
+    def _parts(self, *, hold: bool) -> list[tuple[Tensor, GradientLife]]:
+        """The inputs whose gradients are parts of larger ones until the end; a whole backward copies gaps at once."""
+        pairs = [(tensor, place, self._sole(tensor, place)) for tensor, place in self.section.given]
+        return [
+            (tensor, found)
+            for tensor, place, found in pairs
+            if found is not None and found.bytes > tensor.gradient_bytes and not tensor.spread_bytes
+            if hold or (self.lives.place[tensor.producer], place) not in self.lives.turned
+        ]
+
+    def _is_turned(self, tensor: Tensor, place: int, found: GradientLife) -> bool:
+        """Whether a gradient comes to an input, read at `place`, in another order than that has.
+
+        What the cut behind lays out anew has the order of what was sent, and so of what that is a view of; if that is
+        not dense, its dimensions' own.
+        """
+        producer, is_received = self.lives.place[tensor.producer], id(found) not in self._own
+        anew = (sender for gradient, sender in self._laid_out_anew if gradient is found)
+        senders = [sender for sender in anew if producer in self.lives.reached(found, sender)]
+        if not all(self._is_one_storage(producer, sender) for sender in senders):
+            return True
+        if senders and all(
+            self.lives.values[self.graph.nodes[sender].name].dense for sender in senders
+        ):
+            return False
+        return (producer, place) in self.lives.turned or (
+            is_received and self._turns(tensor, place)
+        )
+
+    def _turns(self, tensor: Tensor, place: int) -> bool:
+        """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
+
+        A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
+        it was given is not in order; so the gradient would not be.
+        """
+        reader = self.graph.nodes[place]
+        value = self.lives.values.get(reader.name)
+        is_view = value is not None and value.storage == tensor.storage
+        return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
+
+    def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+        """The gradients of inputs that take memory as a whole backward returns them, or a first half (`hold`).
+
+        Each with the inputs whose gradients lie in it, its size, and whether the first half holds it too. What lies in
+        a message takes none, as that does which a later stage alone reads, through a view.
+        """
+        held = {id(gradient) for gradient, _ in self._captured if hold and self.section.splits}
+        for home, tensors in self._by_home(hold=hold):
+            if home is None or id(home) in self._own:
+                yield (
+                    tuple(tensor.producer for tensor in tensors),
+                    tensors[-1].gradient_bytes,
+                    id(home) in held,
+                )
+        for tensor in self._zeros:
+            yield (tensor.producer,), tensor.gradient_bytes, False
+
+    def relayed(self, *, hold: bool) -> Iterator[str]:
+        """What leaves and in whose gradient, as it came, lies that of an input."""
+        yield from (
+            tensor.producer
+            for tensor, _ in self.section.arriving
+            if not self.section.giving(tensor)
+        )
+        yield from filter(None, (self._sent_view_of(tensor) for tensor, _ in self.section.given))
+        for home, tensors in self._by_home(hold=hold):
+            if home is not None and id(home) not in self._own:
+                yield from self._came_for(
+                    home, (self.lives.place[tensor.producer] for tensor in tensors)
+                )
+
+    @property
+    def _zeros(self) -> Iterator[Tensor]:
+        """What arrives and ends here, and is given no gradient: torch.distributed.pipelining then sends zeros."""
+        ends = {tensor.producer for tensor, _ in self.section.arriving} - {
+            t.producer for t in self.section.leaving
+        }
+        unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
+        return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
+
+    def _by_home(self, *, hold: bool) -> list[tuple[GradientLife | None, list[Tensor]]]:
+        """The inputs that are read, with what their gradients lie in, if that is no copy."""
+        found: dict[int, tuple[GradientLife | None, list[Tensor]]] = {}
+        for index, ((tensor, _), home) in enumerate(
+            zip(self.section.given, self.homes(hold=hold), strict=True)
+        ):
+            if self._sent_view_of(tensor) is None:
+                found.setdefault(-index - 1 if home is None else id(home), (home, []))[1].append(
+                    tensor
+                )
+        return list(found.values())
+
+    def _sent_view_of(self, tensor: Tensor) -> str | None:
+        """The view that the stage takes of it only for later ones, if what these give is in its order.
+
+        A view that is not dense is sent in its dimensions' own order, which has to be that of all before it.
+        """
+        places = list(self.lives.views_of(tensor.producer, self.inside))
+        if not places:
+            return None
+        last = self.lives.values.get(self.graph.nodes[places[-1]].name)
+        if (
+            last is None
+            or not last.consumers
+            or any(self.lives.place[name] in self.inside for name in last.consumers)
+        ):
+            return None
+        orderly = all(self.graph.nodes[place].operator in ORDERLY for place in places)
+        return last.producer if orderly or (tensor.dense and last.dense) else None
+
+    @cached_property
+    def own(self) -> list[GradientLife]:
+        """Those that are made here, with copies that only a cut brings about."""
+        return [*self.uncut, *(copy for _, copy in self._brought_in_order)]
+
+    @cached_property
+    def uncut(self) -> list[GradientLife]:
+        """Those that the whole model has too; what comes from later stages is in order, and needs no copy."""
+        made = (
+            gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())
+        )
+        return [
+            gradient
+            for gradient in made
+            if not (gradient.copy and gradient.producer in self._sent_as_is)
+        ]
+
+    @cached_property
+    def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
+        """What the cut laid out anew, each with its copy for a node that makes a parameter's gradient of it.
+
+        Linear layers and products copy it, since they take its leading dimensions as one; others may.
+        """
+        found = []
+        for gradient, sender in self._laid_out_anew:
+            for place, reader in self.lives.reached(gradient, sender).items():
+                is_taken = place in self.inside and place in gradient.captured
+                if is_taken and not self._is_one_storage(place, sender):
+                    users = (), (place,), ()
+                    copy = GradientLife(
+                        reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None
+                    )
+                    found.append((gradient, copy))
+        return found
+
+    @cached_property
+    def _laid_out_anew(self) -> list[tuple[GradientLife, int]]:
+        """Gradients of what is sent that the whole model has in another order than messages, and who sends that."""
+        found = []
+        for tensor in self.section.leaving:
+            pairs = [
+                (self.lives.place[tensor.producer], self.lives.place[name])
+                for name in tensor.consumers
+            ]
+            gradient = self.lives.given.get(pairs[0]) if len(pairs) == 1 else None
+            if (
+                gradient is not None
+                and pairs[0] in self.lives.turned
+                and self.section.is_later(pairs[0][1])
+            ):
+                found.append((gradient, pairs[0][0]))
+        return found
+
+    def _is_one_storage(self, one: int, other: int) -> bool:
+        first, second = (
+            self.lives.values.get(self.graph.nodes[place].name) for place in (one, other)
+        )
+        return first is not None and second is not None and first.storage == second.storage
+
+    @cached_property
+    def _own(self) -> set[int]:
+        return set(map(id, self.own))
+
+    @cached_property
+    def _sent_as_is(self) -> set[int]:
+        """The nodes of which only later stages have gradients: as they are, or through views."""
+        read_here = {source for place in self.nodes for source in self.lives.sources[place]}
+        found = {self.lives.place[tensor.producer] for tensor in self.section.leaving} - read_here
+        for place in reversed(self.nodes):
+            if self.lives.viewed.get(place) in found:
+                found.add(place)
+        return found
+
+    def flowing(self, *, hold: bool = False) -> Iterator[Change]:
+        """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
+        homes, parts = self.homes(hold=hold), self._parts(hold=hold)
+        held = {id(gradient) for gradient, _ in self.captured if hold}
+        parted = {id(found) for _, found in parts} - held
+        stay = held.union(map(id, homes))
+        for gradient in self.own:
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            if id(gradient) not in stay:
+                last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
+                yield Change(last, gradient.bytes, begins=False)
+        late = {tensor.producer for tensor, _ in parts}
+        for (tensor, place), home in zip(self.section.given, homes, strict=True):
+            if home is None:  # it lies in what others hold, or not in order: autograd copies it
+                at = self.nodes[0] if tensor.producer in late else place
+                yield Change(at, tensor.gradient_bytes, begins=True)
+        for tensor in self._zeros:
+            yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
+
+    def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
+        """`sums`, and at the end what lives while parts are copied one by one, and so many bytes were `dropped`."""
+        parts, stay = (
+            self._parts(hold=hold),
+            {id(gradient) for gradient, _ in self.captured if hold},
+        )
+        going = self._own - stay.union(map(id, self.homes(hold=hold)))
+        left = [
+            sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values())
+            for i in range(len(parts))
+        ]
+        copied = list(accumulate(tensor.gradient_bytes for tensor, _ in parts))
+        sums, end = self.sums(hold=hold), self.nodes[0]
+        if parts:
+            before = sums.get(end, 0) + left[0]
+            meanwhile = max(map(add, left, copied)) - dropped
+            sums[end] = max(0, max(before, meanwhile) - copied[-1])
+        return sums
+
+    def _last(self, gradient: GradientLife) -> int:
+        """The node of the stage in whose backward it is let go."""
+        users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
+        return (
+            gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
+        )
+
+    @property
+    def early(self) -> list[tuple[Parameter, list[int]]]:
+        """The parameters whose gradients the first half of a split backward makes, and holds."""
+        return [pair for pair in self.section.trained if pair[0].name in self._early]
+
+    @property
+    def _early(self) -> frozenset[str]:
+        return self.section.halves.early if self.section.splits else frozenset()
+
+    def making(self, *, half: bool = False) -> Iterator[Change]:
+        """In the first backward of a step the gradients of parameters begin to live.
+
+        In a second `half` those that the first made are copied last.
+        """
+        early = self._early if half else ()
+        for parameter, places in self.section.trained:
+            yield Change(
+                self.nodes[0] if parameter.name in early else places[-1],
+                parameter.bytes,
+                begins=True,
+            )
+        for place, node in zip(self.nodes, self.section.own, strict=True):
+            if not node.parameters:
+                yield Change(place, node.parameter_bytes, begins=True)
+
+    def adding(self, *, half: bool = False) -> Iterator[Change]:
+        """Later they are made, added and let go, but for what the first half made if this is the second."""
+        early = self._early if half else ()
+        for parameter, places in self.section.trained:
+            if len(places) > 1 and parameter.name not in early:
+                yield Change(places[-1], parameter.bytes, begins=True)
+                yield Change(places[0], parameter.bytes, begins=False)
+
+    @property
+    def between(self) -> Iterator[int]:
+        """The sizes of what lives between the halves of a split backward, besides what the forward saved."""
+        yield from (gradient.bytes for gradient, _ in self.captured)
+        yield from (parameter.bytes for parameter, _ in self.early)
+
+    def released(self) -> Iterator[Change]:
+        """In a second half: what the first held for it, and gradients that only it needs."""
+        for gradient, place in self.captured:
+            yield Change(place, gradient.bytes, begins=False)
+        for gradient in filter(self.section.halves.is_aside, self.own):
+            yield Change(gradient.producer, gradient.bytes, begins=True)
+            yield Change(gradient.last, gradient.bytes, begins=False)
+
+    def first_rises(self) -> Iterator[int]:
+        """By node what it makes live in the first half, which makes few gradients of parameters."""
+        for node in self.section.own:
+            names = set(node.parameters) - self.section.halves.early
+            parameters = (self.graph.parameter_by_name[name] for name in names)
+            made = (
+                0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
+            )
+            yield max(0, node.backward_peak_bytes - made)
+
+    def second_rises(self) -> Iterator[int]:
+        """By node what it makes live in the second half, which runs those that lead to parameters."""
+        halves, others = self.section.halves, defaultdict[int, int](int)
+        for gradient in self.uncut:
+            made = self._is_at_once(gradient.producer) or halves.is_aside(gradient)
+            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
+        for parameter, places in self.early:
+            for place in places:
+                others[place] += 0 if self._is_at_once(place) else parameter.bytes
+        for place, node in zip(self.nodes, self.section.own, strict=True):
+            yield (
+                max(0, node.backward_peak_bytes - others[place]) if place in halves.run_twice else 0
+            )
+
+    def _is_at_once(self, place: int) -> bool:
+        return self.graph.nodes[place].operator in AT_ONCE
+
+    def sums(self, *, hold: bool = False) -> dict[int, int]:
+        """By node what lives beside the new sums that are made when its backward is done: the summands.
+
+        Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
+        """
+        sums: dict[int, int] = defaultdict(int)
+        held = {id(each) for each, _ in self._captured if hold}
+        stay = held.union(
+            map(id, self.homes(hold=hold)), (id(found) for _, found in self._parts(hold=hold))
+        )
+        for gradient in self.own:
+            before = gradient.continues
+            if gradient.sum and (
+                before is None or self.section.is_later(before.producer) or id(before) in held
+            ):
+                sums[gradient.producer] += gradient.bytes
+        apart = {
+            each.producer: each.bytes for each in self.own if each.sum and each.continues is None
+        }
+        for place, size in apart.items():
+            others = (
+                each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay
+            )
+            sums[place] += sum(
+                each.bytes for each in others if each.bytes >= size
+            )  # larger if a part of it is added
+        for place, size in self._added_anew(self.early if hold else self.section.trained):
+            sums[place] += size
+        return sums
+
+    def second_sums(self) -> dict[int, int]:
+        """The same of the second half of a split backward, which makes but gradients of parameters."""
+        sums = defaultdict[int, int](int)
+        for place, size in self._added_anew(
+            pair for pair in self.section.trained if pair[0].name not in self._early
+        ):
+            sums[place] += size
+        return sums
+
+    def _added_anew(
+        self, parameters: Iterable[tuple[Parameter, list[int]]]
+    ) -> Iterator[tuple[int, int]]:
+        """Where a gradient of a parameter is added to one that is a view, which gives a new sum: both summands."""
+        for parameter, places in parameters:
+            if len(places) > 1 and parameter.name in self.graph.nodes[places[-1]].given_as_views:
+                yield places[-2], 2 * parameter.bytes

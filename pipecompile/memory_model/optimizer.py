@@ -1,0 +1,100 @@
+"""What optimizers hold: state that stays from step to step, and scratch while they step.
+
+As `torch.optim` keeps it: state in the type of the parameter, and a float32 counter of steps for each. Held against
+real optimizers by tests/memory_model/test_optimizer.py. With master weights the optimizer works on float32 copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from pipecompile.errors import InputError
+from pipecompile.ir.graph import Parameter
+
+__all__ = ["OPTIMIZERS", "optimizer_bytes"]
+
+Elements = Callable[[tuple[int, ...]], int]
+FLOAT32_BYTES = 4
+COUNTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """Elements by a parameter's shape: of state, and of scratch while one parameter or all of them are stepped.
+
+    Steps go parameter by parameter on a CPU, and over lists of all parameters (`foreach`) on a GPU. What `lingers` is
+    the update of one parameter until that of the next one is made.
+    """
+
+    state: Elements
+    counts: bool
+    scratch: Elements
+    scratch_in_list: Elements
+    lingers: bool = False
+
+
+def _times(copies: int) -> Elements:
+    return lambda shape: copies * prod(shape)
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    """Adafactor's row and column means (Shazeer and Stern 2018, section 3); of vectors the whole."""
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+
+
+def _unfactored(shape: tuple[int, ...]) -> int:
+    """What Adafactor multiplies out of its means, with those of the gradient and one more over rows."""
+    if len(shape) < 2:
+        return 2 * prod(shape)
+    return prod(shape) + _factored(shape) + prod(shape[:-2])
+
+
+def _unfactored_in_list(shape: tuple[int, ...]) -> int:
+    return prod(shape) + (prod(shape[:-2]) if len(shape) > 1 else 0)
+
+
+OPTIMIZERS: Mapping[str, _Optimizer] = {
+    "sgd": _Optimizer(_times(0), False, _times(0), _times(0)),
+    "momentum": _Optimizer(_times(1), False, _times(0), _times(0)),
+    "rmsprop": _Optimizer(_times(1), True, _times(1), _times(1), lingers=True),
+    "adam": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
+    "adamw": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
+    "adafactor": _Optimizer(_factored, True, _unfactored, _unfactored_in_list, lingers=True),
+}
+
+
+def optimizer_bytes(
+    parameters: Iterable[Parameter], name: str | None, *, master_weights: bool, lists: bool
+) -> tuple[tuple[int, ...], int]:
+    """The storages of state that `name` holds for trainable `parameters`, and its scratch during a step, in bytes.
+
+    Nothing for None. `lists` says that it steps over all parameters at once. InputError if it is not known.
+    """
+    if name is None:
+        return (), 0
+    if name not in OPTIMIZERS:
+        raise InputError(f"optimizer={name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+    optimizer = OPTIMIZERS[name]
+    state: list[int] = []
+    scratch, updates = [0], [0]
+    for parameter in parameters:
+        elements = (
+            prod(parameter.shape)
+            if parameter.shape is not None
+            else parameter.bytes // FLOAT32_BYTES
+        )
+        shape = parameter.shape if parameter.shape is not None else (elements,)
+        copied = master_weights and parameter.bytes < elements * FLOAT32_BYTES
+        size = FLOAT32_BYTES if copied else parameter.bytes // max(elements, 1)
+        state += [elements * FLOAT32_BYTES] * copied
+        state += [optimizer.state(shape) * size] + [COUNTER_BYTES] * optimizer.counts
+        # The gradient is brought to the type of the copy.
+        working = optimizer.scratch_in_list if lists else optimizer.scratch
+        scratch.append((working(shape) + elements * copied) * size)
+        updates.append(elements * size * optimizer.lingers)
+    one_by_one = max(now + before for now, before in zip(scratch, [0, *updates], strict=False))
+    return tuple(size for size in state if size), sum(scratch) if lists else one_by_one

@@ -1,0 +1,201 @@
+"""What one stage holds, by position: for a choice of what to compute again. Part of the memory model, see memory.py."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import add
+
+from pipecompile.ir.encodings import Policy
+from pipecompile.memory_model.encodings import Run
+from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part, Scratch
+from pipecompile.memory_model.subgraph import Change
+
+__all__ = ["Held", "Tape", "boundaries", "tape_of"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
+
+    What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
+    them lives until this position is done, the stage's last, and copies were made. Made at −1 is what is there before.
+    """
+
+    bytes: int
+    made: int
+    uses: tuple[int, ...]
+    saved: tuple[int, ...]
+    sent: bool
+    copied: int | None = None
+
+    @property
+    def last(self) -> int:
+        """The last position that uses it, or is done before it goes."""
+        return (
+            max((*self.uses, *self.saved), default=self.made)
+            if self.copied is None
+            else self.copied
+        )
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The nodes of a stage by position 0 … n − 1; bytes are those of a microbatch, as a bound counts them.
+
+    `packs` says when a node's forward hands tensors to its backward (before its kernels, after them, never).
+    `forward` is what must be free when a node's forward begins, `before` when its backward does. The latter counts
+    gradients, which are `flowing` when it begins and, with sums that are made last, live `after` it; what the forward
+    kept comes on top.
+    A region keeps copies of what its nodes have `written` to, from the forward on.
+    Regions begin and end at `boundaries`, among 0 … n, and hold none of the nodes at `fixed` positions. When the last
+    node is done `copies` are made, which are sent.
+    """
+
+    ns: tuple[int, ...]
+    packs: tuple[str, ...]
+    forward: tuple[int, ...]
+    flowing: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    held: tuple[Held, ...]
+    written: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    fixed: frozenset[int] = frozenset()
+    copies: int = 0
+
+    @cached_property
+    def sent(self) -> int:
+        """What is held for later stages: bytes."""
+        return self.copies + sum(held.bytes for held in self.held if held.sent)
+
+
+def tape_of(
+    lives: Lives,
+    before: Iterable[str],
+    nodes: Iterable[str],
+    *,
+    summed: bool,
+    saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+) -> Tape:
+    """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before.
+
+    Nodes that save by policies, as in `footprint_of`, are in no region.
+    """
+    places = sorted(map(lives.place.__getitem__, nodes))
+    runs = [
+        Run(tuple(sorted(map(lives.place.__getitem__, names))), policies)
+        for names, policies in saving
+    ]
+    return _tape(
+        Part(lives, {lives.place[name] for name in before}, places, (), runs), summed=summed
+    )
+
+
+def _tape(part: Part, *, summed: bool) -> Tape:
+    """By position, as a bound counts."""
+    level = Level(BOUND_SCRATCH, part.allocator.rounded)
+    position = {place: index for index, place in enumerate(part.nodes)}
+    sums_of_parameters = part.gradients.adding() if summed else part.gradients.making()
+    flowing, before, after = _gradient_levels(
+        part, [*part.gradients.flowing(), *sums_of_parameters], level
+    )
+    padding = [
+        sum(level.size_of(s.bytes) - s.bytes for s in part.lives.storages.get(p, ()))
+        for p in part.nodes
+    ]
+    forms = _Forms(part, position, level)
+    return Tape(
+        ns=tuple(node.forward_ns for node in part.own),
+        packs=tuple(node.packs for node in part.own),
+        forward=tuple(
+            part.needed(node.forward_peak_bytes, Scratch.of_forward(node), level) + sum(more)
+            for node, *more in zip(part.own, padding, forms.forward, strict=True)
+        ),
+        flowing=tuple(map(add, flowing, forms.flowing)),
+        before=tuple(map(add, before, forms.before)),
+        after=tuple(map(add, after, forms.after)),
+        held=(
+            *(_held(part, made, position, level) for made in (*part.spread, *part.made)),
+            *forms.held,
+        ),
+        written=tuple(sum(map(level.size_of, node.written)) for node in part.own),
+        boundaries=boundaries(part),
+        fixed=frozenset(
+            position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again
+        ),
+        copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
+    )
+
+
+def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> Held:
+    storage, formed = made.storage, {place for form in made.forms for place in form.savers}
+    is_copied = part.is_copied(storage)
+    uses = sorted({*storage.readers, *(() if is_copied else (made.last,))} - {made.place})
+    return Held(
+        level.size_of(storage.bytes),
+        position.get(made.place, -1),
+        tuple(position[place] for place in uses if place in position),
+        tuple(
+            position[place] for place in storage.savers if place in position and place not in formed
+        ),
+        part.is_sent(storage),
+        len(part.nodes) - 1 if is_copied else None,
+    )
+
+
+class _Forms:
+    """What forms of storages add to a tape: themselves, and by position what lives besides."""
+
+    def __init__(self, part: Part, position: Mapping[int, int], level: Level) -> None:
+        count = len(part.nodes)
+        self.forward, self.flowing, self.before, self.after = ([0] * count for _ in range(4))
+        self.held: list[Held] = []
+        for form in (form for made in part.made for form in made.forms):
+            savers = tuple(position[place] for place in form.savers)
+            kept, full = level.size_of(form.kept(part.graph.memory)), level.size_of(form.full)
+            self.held.append(Held(kept, savers[0], (), savers, sent=False))
+            # All that a node makes at once, each with its scratch: a bound.
+            self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
+            self._bring_back(full, savers[0], position[form.back])
+            self.before[position[form.back]] += level.size_of(form.cost.scratch_bytes)
+
+    def _bring_back(self, full: int, first: int, back: int) -> None:
+        """It is there from the backward of the last saver to that of the first."""
+        for place in range(first, back + 1):
+            self.before[place] += full
+            self.flowing[place] += full if place < back else 0
+            self.after[place] += full if place > first else 0
+
+
+def _gradient_levels(
+    part: Part, changes: Sequence[Change], level: Level
+) -> Iterator[tuple[int, ...]]:
+    """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
+    found = []
+    now = 0
+    sums = part.gradients.last_sums()
+    by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
+    for at, size, begins in changes:
+        by_place[at].append((level.size_of(size), size, begins))
+    for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
+        here = by_place[place]
+        padding = sum(counted - size for counted, size, begins in here if begins)
+        needed = part.needed(node.backward_peak_bytes, Scratch.of_backward(node), level) + padding
+        done = now + sum(counted if begins else -counted for counted, _, begins in here)
+        found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
+        now = done
+    return zip(*reversed(found), strict=True)
+
+
+def boundaries(part: Part) -> tuple[int, ...]:
+    """Positions between nodes such that nothing that belongs together lies on both sides."""
+    named = {node.name: index for index, node in enumerate(part.own)}
+    members = ([named[name] for name in names if name in named] for names in part.graph.together)
+    inside = {
+        index for places in members if places for index in range(min(places) + 1, max(places) + 1)
+    }
+    return tuple(index for index in range(len(part.nodes) + 1) if index not in inside)

@@ -1,0 +1,276 @@
+"""What the device at hand can do: operators measured on it, and the device under which they are predicted best."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipecompile.cost_models.calibration import Sample, fit, predicted_ns
+from pipecompile.cost_models.device import FIGURES, Device
+from pipecompile.cost_models.kernels import Launches, launches
+from pipecompile.cost_models.measured import Measured
+from pipecompile.cost_models.protocol import FREE, Call, Cost
+from pipecompile.cost_models.roofline import OfDevice
+from pipecompile.errors import InputError
+from pipecompile.ir.graph import Node
+from pipecompile.profiling.profile import profile
+
+__all__ = ["Calibration", "calibrate", "calibration_text"]
+
+
+class Apply(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """What the function gives."""
+        return self.function(*inputs)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One module and the shapes of its floating inputs, or of its indices below `rows`."""
+
+    name: str
+    module: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype = torch.float32
+    rows: int = 0
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """Inputs that want gradients, where they can."""
+        if self.rows:
+            return [torch.randint(self.rows, shape, device=device) for shape in self.shapes]
+        return [torch.randn(s, device=device).to(self.dtype).requires_grad_() for s in self.shapes]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The device that was fitted, and what it was fitted to."""
+
+    device: Device
+    samples: tuple[Sample, ...]
+
+    @property
+    def errors(self) -> list[float]:
+        """Predicted over measured minus one, of each sample."""
+        return [
+            predicted_ns(sample, self.device) / sample.measured_ns - 1 for sample in self.samples
+        ]
+
+    @property
+    def median_error(self) -> float:
+        """The median of the absolute errors."""
+        return median(map(abs, self.errors))
+
+
+@dataclass(frozen=True)
+class _Lister(OfDevice):
+    """Asks no time of a call, but which kernels it launches."""
+
+    found: list[Launches]
+    name: ClassVar[str] = "kernels"
+
+    def cost(self, call: Call) -> Cost:
+        self.found.append(launches(call))
+        return FREE
+
+
+def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
+    """Measures a few dozen operators on the device at hand, forward and backward; under a minute.
+
+    CPU: with the threads that PyTorch has. InputError if there is no such device.
+    """
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "there is no CUDA device here; calibrate --device cpu, or run it where there is one"
+        )
+    blank, device = _blank(kind), torch.device(kind)
+    samples = [
+        sample for operator in _operators(kind) for sample in _samples(operator, device, blank)
+    ]
+    return Calibration(fit(samples, blank), tuple(samples))
+
+
+def _samples(operator: Operator, device: torch.device, blank: Device) -> Iterator[Sample]:
+    """The operator's forward and its whole backward, unless it only makes views or is too short to be timed."""
+    graph = _traced(operator, device)
+    inputs, lister = operator.inputs(device), _Lister(blank, [])
+    profile(graph, inputs, lister)
+    node = _computing(profile(graph, inputs, Measured(device)).nodes)
+    (found,) = lister.found
+    forward = Sample(operator.name, found.forward, node.forward_ns)
+    backward = Sample(f"{operator.name} backward", found.backward, node.backward_ns)
+    yield from (sample for sample in (forward, backward) if sample.kernels and sample.measured_ns)
+
+
+def _traced(operator: Operator, device: torch.device) -> fx.GraphModule:
+    """A graph of one node, the operator."""
+    root = nn.Module()
+    root.add_module("operator", operator.module().to(device=device, dtype=operator.dtype))
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(f"input_{place}") for place in range(len(operator.shapes)))
+    graph.output(graph.call_module("operator", inputs))
+    return fx.GraphModule(root, graph)
+
+
+def _computing(nodes: Sequence[Node]) -> Node:
+    (node,) = (node for node in nodes if node.operator not in ("placeholder", "output"))
+    return node
+
+
+def _blank(kind: Literal["cpu", "cuda"]) -> Device:
+    """The device at hand, before anything is known of its speed, with the data types that are tried on it."""
+    types = ["float32", "bfloat16"] if kind == "cpu" else ["float32", "float16", "bfloat16"]
+    if kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
+        types.append("tf32")
+    source = (
+        f"measured by pipecompile calibrate with torch {torch.__version__}; {_description(kind)}"
+    )
+    return Device(
+        name=kind,
+        memory=kind,
+        memory_bytes=_memory_bytes(kind),
+        bandwidth_bytes_per_s=1,
+        peak_flop_per_s=dict.fromkeys(types, 1),
+        compute_permille=1000,
+        bandwidth_permille=1000,
+        launch_ns=0,
+        fused_attention=Measured(torch.device(kind)).fused_attention,
+        sources={
+            **dict.fromkeys(FIGURES, source),
+            "memory_bytes": "as the device reports it",
+            "fused_attention": "as PyTorch's scaled_dot_product_attention chooses here (sdp_utils.cpp)",
+        },
+    )
+
+
+def _description(kind: str) -> str:
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _memory_bytes(kind: str) -> int:
+    if kind == "cuda":
+        return int(torch.cuda.get_device_properties().total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _operators(kind: str) -> Iterator[Operator]:
+    """Sizes that a CPU core computes in milliseconds; a GPU takes larger batches."""
+    batch, moved = (1, 1) if kind == "cpu" else (32, 8)
+    types = (
+        (torch.float32, torch.bfloat16)
+        if kind == "cpu"
+        else (torch.float32, torch.float16, torch.bfloat16)
+    )
+    for dtype in types:
+        yield from _products(batch, dtype)
+    yield from _moves(moved)
+    yield from _small()
+
+
+def _products(batch: int, dtype: torch.dtype) -> Iterator[Operator]:
+    """What is decided by FLOPs."""
+    name = str(dtype).removeprefix("torch.")
+    for rows, inputs, outputs in [
+        (256, 512, 512),
+        (128, 768, 3072),
+        (512, 1024, 1024),
+        (1024, 256, 256),
+    ]:
+        yield Operator(
+            f"linear {batch * rows}×{inputs}×{outputs} {name}",
+            lambda inputs=inputs, outputs=outputs: nn.Linear(inputs, outputs),  # type: ignore[misc]
+            ((batch * rows, inputs),),
+            dtype,
+        )
+    yield Operator(
+        f"batched product {name}",
+        lambda: Apply(torch.bmm),
+        ((8 * batch, 256, 64), (8 * batch, 64, 256)),
+        dtype,
+    )
+    heads = (batch, 8, 256, 64)
+    attention = nn.functional.scaled_dot_product_attention
+    yield Operator(f"attention {name}", lambda: Apply(attention), (heads, heads, heads), dtype)
+    for width, kernel, size in [(64, 3, 32), (128, 3, 16), (256, 1, 16), (32, 5, 32)]:
+        yield Operator(
+            f"convolution {kernel}×{kernel} of {width} {name}",
+            lambda width=width, kernel=kernel: nn.Conv2d(width, width, kernel, padding=kernel // 2),  # type: ignore[misc]
+            ((4 * batch, width, size, size),),
+            dtype,
+        )
+
+
+def _moves(batch: int) -> Iterator[Operator]:
+    """What is decided by bytes."""
+    rows, image = (4096 * batch, 1024), (16 * batch, 64, 64, 64)
+    streams: dict[str, Callable[[], nn.Module]] = {
+        "relu": nn.ReLU,
+        "gelu": nn.GELU,
+        "silu": nn.SiLU,
+        "dropout": nn.Dropout,
+        "layer norm": lambda: nn.LayerNorm(1024),
+        "softmax": lambda: nn.Softmax(-1),
+        "log softmax": lambda: nn.LogSoftmax(-1),
+        "transposed copy": lambda: Apply(lambda value: value.t().contiguous()),
+        "sum": lambda: Apply(lambda value: value.sum(-1)),
+    }
+    for name, module in streams.items():
+        yield Operator(name, module, (rows,))
+    yield Operator("add", lambda: Apply(torch.add), (rows, rows))
+    yield Operator("multiply", lambda: Apply(torch.mul), (rows, rows))
+    yield Operator(
+        "concatenate", lambda: Apply(lambda *values: torch.cat(values, -1)), (rows, rows)
+    )
+    yield Operator("batch norm", lambda: nn.BatchNorm2d(64), (image,))
+    yield Operator("group norm", lambda: nn.GroupNorm(8, 64), (image,))
+    yield Operator("max pool", lambda: nn.MaxPool2d(2), (image,))
+    yield Operator("average pool", lambda: nn.AvgPool2d(2), (image,))
+    yield Operator("embedding", lambda: nn.Embedding(8192, 1024), ((2048 * batch,),), rows=8192)
+
+
+def _small() -> Iterator[Operator]:
+    """What is decided by the launch."""
+    trifles: dict[str, Callable[[], nn.Module]] = {
+        "small relu": nn.ReLU,
+        "small gelu": nn.GELU,
+        "small layer norm": lambda: nn.LayerNorm(32),
+        "small softmax": lambda: nn.Softmax(-1),
+        "small linear": lambda: nn.Linear(32, 32),
+        "small sum": lambda: Apply(lambda value: value.sum(-1)),
+    }
+    for name, module in trifles.items():
+        yield Operator(name, module, ((8, 32),))
+    yield Operator("small add", lambda: Apply(torch.add), ((8, 32), (8, 32)))
+
+
+def calibration_text(found: Calibration) -> str:
+    """Every sample, predicted and measured in microseconds, then what was fitted."""
+    lines = [f"{'operator':46} {'predicted us':>12} {'measured us':>12} {'error':>7}"]
+    for sample, error in zip(found.samples, found.errors, strict=True):
+        predicted, measured = predicted_ns(sample, found.device) / 1e3, sample.measured_ns / 1e3
+        lines.append(f"{sample.name:46} {predicted:12.1f} {measured:12.1f} {error:+7.0%}")
+    worst = max(zip(map(abs, found.errors), found.samples, strict=True), key=lambda pair: pair[0])
+    device = found.device
+    peaks = ", ".join(f"{name} {flops / 1e9:.0f}" for name, flops in device.peak_flop_per_s.items())
+    return "\n".join(
+        [
+            *lines,
+            f"median error {found.median_error:.0%}, worst {worst[0]:.0%} ({worst[1].name})",
+            f"GFLOP/s: {peaks}, of which {device.compute_permille / 10:.0f} % are reached",
+            f"GB/s: {device.bandwidth_bytes_per_s / 1e9:.1f}, of which {device.bandwidth_permille / 10:.0f} %",
+            f"launch: {device.launch_ns} ns",
+        ]
+    )

@@ -1,0 +1,62 @@
+"""One forward in which a cost model is asked about every node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pipecompile.cost_models.protocol import FREE, Call, Cost, CostModel
+from pipecompile.profiling.caller import Caller
+from pipecompile.profiling.observation import Observation
+from pipecompile.profiling.progress import progress
+from pipecompile.profiling.workload import Workload
+
+__all__ = ["price"]
+
+
+def price(workload: Workload, observation: Observation, cost_model: CostModel) -> dict[str, Cost]:
+    """The cost of every node but `get_attr`, by name.
+
+    Placeholders are free, and so is the output node where there is no loss. Buffers change as in any forward.
+    """
+    own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
+    with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
+        pricer = _Pricer(own, observation, cost_model, advance)
+        with torch.no_grad():
+            pricer.interpret()
+    return pricer.costs
+
+
+class _Pricer(Caller):
+    def __init__(
+        self,
+        workload: Workload,
+        observation: Observation,
+        model: CostModel,
+        advance: Callable[[], None],
+    ) -> None:
+        super().__init__(workload)
+        self.observation = observation
+        self.model = model
+        self.advance = advance
+        self.costs: dict[str, Cost] = {}
+
+    def perform(self, call: Call) -> Any:
+        # Before the node runs: it may write to its arguments.
+        self.costs[call.node.name] = self._cost(call)
+        self.advance()
+        return super().perform(call)
+
+    def _cost(self, call: Call) -> Cost:
+        if call.node.op == "placeholder" or (
+            call.node.op == "output" and self.workload.loss is None
+        ):
+            return FREE
+        facts = self.observation.nodes[call.node.name]
+        with torch.enable_grad():
+            return self.model.cost(
+                replace(call, differentiable=facts.differentiable, mutates=facts.mutates)
+            )

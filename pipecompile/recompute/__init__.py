@@ -1,0 +1,1 @@
+"""What stages recompute, and which saved tensors they encode, so that less is held."""

@@ -1,0 +1,50 @@
+"""Where regions may begin and stop, but for places that other places are never worse than."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipecompile.memory_model.recompute_problem import Tape
+
+__all__ = ["Ends", "Region"]
+
+
+class Region(NamedTuple):
+    """The nodes at positions `start` … `stop` − 1, computed again."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where regions may begin and stop that some choice may need: at other ends are nodes better left out of them."""
+
+    begins: frozenset[int]
+    stops: frozenset[int]
+    regions: tuple[Region, ...]
+
+    @staticmethod
+    def of(tape: Tape) -> Ends:
+        """Those between boundaries.
+
+        The nodes up to the next boundary save or make something, or a region may as well begin after them. Those from
+        the boundary before save something, or it may as well end before them.
+        """
+        made = {held.made for held in tape.held}
+        pairs = list(pairwise(sorted(tape.boundaries)))
+        saving = [any(tape.packs[place] != "never" for place in range(*pair)) for pair in pairs]
+        begins = [
+            a
+            for (a, b), saves in zip(pairs, saving, strict=True)
+            if saves or not made.isdisjoint(range(a, b))
+        ]
+        stops = [b for (_, b), saves in zip(pairs, saving, strict=True) if saves]
+        ends = {
+            a: min((place for place in tape.fixed if place >= a), default=len(tape.ns))
+            for a in begins
+        }
+        regions = tuple(Region(a, b) for a in begins for b in stops if a < b <= ends[a])
+        return Ends(frozenset(begins), frozenset(stops), regions)

@@ -1,0 +1,160 @@
+"""The partitioner on files, and the simulated step as its objective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import pytest
+from cuts import chain, cuts, graphs, node
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecompile.api.cut import Request, given_links, partition
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.graph import CostGraph, Parameter, Tensor
+from pipecompile.ir.links import Link, Links
+from pipecompile.ir.serialization import encode, write
+from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.solver import solve
+from pipecompile.partition.summation import sums_in_order
+
+
+def _file(tmp_path: Path, graph: CostGraph) -> Path:
+    path = tmp_path / "graph.json"
+    write(path, encode(graph))
+    return path
+
+
+@given(
+    graphs(6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.booleans(),
+)
+def test_no_other_objective_has_a_shorter_step_and_the_bound_holds(
+    graph: CostGraph, k: int, microbatches: int, schedule: str, free: bool
+) -> None:
+    request = Request(
+        k=k,
+        objective="step-time",
+        schedule=schedule,
+        microbatches=microbatches,
+        communication="relay",
+        links=Links.of(Link(bandwidth_bytes_per_s=None if free else 10**9)),
+    )
+    if k > len(graph.nodes):
+        return
+    problem = request.problem(graph)
+    every = list(cuts(problem))
+    if not every:
+        return
+    assert problem.step_ns is not None
+    best = min(map(problem.step_ns, every))
+    found = solve(problem, seconds=1.0)
+    assert lower_bound(problem) <= found.search.bound <= best <= found.search.value
+    assert found.search.value == problem.step_ns(found.assignment)
+    for objective in ("variance", "max-load"):
+        other = solve(replace(problem, objective=objective), seconds=1.0)
+        assert found.search.value <= problem.step_ns(other.assignment)
+
+
+def test_memory_counts_the_microbatches_in_flight(tmp_path: Path) -> None:
+    graph = chain([1] * 4)
+    nodes = tuple(msgspec.structs.replace(node, saved_bytes=10) for node in graph.nodes)
+    path = _file(tmp_path, CostGraph(nodes=nodes, tensors=graph.tensors))
+    assert partition(path, Request(k=2, memory="20")).loads_ns == (2, 2)
+    held = Request(k=2, memory="30", schedule="1f1b", microbatches=2)
+    assert partition(path, held).loads_ns == (1, 3)
+    with pytest.raises(
+        InfeasibleError, match="30 bytes, but the best cut into k=2 stages that was found needs 40"
+    ):
+        partition(path, replace(held, schedule="gpipe"))
+
+
+def test_what_would_fit_is_true(tmp_path: Path) -> None:
+    path = _file(tmp_path, chain([1] * 6, held=[10] * 6))
+    with pytest.raises(InfeasibleError, match="this would fit: k=3 or k=4") as caught:
+        partition(path, Request(k=2, memory="20"))
+    assert "needs 30, 10 more" in str(caught.value)
+    assert partition(path, Request(k=3, memory="20")).proven
+
+
+def test_stages_go_around_the_ranks_or_there_and_back(tmp_path: Path) -> None:
+    assert Request(k=6, stages_per_rank=2).stage_ranks == (0, 1, 2, 0, 1, 2)
+    assert Request(k=6, stages_per_rank=2, placement="v").stage_ranks == (0, 1, 2, 2, 1, 0)
+    path = _file(tmp_path, chain([4, 1, 1, 4, 2, 2]))
+    around = partition(path, Request(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5"))
+    assert (len(around.loads_ns), around.proven) == (2, True)
+
+
+def test_replicas_divide_the_load(tmp_path: Path) -> None:
+    path = _file(tmp_path, chain([2, 2, 8, 8]))
+    found = partition(path, Request(k=2, objective="max-load", ranks=5))
+    assert (found.replicas, found.loads_ns) == ((1, 4), (4, 4))
+
+
+def test_links_from_rank_to_rank(tmp_path: Path) -> None:
+    links = Links(bandwidth_bytes_per_s=((None, 10), (10, None)), latency_ns=((0, 7), (7, 0)))
+    write(path := tmp_path / "links.json", encode(links))
+    assert given_links(str(path), None, 0) == links
+    with pytest.raises(InputError, match="leave --bandwidth"):
+        given_links(str(path), 1e9, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 3, "stages_per_rank": 2}, "k=3 stages cannot lie 2 on each rank"),
+        ({"k": 2, "schedule": "gpipe"}, "--schedule and --microbatches go together"),
+        (
+            {"k": 4, "stages_per_rank": 2, "schedule": "gpipe", "microbatches": 2},
+            "knows one stage a rank",
+        ),
+        (
+            {"k": 2, "speeds": "1,2,3"},
+            "--speeds 1,2,3: give one value, or one for each of the 2 ranks",
+        ),
+        ({"k": 2, "speeds": "fast"}, "'fast' is not a number"),
+        ({"k": 2, "memory": "1,2,3"}, "--memory 1,2,3: give one value"),
+        ({"k": 2, "objective": "step-time"}, "needs a schedule to simulate"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        partition(_file(tmp_path, chain([1] * 6)), Request(**options))  # type: ignore[arg-type]
+
+
+def test_fractions_of_speed_are_exact() -> None:
+    assert Request(k=2, speeds="0.1,3/2").problem(chain([1, 1])).speeds == (
+        Fraction(1, 10),
+        Fraction(3, 2),
+    )
+
+
+def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
+    """The unsplit model adds d + c, then b, then a: only c and d may change stages with each other."""
+    fork = Tensor(producer="x", consumers=("a", "b", "c", "d"), bytes=1, gradient_bytes=1)
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "xabcd"), tensors=(fork,))
+    assert set(sums_in_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
+    pair = msgspec.structs.replace(fork, consumers=("a", "b"))
+    assert not list(sums_in_order(msgspec.structs.replace(graph, tensors=(pair,))))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
+    shared = Parameter(name="p", bytes=1, trainable=trainable)
+    nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
+    pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
+    assert set(sums_in_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
+
+
+def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
+    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
+    assert set(sums_in_order(graph)) == {("b", "a")}

@@ -1,0 +1,304 @@
+"""Modules that ask for the values of tensors: one node, the smallest that works, told on fakes what the sample said."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import called, captured, same
+from zoo.exact import exact
+
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.target import Target, sum_of_squares
+from pipecompile.api.verify import reference_for
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import Arguments
+
+WIDTH = 8
+
+
+def sample(batch: int = 4) -> Tensor:
+    return torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(batch))
+
+
+class Part(nn.Module):
+    """A layer; what it does besides is for subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Branch(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return self.linear(x)
+        return -x
+
+
+class Item(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * x.sum().item()
+
+
+class Listed(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + sum(x[:, 0].tolist())
+
+
+class Nonzero(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nonzero(x[:, 0] > 0)[:, 0]
+        return x.index_add(0, rows, self.linear(x[rows]))
+
+
+class Masked(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x[x > 0].mean()
+
+
+class Unique(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) / x.sign().unique().numel()
+
+
+class Around(nn.Module):
+    """Two layers around `part`."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.part, self.head = nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(self.stem(x).sin()))
+
+
+KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_asks_is_one_node_and_exact_at_other_batches(kind: type[Part]) -> None:
+    found = exact(Around(kind()), sample(7), batches=(4, 2, 7))
+    assert called(found.graph) == ["stem", "sin", "part", "head"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_asks_and_where_is_said(kind: type[Part]) -> None:
+    found = capture(Around(kind()), Arguments((sample(),), {}))
+    lines, start = inspect.getsourcelines(kind)
+    note, *_ = map(str, found.notes)
+    assert note.startswith("part asks for the values of tensors")
+    assert any(f"test_asking.py:{start + offset}" in note for offset in range(len(lines)))
+
+
+def test_only_the_smallest_module_around_the_question_is_one_node() -> None:
+    class Nested(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Branch()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.inner(x.cos()).exp())
+
+    found = exact(Around(Nested()), sample())
+    assert called(found.graph) == ["stem", "sin", "cos", "part.inner", "exp", "part.linear", "head"]
+
+
+class Selected(Part):
+    """Its result is as long as the data says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[x[:, 0] > 0]
+
+
+class Summed(nn.Module):
+    """Makes something of fixed shape of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.selected = Selected()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.selected(x).sum(0)
+
+
+def test_where_the_shape_of_the_result_depends_on_data_it_is_the_module_around() -> None:
+    class Twice(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.part(self.part(self.stem(x))))
+
+    found = exact(Twice(Summed()), sample(7), batches=(4, 7))
+    assert called(found.graph) == ["stem", "part", "part", "head"]
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, Arguments((sample(),), {}))
+    return str(caught.value)
+
+
+def test_a_result_whose_shape_depends_on_data_up_to_the_root_is_refused() -> None:
+    message = refusal(Around(Selected()))
+    assert message.startswith("part (")
+    assert "shape depends on the values of another" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:
+    message = refusal(kind())
+    line = int(message.split(f"{__file__}:")[1].partition(")")[0]) if __file__ in message else None
+    lines, start = inspect.getsourcelines(kind)
+    assert kind.__name__ in message
+    assert "\n" not in message
+    assert line is None or start <= line < start + len(lines)
+
+
+def test_a_shared_module_is_told_apart_by_its_calls() -> None:
+    """The first call takes one branch, the second the other: each has the answers of its own."""
+
+    class Shared(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.part(x.abs()) + self.part(-x.abs()))
+
+    model = Shared(Branch())
+    found = exact(model, sample(7), batches=(4, 2, 7))
+    module = found.instantiate(Arguments((sample(),), {}))
+    first, second = (node for node in module.graph.nodes if node.target == "part")
+    assert [answer.number for answer in first.meta["answers"]] == [True]
+    assert [answer.number for answer in second.meta["answers"]] == [False]
+
+
+def test_another_branch_than_the_samples_is_taken_when_data_says_so() -> None:
+    model = Around(Branch())
+    call = Arguments((sample(),), {})
+    module = capture(model, call).instantiate(call)
+    for x in (sample(), sample() + 3, sample() - 3, -sample()):
+        assert torch.equal(module(x)[0], model(x))
+
+
+def test_a_loop_that_ends_when_data_says_so() -> None:
+    class Halving(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            while x.abs().max() > 0.1:
+                x = x / 2
+            return self.linear(x)
+
+    exact(Around(Halving()), sample(7), batches=(4, 7))
+
+
+class Mixture(nn.Module):
+    """Each sample goes to one of its experts, which are asked for by number; it counts and drops."""
+
+    def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.choose = choose
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("used", torch.zeros(3))
+
+    def chosen(self, x: Tensor) -> Iterable[int]:
+        return self.choose(x).unique().tolist()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index in self.chosen(x):
+            rows = torch.nonzero(self.choose(x) == index)[:, 0]
+            out[rows] = self.dropout(self.experts[index](x[rows]))
+            self.used[index] += len(rows)
+        return out
+
+
+class EveryExpert(Mixture):
+    def chosen(self, x: Tensor) -> Iterable[int]:
+        return range(3)
+
+
+@pytest.mark.parametrize("kind", [Mixture, EveryExpert])
+def test_a_mixture_of_experts_one_of_which_is_empty(kind: type[Mixture]) -> None:
+    exact(Around(kind(lambda x: (x[:, 0] > 0).long())), sample(7), batches=(4, 7))
+
+
+def test_costs_and_memory_of_a_model_that_asks_are_those_of_the_sample() -> None:
+    model = Around(Mixture(lambda x: (x[:, 0] > 0).long()))
+    pipeline = pipecompile(
+        model,
+        sample(8),
+        2,
+        loss_fn=lambda out, target: (out - target).square().mean(),
+        costs="flops",
+        microbatches=2,
+    )
+    wanted = pipeline.plan.stages
+    assert len(wanted) == 2
+    loss = pipeline.step(sample(8), sample(8))
+    assert loss is not None
+    assert torch.isfinite(loss)
+    assert model.part.used.sum() == 8
+
+
+class Rarely(Part):
+    """Only where the mean is negative it counts, and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return self.linear(x)
+        self.seen.add_(1)
+        return nn.functional.dropout(self.linear(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_the_branch_that_the_sample_does_not_take_draws_and_writes(recompute: str) -> None:
+    """Compiled on one branch, trained on the other: still the unsplit model, with its draws and its count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Sequential(nn.Tanh(), Rarely()), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    )
+    x = sample(8)
+    target = Target(model, Arguments((x.abs(),), {}), sum_of_squares)
+    pipeline = pipecompile(
+        model,
+        target.call,
+        2,
+        loss_fn=sum_of_squares,
+        costs="flops",
+        microbatches=4,
+        recompute=recompute,
+    )
+    reference = reference_for(target, pipeline.plan)
+    for step in range(2):
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        loss = pipeline.step(-x.abs(), None)
+        wanted = reference.step(
+            replace(target, call=Arguments((-x.abs(),), {})), 4, seed=pipeline.seed, step=step
+        )
+        expected = {name: value.grad for name, value in reference.model.named_parameters()}
+        assert torch.equal(loss, wanted)
+        assert same({name: value.grad for name, value in pipeline.named_parameters()}, expected)
+        assert model[0][1].seen == reference.model[0][1].seen == 4 * (step + 1)
+
+
+def test_a_model_without_values_is_refused_since_nothing_can_answer() -> None:
+    model = Around(Branch()).to("meta")
+    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
+        capture(model, Arguments((torch.empty(4, WIDTH, device="meta"),), {}))
+
+
+def test_asking_leaves_parameters_that_the_forward_writes_to_as_they_were() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() if x.sum() > 0 else x.cos()
+
+    model = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), Branch(), nn.Linear(8, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    captured(model, torch.arange(4) % 10)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

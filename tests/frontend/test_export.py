@@ -1,0 +1,197 @@
+"""The last way, torch.export: exact where it is used, refused where it is known to be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import called
+from zoo.exact import exact
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.export import exported
+from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.signature import Arguments
+
+WIDTH = 8
+X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
+CALL = Arguments((X[:4].clone(),), {})
+
+
+class Mapped(nn.Module):
+    """A layer under torch.vmap, which no recorder of functions sees; `after` follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.after(torch.vmap(lambda row: self.linear(row).tanh())(x))
+
+    def after(self, x: Tensor) -> Any:
+        return self.head(x)
+
+
+def test_a_model_with_vmap_is_exact_at_every_batch() -> None:
+    found = exact(Mapped(), X, batches=(4, 2, 7, 1))
+    assert found.method == "torch.export"
+    assert found.guards.fixed
+    assert "batches of 4 alone" in str(found.notes[0])
+
+
+def test_names_of_parameters_and_ties_are_kept() -> None:
+    model = Mapped()
+    model.head.weight = model.linear.weight
+    found = exact(model, X)
+    assert found.aliases["linear.weight"] == ("head.weight",)
+    module = found.instantiate(CALL)
+    own = {id(value) for value in model.parameters()}
+    assert {id(value) for value in module.parameters()} == own
+
+
+def test_constants_and_none_between_the_outputs_are_kept() -> None:
+    class Tree(Mapped):
+        def after(self, x: Tensor) -> Any:
+            return {"head": self.head(x), "kind": "mean", "rest": [None, x.mean(), 3]}
+
+    exact(Tree(), X)
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+def test_buffers_are_written(how: str) -> None:
+    class Averaging(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            new = 0.9 * self.average + 0.1 * x.detach().mean(0)
+            if how == "replaced":
+                self.average = new
+            else:
+                self.average.copy_(new)
+            return self.head(x) - self.average
+
+    exact(Averaging(), X)
+
+
+def test_values_that_are_written_in_place() -> None:
+    class InPlace(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            x = self.head(x)
+            x.mul_(2)
+            x[:, 0] = 1
+            x[:, 1:3].add_(3)
+            return x
+
+    exact(InPlace(), X)
+
+
+def test_dropout_draws_the_same() -> None:
+    class Dropping(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.head(x), 0.5, self.training)
+
+    found = exact(Dropping(), X)
+    assert any(node.meta["random"] for node in found.graph.nodes if node.op == "call_function")
+    exact(Dropping().eval(), X)
+
+
+class Exaggerated(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 100
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, CALL)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_custom_function_is_refused() -> None:
+    class Custom(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            return Exaggerated.apply(self.head(x))
+
+    original = torch.autograd.Function.__dict__["apply"]
+    assert (
+        "Exaggerated is a custom autograd function, whose backward torch.export would drop"
+        in refusal(Custom())
+    )
+    assert torch.autograd.Function.__dict__["apply"] is original
+
+
+def test_a_backward_hook_is_refused() -> None:
+    model = Mapped()
+    model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    assert "custom autograd function" in refusal(model)
+
+
+def test_a_hook_on_a_tensor_is_refused() -> None:
+    class Hooked(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            hidden = self.head(x)
+            hidden.register_hook(lambda gradient: gradient * 100)
+            return hidden.sin()
+
+    original = Tensor.register_hook
+    assert "a hook on a tensor is dropped by torch.export" in refusal(Hooked())
+    assert Tensor.register_hook is original
+
+
+def test_a_region_beside_vmap_is_refused() -> None:
+    class Region(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                lesson = self.head(x)
+            return self.head(x) + lesson
+
+    assert "cannot be seen" in refusal(Region())
+
+
+def test_a_region_is_refused() -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                lesson = self.linear(x)
+            return self.linear(x) + lesson
+
+    with pytest.raises(UnsupportedError, match="makes graphs of their own of regions"):
+        exported(Region(), CALL, again=pytest.fail)
+
+
+def test_a_question_to_data_is_refused() -> None:
+    class Asking(Mapped):
+        def after(self, x: Tensor) -> Tensor:
+            return self.head(x) * (x > 0).nonzero().sum()
+
+    assert "cannot be seen" in refusal(Asking())
+
+
+def test_the_model_is_as_before() -> None:
+    model = Mapped()
+    before, state = (
+        {name: id(value) for name, value in model.state_dict(keep_vars=True).items()},
+        torch.get_rng_state(),
+    )
+    capture(model, CALL).instantiate(CALL)
+    assert {name: id(value) for name, value in model.state_dict(keep_vars=True).items()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_can_be_recorded_is_not_exported() -> None:
+    assert capture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), CALL).method == "recorded"
+    found = exported(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), CALL, again=pytest.fail)
+    assert called(found.instantiate(CALL).graph) == ["linear.default", "tanh.default"]

@@ -1,0 +1,122 @@
+"""The proof of a capture catches what no recorder can see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import captured
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.self_check import check_capture
+from pipecompile.frontend.signature import Arguments
+
+X = torch.randn(4, 4)
+
+
+class Ticks:
+    """State that lies in an object, where nothing looks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Stateful(nn.Module):
+    """Lets the state of an object decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.ticks = nn.Linear(4, 4), Ticks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ticks.count += 1
+        return self.linear(x) * self.ticks.count
+
+
+def test_state_in_an_object() -> None:
+    """What comes before and after it is told apart."""
+    model = nn.Sequential(nn.Linear(4, 4), Stateful(), nn.Tanh())
+    where = r"outputs differ in 'output 0' for the same seed, first seen in 2\b"
+    with pytest.raises(CaptureError, match=rf"the captured graph is not the model: {where}"):
+        captured(model, X)
+    with pytest.raises(
+        CaptureError, match=r"first seen in the model's forward \(.*test_selfcheck\.py:\d+\)"
+    ):
+        captured(Stateful(), X)
+
+
+def test_a_graph_with_another_value() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (relu,) = [node for node in module.graph.nodes if node.target == "1"]
+    with module.graph.inserting_after(relu):
+        wrong = module.graph.call_method("mul", (relu, 1.0000001))
+        wrong.meta.update(relu.meta)
+        relu.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+    module.recompile()
+    with pytest.raises(CaptureError, match=r"outputs differ.*first seen in 2"):
+        check_capture(found, module, Arguments((X,), {}))
+
+
+def test_a_graph_with_another_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (relu,) = [node for node in module.graph.nodes if node.target == "1"]
+    with module.graph.inserting_after(relu):
+        detached = module.graph.call_method("detach", (relu,))
+        detached.meta.update(relu.meta)
+        relu.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+    module.recompile()
+    with pytest.raises(CaptureError, match=r"gradients differ in '0\.weight'.*first seen in 0"):
+        check_capture(found, module, Arguments((X,), {}))
+
+
+def test_a_graph_with_another_buffer() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return self.linear(x)
+
+    model = Counting()
+    found = capture(model, Arguments((X,), {}))
+    module = found.instantiate(Arguments((X,), {}))
+    (add,) = [node for node in module.graph.nodes if node.target == "add_"]
+    module.graph.erase_node(add)
+    module.recompile()
+    with pytest.raises(CaptureError, match=r"buffers differ in 'count'.*first seen in"):
+        check_capture(found, module, Arguments((X,), {}))
+    assert model.count.item() == 0
+
+
+def test_nan_equals_nan() -> None:
+    class Nan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return (self.linear(x) * 0) / 0, self.linear(x)
+
+    captured(Nan(), X)
+
+
+def test_random_models_are_proven_under_one_seed() -> None:
+    captured(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.RReLU(), nn.Linear(4, 4)), X)
+
+
+def test_a_model_without_parameters() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2
+
+    captured(Plain(), X)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecompile.codegen.stages import StageModule, emit
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.graph.autograd_context import Region, observed
+
+X = torch.randn(4, 8)
+
+
+class NoGrad(nn.Module):
+    """Part of the work is not differentiated, a part of that is again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        with torch.no_grad():
+            scale = self.second(hidden).sigmoid()
+            scale = scale.exp() + 1
+            with torch.enable_grad():
+                inner = self.third(hidden).sin()
+        return (hidden * scale + inner).cos()
+
+
+class Autocast(nn.Module):
+    """The middle runs in bfloat16, with an island of full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.second(hidden)
+            hidden = hidden.relu() @ hidden.relu().T
+            with torch.autocast("cpu", enabled=False):
+                hidden = self.third(hidden.float() @ x)
+            hidden = torch.relu(hidden) @ hidden.T
+        return hidden.float().cos()
+
+
+def stages_of(model: nn.Module, cuts: Sequence[int]) -> tuple[StageModule, ...]:
+    call = arguments_of(model, X)
+    module = capture(model, call).instantiate(call)
+    nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
+    return emit(
+        module, {node.name: sum(index >= cut for cut in cuts) for index, node in enumerate(nodes)}
+    )
+
+
+def nodes_of(model: nn.Module) -> int:
+    call = arguments_of(model, X)
+    return sum(node.op not in ("get_attr", "output") for node in capture(model, call).graph.nodes)
+
+
+def chained(stages: Sequence[StageModule]) -> Tensor:
+    values: Sequence[Tensor] = [X]
+    for stage in stages:
+        values = stage.module(*values)
+    return values[0]
+
+
+def gradients(model: nn.Module, output: Tensor) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(
+            output.float().square().sum(), list(model.parameters()), allow_unused=True
+        )
+    )
+
+
+def same(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
+    return all(
+        a is b if a is None or b is None else torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.fixture(params=[NoGrad, Autocast])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = request.param()
+    return made
+
+
+def test_a_cut_at_any_place_gives_the_same_values_and_gradients(model: nn.Module) -> None:
+    expected = model(X)
+    wanted = gradients(model, expected)
+    for cut in range(2, nodes_of(model)):
+        got = chained(stages_of(model, [cut]))
+        assert torch.equal(got, expected), cut
+        assert got.dtype == expected.dtype
+        assert same(gradients(model, got), wanted), cut
+
+
+def test_cuts_everywhere_at_once(model: nn.Module) -> None:
+    expected = model(X)
+    got = chained(stages_of(model, range(2, nodes_of(model))))
+    assert torch.equal(got, expected)
+    assert same(gradients(model, got), gradients(model, expected))
+
+
+def test_the_state_outside_is_untouched(model: nn.Module) -> None:
+    before = observed()
+    for stage in stages_of(model, [4, 6]):
+        assert stage.module is not None
+    chained(stages_of(model, [4, 6]))
+    assert observed() == before
+
+
+def test_nodes_without_gradients_stay_without_them() -> None:
+    model = NoGrad()
+    chained(stages_of(model, [4])).sum().backward()
+    assert model.second.weight.grad is None
+    assert model.third.weight.grad is not None
+
+
+def test_a_region_never_turns_gradients_on() -> None:
+    with torch.no_grad():
+        region = Region(True, ())
+        assert not torch.is_grad_enabled()
+        region.leave()
+        assert not chained(stages_of(NoGrad(), [4])).requires_grad
+
+
+def test_a_region_is_entered_once_for_a_run_of_nodes() -> None:
+    (whole,) = stages_of(NoGrad(), [])
+    entered = [node.args[0] for node in whole.module.graph.nodes if node.target is Region]
+    assert entered == [False]

@@ -1,0 +1,86 @@
+"""What data answered on real tensors is what fake ones are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from pipecompile.errors import CaptureError
+from pipecompile.graph.data_answers import Answer, Listening, answering, asks
+
+X = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, 6.0]])
+
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "branch": lambda x: x.exp() if x.sum() > 0 else x[:1],
+    "item": lambda x: torch.ones(int(x.max().item()), 2),
+    "float": lambda x: x * float(x[0, 0]),
+    "tolist": lambda x: torch.zeros([int(size) for size in x[1].abs().tolist()]),
+    "nonzero": lambda x: x.new_ones(torch.nonzero(x > 0).shape),
+    "mask": lambda x: x[x > 0] * 2,
+    "unique": lambda x: x.sign().unique(return_counts=True)[1],
+    "equal": lambda x: x if torch.equal(x, x.abs()) else x[0],
+    "loop": lambda x: [x := x / 2 for _ in range(9) if x.abs().max() > 1][-1],
+}
+
+
+def heard(ask: Callable[[Tensor], Any]) -> tuple[Any, list[Answer]]:
+    with Listening() as listening:
+        return ask(X), listening.answers
+
+
+@pytest.mark.parametrize("symbols", [True, False])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_fake_run_has_the_shapes_of_the_real_one(name: str, symbols: bool) -> None:
+    real, answers = heard(QUESTIONS[name])
+    assert answers
+    mode = FakeTensorMode(shape_env=ShapeEnv() if symbols else None)
+    fake = mode.from_tensor(X, static_shapes=True)
+    with mode, answering(answers):
+        out = QUESTIONS[name](fake)
+    assert len(out.shape) == len(real.shape)
+    assert all(bool(left == right) for left, right in zip(out.shape, real.shape, strict=True))
+    assert out.dtype == real.dtype
+
+
+def test_what_answers_hold() -> None:
+    assert [answer.number for answer in heard(QUESTIONS["item"])[1]] == [6.0]
+    (mask,) = heard(lambda x: x[x > 0])[1]
+    assert mask.number is None
+    assert [layout[0] for layout in mask.layouts] == [(4, 1)] or mask.layouts[0][0][0] == 4
+
+
+def test_a_question_that_the_sample_was_not_asked_is_an_error() -> None:
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(X, static_shapes=True)
+    with (
+        pytest.raises(CaptureError, match="was not called when the module ran on the sample"),
+        mode,
+        answering(()),
+    ):
+        QUESTIONS["item"](fake)
+
+
+def test_real_tensors_answer_for_themselves() -> None:
+    with answering(()):
+        assert (X.sum() > 0).item() is True
+        assert X[X > 0].shape == (4,)
+
+
+def test_no_answers_change_nothing() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, answering(None):
+        assert not isinstance(mode.from_tensor(X, static_shapes=True).max().item(), float)
+
+
+def test_which_operators_ask() -> None:
+    aten = torch.ops.aten
+    assert asks(aten._local_scalar_dense.default)
+    assert asks(aten.nonzero.default)
+    assert not asks(aten.add.Tensor)
+    assert not asks(len)

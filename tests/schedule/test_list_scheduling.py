@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipecompile.schedule.instance import WEIGHT, Instance, Rows
+from pipecompile.schedule.list_scheduling import Policy, build, refill, reserve, serial
+from pipecompile.schedule.priorities import drawn, systematic, thrifty, varied
+from pipecompile.schedule.problem import Problem, Work
+from tests.schedule.brute import best
+from tests.schedule.instances import instances, sound, tiny_problems
+
+
+@st.composite
+def policies(draw: st.DrawFn, instance: Instance) -> Policy:
+    source = random.Random(draw(st.integers(0, 99)))
+    known = [*thrifty(instance), *systematic(instance)]
+    policy = draw(st.sampled_from(known)) if draw(st.booleans()) else drawn(instance, source)
+    return varied(policy, source) if draw(st.booleans()) else policy
+
+
+def _roomy(instance: Instance) -> bool:
+    caps = instance.problem.caps
+    return caps is None or all(reserve(instance, rank) <= cap for rank, cap in enumerate(caps))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> None:
+    """Wherever there is room for one microbatch in any order; skips, cut gradients, recomputes, any placement."""
+    instance = data.draw(instances())
+    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200)))
+    assert (rows is not None) == _roomy(instance)
+    if rows is not None:
+        sound(instance, rows)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataObject) -> None:
+    instance = data.draw(instances())
+    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))) or serial(
+        instance
+    )
+    if rows is not None:
+        filled = refill(instance, rows)
+        sound(instance, filled)
+        assert _without_weights(instance, filled) == _without_weights(instance, rows)
+
+
+def _without_weights(instance: Instance, rows: Rows) -> Rows:
+    return [
+        [operation for operation in row if instance.parts(operation)[0] != WEIGHT] for row in rows
+    ]
+
+
+@given(tiny_problems())
+def test_one_microbatch_after_the_other_fits_if_any_order_does(problem: Problem) -> None:
+    instance = Instance(problem, tuple(work.splits for work in problem.work))
+    rows = serial(instance)
+    assert (rows is None) == (best(problem, "makespan") is None)
+    if rows is not None:
+        sound(instance, rows)
+
+
+def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_enters() -> None:
+    """Two stages of 5 bytes on one rank of 5: F B of one, then of the other."""
+    problem = Problem(
+        (0, 0), 2, (Work(1, 1, kept_bytes=5, splits=False),) * 2, (0,), (0,), (False,), caps=(5,)
+    )
+    instance = Instance(problem, (False, False))
+    assert build(instance, Policy((1, 1)), 4) is None
+    rows = serial(instance)
+    assert rows is not None
+    sound(instance, rows)
+
+
+def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
+    """All 10 bytes of the cap are stage 2's until its W; only then can stage 0 compute its forward again."""
+    work = Work(1, 2, 1, 1, recompute_ns=1, recomputed_bytes=10, between_bytes=10, recompute=True)
+    problem = Problem((0, 1, 0), 2, (work,) * 3, (0, 0), (0, 0), (True, True), caps=(10, 10))
+    instance = Instance(problem, (True,) * 3)
+    for policy in systematic(instance):
+        rows = build(instance, policy, 100)
+        assert rows is not None
+        sound(instance, rows)

@@ -269,24 +269,24 @@ def amoebanets() -> list[dict[str, Any]]:
         end="",
     )
     print(f" {'paper':>7} {'bound':>10} {'again':>5}")
-    wanted: tuple[tuple[int, int, tuple[Again, ...]], ...] = (
-        (208, 16, (Again(None, 6.26),)),
-        (416, 16, (Again(None), Again(8), Again(7, 3.46))),
-        (416, 4, (Again(None),)),
+    wanted: tuple[tuple[int, int, tuple[StageRecompute, ...]], ...] = (
+        (208, 16, (StageRecompute(None, 6.26),)),
+        (416, 16, (StageRecompute(None), StageRecompute(8), StageRecompute(7, 3.46))),
+        (416, 4, (StageRecompute(None),)),
     )
     return [
         row for filters, images, policies in wanted for row in convnet(filters, images, policies)
     ]
 
 
-class Again(NamedTuple):
+class StageRecompute(NamedTuple):
     """Recompute to fit so many GiB, None for no recompute; and the paper's GB of activations."""
 
     memory_gib: int | None
     published: float | None = None
 
 
-def convnet(filters: int, images: int, policies: Iterable[Again]) -> Iterator[dict[str, Any]]:
+def convnet(filters: int, images: int, policies: Iterable[StageRecompute]) -> Iterator[dict[str, Any]]:
     """AmoebaNet-D (18, `filters`) with so many `images` a microbatch."""
     with torch.device("meta"):
         model, inputs = AmoebaNet(18, filters), torch.zeros(IMAGES, 3, 224, 224)

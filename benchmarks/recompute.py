@@ -35,9 +35,16 @@ from pipecompile.graph.random_streams import Moment
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
 from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.recompute_problem import Tape, tape_of
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.recompute.choice import Choice, cheapest, per_block, priced, square_root, whole
+from pipecompile.recompute.choice import (
+    RegionChoice,
+    cheapest,
+    per_block,
+    priced,
+    square_root,
+    whole,
+)
 from pipecompile.recompute.integer_program import refined
 from pipecompile.recompute.lower_bound import least_ns
 from pipecompile.recompute.nested_regions import nested
@@ -67,9 +74,9 @@ class Stage:
         return Lives(self.graph)
 
     @cached_property
-    def tape(self) -> Tape:
+    def problem(self) -> RecomputeProblem:
         """The stage by position, as a bound counts, in a backward that is not the first of its step."""
-        return tape_of(self.lives, self.before, self.nodes, summed=True)
+        return recompute_problem_of(self.lives, self.before, self.nodes, summed=True)
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -79,18 +86,18 @@ class Stage:
     @property
     def forward_ns(self) -> int:
         """A forward of one microbatch."""
-        return sum(self.tape.ns)
+        return sum(self.problem.ns)
 
     @cached_property
-    def policies(self) -> dict[str, Choice]:
+    def policies(self) -> dict[str, RegionChoice]:
         """What the policies choose that know no budget."""
         chosen = {
             "none": (),
-            "whole stage": whole(self.tape),
-            "per block": per_block(self.tape, self.blocks),
-            "√n": square_root(self.tape, self.blocks),
+            "whole stage": whole(self.problem),
+            "per block": per_block(self.problem, self.blocks),
+            "√n": square_root(self.problem, self.blocks),
         }
-        return {name: priced(self.tape, regions) for name, regions in chosen.items()}
+        return {name: priced(self.problem, regions) for name, regions in chosen.items()}
 
     def without_budget(self, in_flight: int) -> dict[str, tuple[int, int]]:
         """What these policies hold at their peak, and the ns more that a microbatch takes.
@@ -107,25 +114,25 @@ class Stage:
             "except last": (max(none.peak, others), again.ns * (in_flight - 1) // in_flight),
         }
 
-    def ours(self, in_flight: int, available: int) -> tuple[Choice | None, int | None]:
+    def ours(self, in_flight: int, available: int) -> tuple[RegionChoice | None, int | None]:
         """The regions that a plan has, and a bound: no regions that fit take fewer ns (None: none fit).
 
         With several in flight that is proven of regions side by side, with one also of regions within regions.
         """
-        known = cheapest(self.tape, self.blocks, in_flight, available)
-        least = least_ns(self.tape, in_flight, available)
+        known = cheapest(self.problem, self.blocks, in_flight, available)
+        least = least_ns(self.problem, in_flight, available)
         if in_flight == 1:
-            found = [known, nested(self.tape, self.blocks, available)]
+            found = [known, nested(self.problem, self.blocks, available)]
         else:
             regions, bound = refined(
-                self.tape, in_flight, available, known and known.regions, SECONDS
+                self.problem, in_flight, available, known and known.regions, SECONDS
             )
-            found = [None if regions is None else priced(self.tape, regions)]
+            found = [None if regions is None else priced(self.problem, regions)]
             least = None if least is None else max(least, bound)
         return min(filter(None, found), key=lambda choice: choice.ns, default=None), least
 
 
-def held(choice: Choice, in_flight: int) -> int:
+def held(choice: RegionChoice, in_flight: int) -> int:
     """Bytes at the peak."""
     return (in_flight - 1) * choice.kept + choice.peak
 
@@ -345,7 +352,7 @@ def _told(row: dict[str, Any]) -> str:
     return f"{row['regions']:7} {row['extra_percent']:6.1f} % {figures}"
 
 
-def _peak(target: Target, stage: Stage, in_flight: int, choice: Choice) -> dict[str, Any]:
+def _peak(target: Target, stage: Stage, in_flight: int, choice: RegionChoice) -> dict[str, Any]:
     regions = [stage.nodes[start:stop] for start, stop in choice.regions]
     footprint = footprint_of(stage.lives, stage.before, stage.nodes, regions)
     kept = footprint.kept.expected

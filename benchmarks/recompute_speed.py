@@ -58,7 +58,7 @@ def _queries(name: str, stage: Stage) -> Iterator[dict[str, Any]]:
     seconds = []
     for budget in BUDGETS:
         began = time.perf_counter()
-        cheapest(stage.tape, stage.blocks, 4, everything * budget // 100)
+        cheapest(stage.problem, stage.blocks, 4, everything * budget // 100)
         seconds.append(time.perf_counter() - began)
     first, *others = seconds
     yield _verdict(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.stages import stages_of
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.footprint import Footprint
@@ -22,8 +22,8 @@ from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.lower_bounds import buffers, floors, freeable
 from pipecompile.memory_model.rank import rank_memory, room
 from pipecompile.partition.summation import sums_in_order
-from pipecompile.recompute.planner import Recomputing
-from pipecompile.recompute.policies import Piece
+from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.selection import flights, moments_of, named_schedule, placements, stand_in
 from pipecompile.schedule.simulator import simulate
@@ -41,16 +41,16 @@ CAPS_LOWERED = 5
 
 
 def cut(
-    recomputing: Recomputing, links: Links, assignment: Mapping[str, int] | None = None
+    planner: RecomputePlanner, links: Links, assignment: Mapping[str, int] | None = None
 ) -> Partition:
     """The cut, all objectives' values for it, and whether another objective would shorten the step.
 
     Its stages compute again what `recomputing` says. With `assignment` the cut is that one, and the best one that is
     found only bounds it.
     """
-    graph, options, placement = recomputing.graph, recomputing.options, recomputing.view.placement
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
     problem, found = _fitting(graph, options, links, placement)
-    found = with_extra(recomputing, problem, assignment or found.assignment, found)
+    found = with_extra(planner, problem, assignment or found.assignment, found)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(found.assignment)
     fastest = min(_others(problem, options), key=lambda other: other.step_ns, default=None)
@@ -79,14 +79,14 @@ def _others(problem: Problem, options: Options) -> Iterator[Faster]:
 
 
 def with_extra(
-    recomputing: Recomputing, problem: Problem, assignment: Mapping[str, int], found: Partition
+    planner: RecomputePlanner, problem: Problem, assignment: Mapping[str, int], found: Partition
 ) -> Partition:
     """This cut with the time that its stages take to fit their ranks, where loads do not have it."""
     from pipecompile.partition.result import Partition
 
     extra: dict[int, int] = {}
-    if _is_weighed(recomputing.options) and not _is_in_loads(recomputing.options):
-        stages = stages_of(recomputing.graph, assignment, recomputing)
+    if _is_weighed(planner.options) and not _is_in_loads(planner.options):
+        stages = stages_of(planner.graph, assignment, planner)
         extra = {index: stage.extra_ns for index, stage in enumerate(stages)}
     return Partition.of(
         problem, assignment, method=found.search.method, bound=found.search.bound, extra_ns=extra
@@ -148,8 +148,8 @@ def _excess(
 ) -> list[int]:
     """Per rank the bytes over its cap."""
     held: list[dict[int, Stage]] = [{} for _ in range(problem.ranks)]
-    recomputing = recomputing_for(graph, options, problem.stage_ranks)
-    for index, stage in enumerate(stages_of(graph, found.assignment, recomputing)):
+    planner = recompute_planner(graph, options, problem.stage_ranks)
+    for index, stage in enumerate(stages_of(graph, found.assignment, planner)):
         held[problem.stage_ranks[index]][index] = stage
     return [
         _missing(
@@ -216,7 +216,7 @@ def problem_of(
     from pipecompile.partition.problem import Problem
 
     placement = tuple(placement or placements(options)[0])
-    recomputing = recomputing_for(graph, options, placement)
+    planner = recompute_planner(graph, options, placement)
     return Problem(
         graph,
         options.k,
@@ -224,20 +224,20 @@ def problem_of(
         links=links,
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_share_again(options),
-        memory=_memory(recomputing, sparing),
+        memory=_memory(planner, sparing),
         pin=options.pin,
         precedence=tuple(sums_in_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in MAY_SPLIT,
-        step_ns=lambda assignment: _step_ns(recomputing, assignment, links),
+        step_ns=lambda assignment: _step_ns(planner, assignment, links),
     )
 
 
-def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
+def _memory(planner: RecomputePlanner, sparing: bool) -> Memory | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
-    graph, options, placement = recomputing.graph, recomputing.options, recomputing.view.placement
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
     ranks = max(placement) + 1
     caps = options.caps(ranks)
     if caps is None:
@@ -251,13 +251,13 @@ def _memory(recomputing: Recomputing, sparing: bool) -> Memory | None:
     )  # a backward has been when most microbatches are in flight
     may_free, rate = (
         options.recompute == "auto" or bool(options.saving),
-        recomputing.policies.lives.bytes_per_ns,
+        planner.policies.lives.bytes_per_ns,
     )
     return Memory(
         caps,
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing, saving=options.saving),
-        price=_price(recomputing, sparing) if alone else None,
+        price=_price(planner, sparing) if alone else None,
         floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
         freeable=freeable(graph, options.recompute, options.saving, rate)
         if alone and may_free
@@ -281,15 +281,15 @@ def _share_again(options: Options) -> Fraction:
     return Fraction(options.microbatches - spared, options.microbatches)
 
 
-def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Price]:
+def _price(planner: RecomputePlanner, sparing: bool) -> Callable[[Candidate], Price]:
     """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
     from pipecompile.partition.problem import Price
 
-    graph, options, placement = recomputing.graph, recomputing.options, recomputing.view.placement
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
 
     def price(candidate: Candidate) -> Price:
-        found = recomputing.of(
-            Piece(candidate.stage, candidate.before, candidate.nodes), candidate.budget
+        found = planner.of(
+            StageSlice(candidate.stage, candidate.before, candidate.nodes), candidate.budget
         )
         within = msgspec.structs.replace(options, memory_bytes=candidate.budget)
         if found is None:
@@ -306,12 +306,12 @@ def _price(recomputing: Recomputing, sparing: bool) -> Callable[[Candidate], Pri
 
 def step_ns(graph: CostGraph, assignment: Mapping[str, int], options: Options, links: Links) -> int:
     """The simulated step of an assignment under the schedule of `options`, or the one that stands in for a search."""
-    return _step_ns(recomputing_for(graph, options, placements(options)[0]), assignment, links)
+    return _step_ns(recompute_planner(graph, options, placements(options)[0]), assignment, links)
 
 
-def _step_ns(recomputing: Recomputing, assignment: Mapping[str, int], links: Links) -> int:
-    options, placement = recomputing.options, recomputing.view.placement
-    stages = stages_of(recomputing.graph, assignment, recomputing, weighed=_is_weighed(options))
+def _step_ns(planner: RecomputePlanner, assignment: Mapping[str, int], links: Links) -> int:
+    options, placement = planner.options, planner.view.placement
+    stages = stages_of(planner.graph, assignment, planner, weighed=_is_weighed(options))
     problem = problem_of_stages(stages, links, placement, options.microbatches)
     return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipecompile.api.partition import cut, problem_of, with_extra
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.stages import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.amount import AllocatorName
@@ -29,7 +29,7 @@ from pipecompile.ir.plan import (
 )
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import encode
-from pipecompile.recompute.planner import Recomputing
+from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.schedule.selection import ordered, placements
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, held_by_ranks, problem_of_stages
@@ -78,12 +78,12 @@ def _drafted(
     assignment: Mapping[str, int] | None,
 ) -> Plan:
     """The plan with its stages on these ranks."""
-    recomputing = recomputing_for(graph, options, placement, settled=True)
-    partition = cut(recomputing, links, assignment)
-    made = scheduled(recomputing, links, partition.assignment)
+    planner = recompute_planner(graph, options, placement, settled=True)
+    partition = cut(planner, links, assignment)
+    made = scheduled(planner, links, partition.assignment)
     if made.waiting:
         problem = problem_of(graph, options, links, placement)
-        partition = with_extra(_waiting(recomputing), problem, partition.assignment, partition)
+        partition = with_extra(_waiting(planner), problem, partition.assignment, partition)
     return Plan(
         fingerprint=fingerprint,
         options=options,
@@ -116,26 +116,26 @@ class Scheduled(NamedTuple):
     waiting: bool
 
 
-def scheduled(recomputing: Recomputing, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
     """The stages of a cut in order; with whole stages computed again, rather than regions, if the step is shorter."""
-    found = _ordered(recomputing, links, assignment)
-    if recomputing.options.recompute == "auto" and any(stage.regions for stage in found.stages):
+    found = _ordered(planner, links, assignment)
+    if planner.options.recompute == "auto" and any(stage.regions for stage in found.stages):
         with suppress(InfeasibleError):
-            other = _ordered(_waiting(recomputing), links, assignment)
+            other = _ordered(_waiting(planner), links, assignment)
             return min(found, other, key=lambda each: each.prediction.step_ns)
     return found
 
 
-def _waiting(recomputing: Recomputing) -> Recomputing:
-    return replace(recomputing, waiting=True, known={})
+def _waiting(planner: RecomputePlanner) -> RecomputePlanner:
+    return replace(planner, waiting=True, known={})
 
 
-def _ordered(recomputing: Recomputing, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    graph, options = recomputing.graph, recomputing.options
-    stages = stages_of(graph, assignment, recomputing)
-    schedule, ordering = ordered(options, stages, links, recomputing.view.placement, graph.memory)
+def _ordered(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+    graph, options = planner.graph, planner.options
+    stages = stages_of(graph, assignment, planner)
+    schedule, ordering = ordered(options, stages, links, planner.view.placement, graph.memory)
     prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
-    return Scheduled(stages, schedule, ordering, prediction, recomputing.waiting)
+    return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
 
 
 def _told(search: Search, step_ns: int) -> Search:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.snapshots import Moment
-from pipecompile.recompute.planner import Recomputing
+from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.selection import flights, moments_of, stand_in
 
-__all__ = ["recomputing_for"]
+__all__ = ["recompute_planner"]
 
 
-def recomputing_for(
+def recompute_planner(
     graph: CostGraph, options: Options, placement: Sequence[int], *, settled: bool = False
-) -> Recomputing:
+) -> RecomputePlanner:
     """The planner of what the stages of `graph` recompute when they lie on these ranks."""
-    return Recomputing(graph, options, _schedule_view(options, tuple(placement)), settled=settled)
+    return RecomputePlanner(graph, options, _schedule_view(options, tuple(placement)), settled=settled)
 
 
 def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView:

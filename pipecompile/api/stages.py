@@ -10,8 +10,8 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Boundary, OwnedParameter, Route, Stage
-from pipecompile.recompute.planner import Recomputing
-from pipecompile.recompute.policies import NOTHING_AGAIN, Again
+from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
 __all__ = ["owners_of", "routes_of", "stages_of"]
 
@@ -19,7 +19,7 @@ __all__ = ["owners_of", "routes_of", "stages_of"]
 def stages_of(
     graph: CostGraph,
     assignment: Mapping[str, int],
-    recomputing: Recomputing,
+    planner: RecomputePlanner,
     *,
     weighed: bool = True,
 ) -> tuple[Stage, ...]:
@@ -27,14 +27,14 @@ def stages_of(
 
     InfeasibleError if a stage has to compute something again to fit its rank, or to save otherwise, and cannot.
     """
-    k = recomputing.options.k
+    k = planner.options.k
     names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(k)]
     boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, k)]
-    every = recomputing.of_all(names) if weighed else [NOTHING_AGAIN] * k
+    every = planner.of_all(names) if weighed else [NO_RECOMPUTE] * k
     for index, again in enumerate(every):
         if again is None:
-            forms = " or in whatever form it saves" if recomputing.options.saving else ""
-            rank = recomputing.view.placement[index]
+            forms = " or in whatever form it saves" if planner.options.saving else ""
+            rank = planner.view.placement[index]
             raise InfeasibleError(f"rank {rank} does not fit, whatever it computes again{forms}")
     return tuple(
         _stage(graph, nodes, again, boundaries[index : index + 2])
@@ -46,7 +46,7 @@ def stages_of(
 def _stage(
     graph: CostGraph,
     names: tuple[str, ...],
-    again: Again,
+    again: StageRecompute,
     boundaries: Sequence[tuple[Boundary, ...]],
 ) -> Stage:
     nodes = [graph.by_name[name] for name in names]

@@ -14,11 +14,11 @@ from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part, Scratch
 from pipecompile.memory_model.subgraph import Change
 
-__all__ = ["Held", "Tape", "boundaries", "tape_of"]
+__all__ = ["StoredTensor", "RecomputeProblem", "boundaries", "recompute_problem_of"]
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredTensor:
     """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
 
     What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
@@ -43,7 +43,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Tape:
+class RecomputeProblem:
     """The nodes of a stage by position 0 … n − 1; bytes are those of a microbatch, as a bound counts them.
 
     `packs` says when a node's forward hands tensors to its backward (before its kernels, after them, never).
@@ -61,7 +61,7 @@ class Tape:
     flowing: tuple[int, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
-    held: tuple[Held, ...]
+    held: tuple[StoredTensor, ...]
     written: tuple[int, ...]
     boundaries: tuple[int, ...]
     fixed: frozenset[int] = frozenset()
@@ -73,14 +73,14 @@ class Tape:
         return self.copies + sum(held.bytes for held in self.held if held.sent)
 
 
-def tape_of(
+def recompute_problem_of(
     lives: Lives,
     before: Iterable[str],
     nodes: Iterable[str],
     *,
     summed: bool,
     saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
-) -> Tape:
+) -> RecomputeProblem:
     """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before.
 
     Nodes that save by policies, as in `footprint_of`, are in no region.
@@ -95,7 +95,7 @@ def tape_of(
     )
 
 
-def _tape(part: Part, *, summed: bool) -> Tape:
+def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
     """By position, as a bound counts."""
     level = Level(BOUND_SCRATCH, part.allocator.rounded)
     position = {place: index for index, place in enumerate(part.nodes)}
@@ -108,7 +108,7 @@ def _tape(part: Part, *, summed: bool) -> Tape:
         for p in part.nodes
     ]
     forms = _Forms(part, position, level)
-    return Tape(
+    return RecomputeProblem(
         ns=tuple(node.forward_ns for node in part.own),
         packs=tuple(node.packs for node in part.own),
         forward=tuple(
@@ -131,11 +131,11 @@ def _tape(part: Part, *, summed: bool) -> Tape:
     )
 
 
-def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> Held:
+def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> StoredTensor:
     storage, formed = made.storage, {place for form in made.forms for place in form.savers}
     is_copied = part.is_copied(storage)
     uses = sorted({*storage.readers, *(() if is_copied else (made.last,))} - {made.place})
-    return Held(
+    return StoredTensor(
         level.size_of(storage.bytes),
         position.get(made.place, -1),
         tuple(position[place] for place in uses if place in position),
@@ -153,11 +153,11 @@ class _Forms:
     def __init__(self, part: Part, position: Mapping[int, int], level: Level) -> None:
         count = len(part.nodes)
         self.forward, self.flowing, self.before, self.after = ([0] * count for _ in range(4))
-        self.held: list[Held] = []
+        self.held: list[StoredTensor] = []
         for form in (form for made in part.made for form in made.forms):
             savers = tuple(position[place] for place in form.savers)
             kept, full = level.size_of(form.kept(part.graph.memory)), level.size_of(form.full)
-            self.held.append(Held(kept, savers[0], (), savers, sent=False))
+            self.held.append(StoredTensor(kept, savers[0], (), savers, sent=False))
             # All that a node makes at once, each with its scratch: a bound.
             self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
             self._bring_back(full, savers[0], position[form.back])

@@ -17,14 +17,14 @@ from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.recompute_problem import boundaries
 from pipecompile.memory_model.stage_values import Part
 
-__all__ = ["Offer", "offers"]
+__all__ = ["EncodingOffer", "encoding_offers"]
 
 
 # Of a GPU's link to its host: what copies of pinned memory reach over PCIe 3.0 × 16, an assumption and not measured.
 HOST_BYTES_PER_NS = 12
 
 
-class Offer(NamedTuple):
+class EncodingOffer(NamedTuple):
     """A run that may save by policies, and what it takes for each byte that it frees."""
 
     ns_per_byte: Fraction
@@ -39,9 +39,9 @@ class _Span(NamedTuple):
     policies: frozenset[Policy]
 
 
-def offers(
+def encoding_offers(
     lives: Lives, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
-) -> tuple[Offer, ...]:
+) -> tuple[EncodingOffer, ...]:
     """The runs of a stage for these policies, each as short as it can be; without those that free nothing.
 
     Kernels that encode take as long per byte as the fastest of the graph. Of what moves to the host on a GPU, the time
@@ -115,7 +115,7 @@ def _joined(spans: Iterable[_Span], blocks: Sequence[str]) -> list[_Span]:
     return found
 
 
-def _priced(part: Part, runs: Sequence[Run]) -> Iterator[Offer]:
+def _priced(part: Part, runs: Sequence[Run]) -> Iterator[EncodingOffer]:
     """Those that free anything. What several runs save together counts in equal parts: it needs all of them."""
     freed, costs = defaultdict[Run, Fraction](Fraction), {run: _Bytes() for run in runs}
     for made in part.made:
@@ -134,7 +134,7 @@ def _priced(part: Part, runs: Sequence[Run]) -> Iterator[Offer]:
             saving = Saving(
                 nodes=names, policies=run.policies, forward_ns=forward, backward_ns=backward
             )
-            yield Offer(saving.ns / freed[run], saving)
+            yield EncodingOffer(saving.ns / freed[run], saving)
 
 
 class _Bytes(NamedTuple):

@@ -17,10 +17,10 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from pipecompile.memory_model.recompute_problem import Held, Tape
-from pipecompile.recompute.choice import Choice, priced
-from pipecompile.recompute.region import Ends
-from pipecompile.recompute.region_search import Region, Regions
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
+from pipecompile.recompute.choice import RegionChoice, priced
+from pipecompile.recompute.region import RegionEnds
+from pipecompile.recompute.region_search import Region, RegionSearch
 
 __all__ = ["refined"]
 
@@ -33,7 +33,11 @@ LARGEST = 3000  # regions to choose from (eight blocks of a GPT): with more, it 
 
 
 def refined(
-    tape: Tape, in_flight: int, available: int, known: Sequence[Region] | None, seconds: float
+    problem: RecomputeProblem,
+    in_flight: int,
+    available: int,
+    known: Sequence[Region] | None,
+    seconds: float,
 ) -> tuple[tuple[Region, ...] | None, int]:
     """Regions whose `in_flight` microbatches, one at its peak, fit, and a bound in ns: none that fit take less time.
 
@@ -41,15 +45,15 @@ def refined(
     They take no more time than those `known`, which fit. None if none are known and none were found in `seconds`, a
     deterministic budget: the same regions each time. Long stages are not searched: of these the bound is 0.
     """
-    best = None if known is None else priced(tape, known)
-    ends = Ends.of(tape)
+    best = None if known is None else priced(problem, known)
+    ends = RegionEnds.of(problem)
     room, bound = available, None
     for _ in range(TRIES if len(ends.regions) <= LARGEST else 0):
-        found, proven = _Model(tape, in_flight, room, best, ends).solve(seconds)
+        found, proven = _Model(problem, in_flight, room, best, ends).solve(seconds)
         bound = proven if bound is None else bound
         if found is None:
             break
-        choice = priced(tape, found)
+        choice = priced(problem, found)
         over = (in_flight - 1) * choice.kept + choice.peak - available
         if over <= 0:
             best = choice if best is None or choice.ns < best.ns else best
@@ -62,18 +66,18 @@ def refined(
 class _Model:
     """The program for one capacity."""
 
-    tape: Tape
+    problem: RecomputeProblem
     in_flight: int
     available: int
-    known: Choice | None
-    ends: Ends
+    known: RegionChoice | None
+    ends: RegionEnds
 
     def __post_init__(self) -> None:
         self.model = cp_model.CpModel()
-        self.count = len(self.tape.ns)
-        self.search = Regions(self.tape, 0, self.count)
-        self.held = [held for held in self.tape.held if not held.sent and held.bytes]
-        self.time_unit = -(-sum(self.tape.ns) // TIME_UNITS) or 1
+        self.count = len(self.problem.ns)
+        self.search = RegionSearch(self.problem, 0, self.count)
+        self.held = [held for held in self.problem.held if not held.sent and held.bytes]
+        self.time_unit = -(-sum(self.problem.ns) // TIME_UNITS) or 1
         self.again: dict[Region, Any] = {r: self.model.new_bool_var("") for r in self._worth_it()}
         self.once = [self.model.new_bool_var("") for _ in range(self.count)]
         self.kept: list[
@@ -107,7 +111,7 @@ class _Model:
     def _worth_it(self) -> Iterator[Region]:
         """The regions that fit by themselves, and those that are known."""
         for region in self.ends.regions:
-            if self.tape.sent + self.search.again(region).backward <= self.available:
+            if self.problem.sent + self.search.again(region).backward <= self.available:
                 yield region
         for region in self.known.regions if self.known else ():
             if region.start not in self.ends.begins or region.stop not in self.ends.stops:
@@ -118,7 +122,7 @@ class _Model:
 
     # -- what is kept
 
-    def _keep(self, held: Held) -> Iterator[Any]:
+    def _keep(self, held: StoredTensor) -> Iterator[Any]:
         """By position from where it is made to its last use, whether what lies up to there keeps a storage."""
         before: Any = 0
         for position in range(held.made, held.last + 1):
@@ -133,7 +137,7 @@ class _Model:
             yield now
             before = now
 
-    def _needs(self, held: Held, position: int) -> list[Any]:
+    def _needs(self, held: StoredTensor, position: int) -> list[Any]:
         """Of what may lie at a position that which needs a storage kept: a node that saves it, regions that read it."""
         if position < 0:
             return []
@@ -177,31 +181,41 @@ class _Model:
 
     def _levels(self, position: int) -> Iterator[list[tuple[int, Any]]]:
         """What lives in the forward of a node, in its backward, and when that is done, as terms."""
-        tape, once = self.tape, self.once[position]
+        problem, once = self.problem, self.once[position]
         gone = [
             (held.bytes, row[-1])
             for held, row in zip(self.held, self.kept, strict=True)
             if held.last < position
         ]
         waiting = sum(held.bytes for held in self.held if held.made < position <= held.last)
-        sent = sum(held.bytes for held in tape.held if held.sent and held.made < position)
-        yield [(waiting + sent + tape.forward[position], 1), *gone, *self._copied_by(position)]
+        sent = sum(held.bytes for held in problem.held if held.sent and held.made < position)
+        yield [(waiting + sent + problem.forward[position], 1), *gone, *self._copied_by(position)]
         regions = self._by_position[position]
         backward = [(self.search.again(region).backward, variable) for region, variable in regions]
-        yield [(tape.sent, 1), (tape.before[position], once), *self._kept_by(position), *backward]
+        yield [
+            (problem.sent, 1),
+            (problem.before[position], once),
+            *self._kept_by(position),
+            *backward,
+        ]
         begun = [
-            (tape.after[position], variable)
+            (problem.after[position], variable)
             for region, variable in regions
             if region.start == position
         ]
-        yield [(tape.sent, 1), (tape.after[position], once), *begun, *self._kept_by(position - 1)]
+        yield [
+            (problem.sent, 1),
+            (problem.after[position], once),
+            *begun,
+            *self._kept_by(position - 1),
+        ]
 
     def _copying(self) -> list[tuple[int, Any]]:
         """What lives when the last node is done and copies are made, as terms."""
         rows = list(zip(self.held, self.kept, strict=True))
         copied = sum(held.bytes for held in self.held if held.copied is not None)
         kept = [(held.bytes, row[-1]) for held, row in rows if held.copied is None]
-        return [(self.tape.sent + copied, 1), *kept, *self._copied_by(self.count)]
+        return [(self.problem.sent + copied, 1), *kept, *self._copied_by(self.count)]
 
     def _fits(self, terms: Sequence[tuple[int, Any]]) -> None:
         """These bytes, with all that the other microbatches keep."""
@@ -212,7 +226,7 @@ class _Model:
         others += [
             ((self.in_flight - 1) * size, self.again[region]) for region, size in self._copies
         ]
-        every = [*terms, *others, ((self.in_flight - 1) * self.tape.sent, 1)]
+        every = [*terms, *others, ((self.in_flight - 1) * self.problem.sent, 1)]
         self.model.add(
             sum(size // self._unit * variable for size, variable in every)
             <= self.available // self._unit
@@ -221,17 +235,17 @@ class _Model:
     @cached_property
     def _unit(self) -> int:
         """The bytes of a unit: such that nothing is rounded if that is possible."""
-        tape = self.tape
-        held = [held.bytes for held in tape.held]
+        problem = self.problem
+        held = [held.bytes for held in problem.held]
         sizes = (
             gcd(
-                *tape.forward,
-                *tape.flowing,
-                *tape.before,
-                *tape.after,
-                *tape.written,
+                *problem.forward,
+                *problem.flowing,
+                *problem.before,
+                *problem.after,
+                *problem.written,
                 *held,
-                tape.copies,
+                problem.copies,
             )
             or 1
         )

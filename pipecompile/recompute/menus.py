@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipecompile.memory_model.recompute_problem import Held, Tape
-from pipecompile.recompute.pareto_front import Front, joined
-from pipecompile.recompute.region_search import Region, Regions, State
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
+from pipecompile.recompute.pareto_front import ParetoFront, joined
+from pipecompile.recompute.region_search import Region, RegionSearch, State
 
 __all__ = ["Menu", "menu"]
 
 WHOLE = -1  # instead of a number of a part: all nodes are one region
 
 
-class Part(NamedTuple):
+class MenuPart(NamedTuple):
     """Choices of the left one in a state, with those of the right one that follow."""
 
     left: State
@@ -35,11 +35,11 @@ class Part(NamedTuple):
 class Menu:
     """The choices for a tape by what is kept across its end, of storages by their index in the tape."""
 
-    fronts: dict[State, Front]
-    alone: Regions | None = None
+    fronts: dict[State, ParetoFront]
+    alone: RegionSearch | None = None
     left: Menu | None = None
     rights: dict[State, Menu] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[MenuPart] = field(default_factory=list)
     cut: int = 0
     length: int = 0
 
@@ -64,33 +64,37 @@ ROWS = 2**32  # more than any front has
 
 
 @lru_cache(maxsize=4096)
-def menu(tape: Tape, cuts: tuple[int, ...], kept: State, most: int | None, depth: int = 0) -> Menu:
+def menu(
+    problem: RecomputeProblem, cuts: tuple[int, ...], kept: State, most: int | None, depth: int = 0
+) -> Menu:
     """The choices for `tape`, cut into segments at `cuts`; about `most` for each state at its end.
 
     Bytes are above what was `kept` before, but for what is sent, which counts in every peak.
     """
-    length = len(tape.ns)
+    length = len(problem.ns)
     if not cuts:
-        alone = Regions(tape, 0, length, kept, most)
+        alone = RegionSearch(problem, 0, length, kept, most)
         return Menu(alone.fronts[length], alone=alone, length=length)
     cut, before, after = _split(cuts, depth)
-    left, right = _sub(tape, 0, cut), _sub(tape, cut, length)
-    first = menu(left.tape, before, left.local(kept), most, depth + 1)
+    left, right = _sub(problem, 0, cut), _sub(problem, cut, length)
+    first = menu(left.problem, before, left.local(kept), most, depth + 1)
     joint = Menu({}, left=first, cut=cut, length=length)
-    found: dict[State, list[Front]] = {}
+    found: dict[State, list[ParetoFront]] = {}
     for state, front in first.fronts.items():
         now = left.absolute(state) | (kept - left.indices)
-        later = menu(right.tape, tuple(c - cut for c in after), right.local(now), most, depth + 1)
+        later = menu(
+            right.problem, tuple(c - cut for c in after), right.local(now), most, depth + 1
+        )
         joint.rights[state] = later
         for end, back in later.fronts.items():
-            out = (right.absolute(end) | (now - right.indices)) & _across(tape, length)
+            out = (right.absolute(end) | (now - right.indices)) & _across(problem, length)
             both = _put_together(
-                front, back, len(joint.parts), _offsets(tape, left, right, kept, now)
+                front, back, len(joint.parts), _offsets(problem, left, right, kept, now)
             )
             found.setdefault(out, []).append(both)
-            joint.parts.append(Part(state, end, out))
-    if not tape.fixed:
-        out, whole = Regions(tape, 0, length, kept).whole()
+            joint.parts.append(MenuPart(state, end, out))
+    if not problem.fixed:
+        out, whole = RegionSearch(problem, 0, length, kept).whole()
         found.setdefault(out, []).append(replace(whole, left=whole.left * 0 + WHOLE))
     joint.fronts.update({out: joined(parts, most) for out, parts in found.items()})
     return joint
@@ -106,7 +110,7 @@ def _split(cuts: tuple[int, ...], depth: int) -> tuple[int, tuple[int, ...], tup
 class _Sub:
     """A part of a tape by itself; `indices` are those of its storages in the whole one."""
 
-    tape: Tape
+    problem: RecomputeProblem
     order: tuple[int, ...]
 
     @property
@@ -121,37 +125,39 @@ class _Sub:
 
 
 @lru_cache(maxsize=4096)
-def _sub(tape: Tape, start: int, stop: int) -> _Sub:
+def _sub(problem: RecomputeProblem, start: int, stop: int) -> _Sub:
     """The nodes from `start` to `stop`: what enters is made before position 0, what leaves is used at the end."""
-    order = [i for i, held in enumerate(tape.held) if _touches(held, start, stop)]
+    order = [i for i, held in enumerate(problem.held) if _touches(held, start, stop)]
     return _Sub(
-        Tape(
-            ns=tape.ns[start:stop],
-            packs=tape.packs[start:stop],
-            forward=tape.forward[start:stop],
-            flowing=tape.flowing[start:stop],
-            before=tape.before[start:stop],
-            after=tape.after[start:stop],
-            held=tuple(_clipped(tape.held[index], start, stop) for index in order),
-            written=tape.written[start:stop],
-            boundaries=tuple(place - start for place in tape.boundaries if start <= place <= stop),
-            fixed=frozenset(place - start for place in tape.fixed if start <= place < stop),
-            copies=tape.copies if stop == len(tape.ns) else 0,
+        RecomputeProblem(
+            ns=problem.ns[start:stop],
+            packs=problem.packs[start:stop],
+            forward=problem.forward[start:stop],
+            flowing=problem.flowing[start:stop],
+            before=problem.before[start:stop],
+            after=problem.after[start:stop],
+            held=tuple(_clipped(problem.held[index], start, stop) for index in order),
+            written=problem.written[start:stop],
+            boundaries=tuple(
+                place - start for place in problem.boundaries if start <= place <= stop
+            ),
+            fixed=frozenset(place - start for place in problem.fixed if start <= place < stop),
+            copies=problem.copies if stop == len(problem.ns) else 0,
         ),
         tuple(order),
     )
 
 
-def _touches(held: Held, start: int, stop: int) -> bool:
+def _touches(held: StoredTensor, start: int, stop: int) -> bool:
     if held.sent or start <= held.made < stop:
         return start <= max(0, held.made) < stop
     copied = () if held.copied is None else (held.copied,)
     return held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved, *copied))
 
 
-def _clipped(held: Held, start: int, stop: int) -> Held:
+def _clipped(held: StoredTensor, start: int, stop: int) -> StoredTensor:
     uses = tuple(place - start for place in held.uses if start <= place < stop)
-    return Held(
+    return StoredTensor(
         held.bytes,
         max(-1, held.made - start),
         uses + ((stop - start,) if held.last >= stop else ()),
@@ -161,28 +167,34 @@ def _clipped(held: Held, start: int, stop: int) -> Held:
     )
 
 
-def _across(tape: Tape, position: int) -> State:
-    held = enumerate(tape.held)
+def _across(problem: RecomputeProblem, position: int) -> State:
+    held = enumerate(problem.held)
     return frozenset(
         index for index, each in held if not each.sent and each.made < position <= each.last
     )
 
 
-def _offsets(tape: Tape, left: _Sub, right: _Sub, kept: State, now: State) -> tuple[int, int]:
+def _offsets(
+    problem: RecomputeProblem, left: _Sub, right: _Sub, kept: State, now: State
+) -> tuple[int, int]:
     """What lives besides in the left and in the right part: what passes through unkept, and what the other sends."""
-    cut, length = len(left.tape.ns), len(tape.ns)
-    through = sum(tape.held[i].bytes for i in _across(tape, 0) - left.indices - kept)
-    beyond = (_across(tape, cut) & _across(tape, length)) - right.indices - now
-    return right.tape.sent + through, left.tape.sent + sum(tape.held[i].bytes for i in beyond)
+    cut, length = len(left.problem.ns), len(problem.ns)
+    through = sum(problem.held[i].bytes for i in _across(problem, 0) - left.indices - kept)
+    beyond = (_across(problem, cut) & _across(problem, length)) - right.indices - now
+    return right.problem.sent + through, left.problem.sent + sum(
+        problem.held[i].bytes for i in beyond
+    )
 
 
-def _put_together(front: Front, back: Front, part: int, offsets: tuple[int, int]) -> Front:
+def _put_together(
+    front: ParetoFront, back: ParetoFront, part: int, offsets: tuple[int, int]
+) -> ParetoFront:
     """Every choice of one with every choice of the other."""
     first, second = (
         grid.ravel()
         for grid in np.meshgrid(np.arange(len(front)), np.arange(len(back)), indexing="ij")
     )
-    return Front(
+    return ParetoFront(
         front.kept[first] + back.kept[second],
         np.maximum(
             front.peak[first] + offsets[0], front.kept[first] + back.peak[second] + offsets[1]

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipecompile.memory_model.recompute_problem import Held, Tape
-from pipecompile.recompute.choice import Choice
-from pipecompile.recompute.region import Ends
-from pipecompile.recompute.region_search import Region, Regions, State
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
+from pipecompile.recompute.choice import RegionChoice
+from pipecompile.recompute.region import RegionEnds
+from pipecompile.recompute.region_search import Region, RegionSearch, State
 from pipecompile.recompute.segments import segments
 
 __all__ = ["nested"]
@@ -37,22 +37,22 @@ Numbers = NDArray[np.int64]
 KEPT, FORWARD, BACKWARD, NS, WRITTEN = COLUMNS = range(5)
 
 
-def nested(tape: Tape, blocks: Sequence[str], available: int) -> Choice | None:
+def nested(problem: RecomputeProblem, blocks: Sequence[str], available: int) -> RegionChoice | None:
     """The regions of least extra time of one microbatch, in `available` bytes; None if none were found.
 
     They are listed from outer to inner ones. `blocks` says of each position which block of the model it lies in.
     """
-    search = _Search(tape, _allowed(tape, blocks), available)
+    search = _Search(problem, _allowed(problem, blocks), available)
     return search.cheapest()
 
 
-def _allowed(tape: Tape, blocks: Sequence[str]) -> tuple[Region, ...]:
+def _allowed(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Region, ...]:
     """The regions to choose from."""
-    ends = Ends.of(tape)
+    ends = RegionEnds.of(problem)
     if len(ends.regions) <= LARGEST:
         return ends.regions
-    cuts = [0, *segments(tape, blocks), len(tape.ns)]
-    number = [sum(cut <= place for cut in cuts) for place in range(len(tape.ns) + 1)]
+    cuts = [0, *segments(problem, blocks), len(problem.ns)]
+    number = [sum(cut <= place for cut in cuts) for place in range(len(problem.ns) + 1)]
     # Of each segment the first place where a region may begin, and the last where it may stop.
     first = {number[place]: place for place in sorted(ends.begins, reverse=True)}
     last = {number[place - 1]: place for place in sorted(ends.stops)}
@@ -91,22 +91,22 @@ class _Rows:
 class _Search:
     """All levels of a tape."""
 
-    tape: Tape
+    problem: RecomputeProblem
     allowed: tuple[Region, ...]
     available: int
 
     def __post_init__(self) -> None:
-        self.regions = Regions(self.tape, 0, len(self.tape.ns))
+        self.regions = RegionSearch(self.problem, 0, len(self.problem.ns))
         self.inner: dict[Region, tuple[_Level, _Rows]] = {}
         self.stops: dict[int, list[int]] = {}
         for region in self.allowed:
             self.stops.setdefault(region.start, []).append(region.stop)
 
-    def cheapest(self) -> Choice | None:
+    def cheapest(self) -> RegionChoice | None:
         """That of the stage."""
         for start in sorted(self.stops, reverse=True):
             _Level(self, start, max(self.stops[start]), is_stage=False).fill()
-        level = _Level(self, 0, len(self.tape.ns), is_stage=True)
+        level = _Level(self, 0, len(self.problem.ns), is_stage=True)
         level.fill()
         found = [
             (state, row)
@@ -121,7 +121,7 @@ class _Search:
         )
         kept, forward, backward, ns, _ = rows[state].columns[row].tolist()
         regions = tuple(level.chosen(level.stop, state, row))
-        return Choice(regions, ns, kept + level.sent, max(forward, backward))
+        return RegionChoice(regions, ns, kept + level.sent, max(forward, backward))
 
     def within(self, region: Region, row: int) -> Iterator[Region]:
         """A region and those in it, by the row of its choices."""
@@ -136,7 +136,7 @@ class _Search:
     @cached_property
     def before(self) -> list[int]:
         """The time of all nodes before each position."""
-        return [0, *accumulate(self.tape.ns)]
+        return [0, *accumulate(self.problem.ns)]
 
 
 @dataclass
@@ -155,13 +155,15 @@ class _Level:
     steps: list[_Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tape = self.search.tape
+        self.problem = self.search.problem
         first = -1 if self.is_stage else self.start
-        own = [index for index, held in enumerate(self.tape.held) if first <= held.made < self.stop]
+        own = [
+            index for index, held in enumerate(self.problem.held) if first <= held.made < self.stop
+        ]
         self.own = frozenset(
-            index for index in own if not (self.is_stage and self.tape.held[index].sent)
+            index for index in own if not (self.is_stage and self.problem.held[index].sent)
         )
-        self.sent = self.tape.sent if self.is_stage else 0
+        self.sent = self.problem.sent if self.is_stage else 0
 
     def fill(self) -> None:
         """All choices, from left to right."""
@@ -205,7 +207,7 @@ class _Level:
         columns, how, kept = self._after(position, stop, state, rows, region)
         waiting = self._bytes(self._across(position) - state)
         highest = (
-            self.tape.forward[position]
+            self.problem.forward[position]
             if region is None
             else self.search.regions.again(region).forward
         )
@@ -220,14 +222,14 @@ class _Level:
     ) -> tuple[Numbers, Numbers, State]:
         """What is kept, and lives in the backward, with one more node or region; its forward aside."""
         now = state | self._needed(position, stop, again=region is not None)
-        alone = np.array([[0, 0, self.tape.before[position], 0, 0]])
+        alone = np.array([[0, 0, self.problem.before[position], 0, 0]])
         inner = alone if region is None else self.search.inner[region][1].columns
         outer_row, inner_row = (each.ravel() for each in np.indices((len(rows), len(inner))))
         columns = rows.columns[outer_row]
         counts = (
             position > self.start or self.is_stage
         )  # what begins a region lets go of what that reads
-        done = columns[:, KEPT] + (self.sent + self.tape.after[position] if counts else 0)
+        done = columns[:, KEPT] + (self.sent + self.problem.after[position] if counts else 0)
         columns[:, KEPT] += self._bytes(now - state)
         columns[:, KEPT if self.is_stage else WRITTEN] += inner[inner_row, WRITTEN]
         columns[:, NS] += inner[inner_row, NS]
@@ -245,7 +247,9 @@ class _Level:
 
         It ends with a node that saves something, or with a region, which then does not run in this forward.
         """
-        last = max(place for place in range(self.start, stop) if self.tape.packs[place] != "never")
+        last = max(
+            place for place in range(self.start, stop) if self.problem.packs[place] != "never"
+        )
         found = [
             self._ending(last, stop, state, rows, None) for state, rows in self.fronts[last].items()
         ]
@@ -260,15 +264,16 @@ class _Level:
             np.concatenate([each.columns for each in found]),
             np.concatenate([each.how for each in found]),
         )
-        flowing = rows.columns[:, FORWARD] + self.tape.flowing[last]
+        flowing = rows.columns[:, FORWARD] + self.problem.flowing[last]
         later = max(
-            (max(self.tape.before[p], self.tape.after[p]) for p in range(last + 1, stop)), default=0
+            (max(self.problem.before[p], self.problem.after[p]) for p in range(last + 1, stop)),
+            default=0,
         )
         rows.columns[:, BACKWARD] = np.maximum.reduce(
             [rows.columns[:, BACKWARD], flowing, np.full(len(rows), later)]
         )
         rows.columns[:, [KEPT, FORWARD]] = 0
-        rows.columns[:, WRITTEN] += sum(self.tape.written[self.start : stop])
+        rows.columns[:, WRITTEN] += sum(self.problem.written[self.start : stop])
         self.search.inner[Region(self.start, stop)] = (
             self,
             _pruned(rows, INNER, self.search.available),
@@ -278,7 +283,7 @@ class _Level:
         self, position: int, stop: int, state: State, rows: _Rows, region: Region | None
     ) -> _Rows:
         """With the last node that saves anything, or a region that it lies in."""
-        runs = region is None and self.tape.packs[position] == "after"
+        runs = region is None and self.problem.packs[position] == "after"
         if runs:
             _, moved = self._moved(position, position + 1, state, rows, None)
             columns, how = moved.columns, moved.how
@@ -296,7 +301,9 @@ class _Level:
         used = {
             index for position in range(start, stop) for index in self.search.regions.uses[position]
         }
-        return frozenset(index for index in used & self.own if self.tape.held[index].made < start)
+        return frozenset(
+            index for index in used & self.own if self.problem.held[index].made < start
+        )
 
     def _across(self, position: int) -> State:
         return self._lives[position - self.start]
@@ -306,12 +313,12 @@ class _Level:
         """By position what was made before and is needed there or later; what a region sends on, to its end."""
         found: list[set[int]] = [set() for _ in range(self.start, self.stop + 1)]
         for index in self.own:
-            held = self.tape.held[index]
+            held = self.problem.held[index]
             for position in range(held.made + 1, min(self.stop, self._last(held)) + 1):
                 found[position - self.start].add(index)
         return list(map(frozenset, found))
 
-    def _last(self, held: Held) -> int:
+    def _last(self, held: StoredTensor) -> int:
         return (
             self.stop if held.sent or (held.copied is not None and not self.is_stage) else held.last
         )
@@ -321,15 +328,15 @@ class _Level:
         return frozenset(
             index
             for index in self.own
-            if self.is_stage and self.tape.held[index].copied is not None
+            if self.is_stage and self.problem.held[index].copied is not None
         )
 
     def _sent_before(self, position: int) -> int:
-        held = self.tape.held if self.is_stage else ()
+        held = self.problem.held if self.is_stage else ()
         return sum(each.bytes for each in held if each.sent and each.made < position)
 
     def _bytes(self, storages: State) -> int:
-        return sum(self.tape.held[index].bytes for index in storages)
+        return sum(self.problem.held[index].bytes for index in storages)
 
     def _joined(self, parts: Sequence[_Rows]) -> _Rows:
         if len(parts) == 1 and len(parts[0]) <= MOST:

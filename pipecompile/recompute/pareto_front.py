@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Front", "Numbers", "joined", "pruned"]
+__all__ = ["ParetoFront", "Numbers", "joined", "pruned"]
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Front:
+class ParetoFront:
     """Choices as columns: bytes `kept` per microbatch, bytes at the `peak` of a microbatch, `ns` of extra time.
 
     `left` and `right` are numbers by which whoever makes choices finds out how each came about.
@@ -28,16 +28,16 @@ class Front:
     right: Numbers
 
     @staticmethod
-    def of(kept: int, peak: int, ns: int) -> Front:
+    def of(kept: int, peak: int, ns: int) -> ParetoFront:
         """A single choice."""
-        return Front(*(np.array([value], dtype=np.int64) for value in (kept, peak, ns, 0, 0)))
+        return ParetoFront(*(np.array([value], dtype=np.int64) for value in (kept, peak, ns, 0, 0)))
 
     def __len__(self) -> int:
         return len(self.ns)
 
-    def picked(self, rows: Sequence[int] | Numbers) -> Front:
+    def picked(self, rows: Sequence[int] | Numbers) -> ParetoFront:
         """Some of the choices."""
-        return Front(*(getattr(self, each.name)[rows] for each in fields(self)))
+        return ParetoFront(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     def cheapest(self, in_flight: int, available: int, most_kept: int | None = None) -> int | None:
         """The row of least time that fits: `in_flight` microbatches, of which one is at its peak."""
@@ -46,15 +46,16 @@ class Front:
         return int(fits[np.argmin(self.ns[fits])]) if len(fits) else None
 
 
-def joined(fronts: Sequence[Front], most: int | None = None) -> Front:
+def joined(fronts: Sequence[ParetoFront], most: int | None = None) -> ParetoFront:
     """The choices of all `fronts` that count; about `most` of them, spread out, if there are more."""
     columns = (
-        np.concatenate([getattr(front, each.name) for front in fronts]) for each in fields(Front)
+        np.concatenate([getattr(front, each.name) for front in fronts])
+        for each in fields(ParetoFront)
     )
-    return pruned(Front(*columns), most)
+    return pruned(ParetoFront(*columns), most)
 
 
-def pruned(front: Front, most: int | None = None) -> Front:
+def pruned(front: ParetoFront, most: int | None = None) -> ParetoFront:
     """Without choices that another is as good as in everything; about `most`, if there are more."""
     rows = _undominated(front, np.arange(len(front)))
     if most is not None and len(rows) > most:
@@ -62,7 +63,7 @@ def pruned(front: Front, most: int | None = None) -> Front:
     return front.picked(rows)
 
 
-def _undominated(front: Front, rows: Numbers) -> Numbers:
+def _undominated(front: ParetoFront, rows: Numbers) -> Numbers:
     """Rows from the fastest on: one stays unless an earlier one keeps no more and peaks no higher."""
     order = rows[np.lexsort((front.peak[rows], front.kept[rows], front.ns[rows]))]
     kepts: list[int] = []  # of those that stay, rising
@@ -83,7 +84,7 @@ def _undominated(front: Front, rows: Numbers) -> Numbers:
     return np.array(found, dtype=np.int64)
 
 
-def _spread(front: Front, rows: Numbers, most: int) -> Numbers:
+def _spread(front: ParetoFront, rows: Numbers, most: int) -> Numbers:
     """The fastest row of each cell of a grid over what is kept and the peak, with those that have least of either."""
     cells = max(2, int(most**0.5))
     places = [_cells(column[rows], cells) for column in (front.kept, front.peak)]

@@ -11,11 +11,17 @@ from functools import cached_property
 
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
-from pipecompile.recompute.budget import Budget
-from pipecompile.recompute.policies import Again, ByHand, Piece, Policies, pieces
+from pipecompile.recompute.budget import StageBudget
+from pipecompile.recompute.policies import (
+    ByHand,
+    RecomputePolicies,
+    StageRecompute,
+    StageSlice,
+    stage_slices,
+)
 from pipecompile.recompute.schedule_view import ScheduleView
 
-__all__ = ["Recomputing"]
+__all__ = ["RecomputePlanner"]
 
 EXPONENTS = (
     -80,
@@ -24,7 +30,7 @@ EXPONENTS = (
 
 
 @dataclass(frozen=True)
-class Recomputing:
+class RecomputePlanner:
     """The choice for the stages of one graph, placed on ranks.
 
     While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search. If `waiting`
@@ -36,20 +42,20 @@ class Recomputing:
     view: ScheduleView
     settled: bool = False
     waiting: bool = False
-    known: dict[tuple[Piece, int | None], Again | None] = field(
+    known: dict[tuple[StageSlice, int | None], StageRecompute | None] = field(
         default_factory=dict, repr=False, compare=False
     )
 
-    def of_all(self, names: Sequence[tuple[str, ...]]) -> list[Again | None]:
+    def of_all(self, names: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
         """What all stages compute again, by their nodes; None for those whose rank does not hold them, whatever it is.
 
         Each for itself; where memory decides and a rank holds several, these together, as little as they can if the
         rank does not hold them.
         """
-        ranks, every = self.view.ranks, pieces(names)
+        ranks, every = self.view.ranks, stage_slices(names)
         caps = self.options.caps(ranks)
         if self.options.recompute == "auto" and caps is not None and ranks < len(names):
-            chosen: dict[int, Again | None] = {}
+            chosen: dict[int, StageRecompute | None] = {}
             for rank, cap in enumerate(caps):
                 chosen |= self._of_rank(
                     [piece for piece in every if self.view.placement[piece.stage] == rank], cap
@@ -58,7 +64,7 @@ class Recomputing:
         given = (None,) * ranks if caps is None else caps
         return [self.of(piece, given[self.view.placement[piece.stage]]) for piece in every]
 
-    def _of_rank(self, held: Sequence[Piece], cap: int) -> Mapping[int, Again]:
+    def _of_rank(self, held: Sequence[StageSlice], cap: int) -> Mapping[int, StageRecompute]:
         """Of the stages of a rank: what takes least, by any policy for all of them or each byte at one price.
 
         If nothing lets the rank fit, as little as there is.
@@ -82,15 +88,15 @@ class Recomputing:
         )
 
     def _all(
-        self, held: Sequence[Piece], plain: Mapping[int, Again], policy: ByHand
-    ) -> dict[int, Again]:
+        self, held: Sequence[StageSlice], plain: Mapping[int, StageRecompute], policy: ByHand
+    ) -> dict[int, StageRecompute]:
         """The stages of a rank by a policy; that nothing takes less is not proven."""
         every = {
             piece.stage: self.policies.by_hand(piece, policy, plain[piece.stage]) for piece in held
         }
         return {index: again._replace(least=0) for index, again in every.items()}
 
-    def _priced_alike(self, held: Sequence[Piece], cap: int) -> dict[int, Again]:
+    def _priced_alike(self, held: Sequence[StageSlice], cap: int) -> dict[int, StageRecompute]:
         """Each byte costs the same in all of them, as little as lets the rank fit."""
         low, high = EXPONENTS
         while high - low > 1:
@@ -99,23 +105,23 @@ class Recomputing:
             low, high = (low, middle) if fits else (middle, high)
         return self._at(held, high)
 
-    def _at(self, held: Sequence[Piece], exponent: int) -> dict[int, Again]:
+    def _at(self, held: Sequence[StageSlice], exponent: int) -> dict[int, StageRecompute]:
         """The stages of a rank where a byte costs 2^(exponent / 2) ns."""
         from pipecompile.recompute.choice import weighed
 
-        found: dict[int, Again] = {}
+        found: dict[int, StageRecompute] = {}
         in_flight = self.view.in_flight
         for piece in held:
-            tape = self.policies.tape(
+            problem = self.policies.problem(
                 piece, summed=self.options.microbatches > in_flight[piece.stage]
             )
             choice = weighed(
-                tape, self.policies.blocks(piece), in_flight[piece.stage], 2 ** (exponent / 2)
+                problem, self.policies.blocks(piece), in_flight[piece.stage], 2 ** (exponent / 2)
             )
             found[piece.stage] = self.policies.again(piece, choice.regions, choice.ns, 0)
         return found
 
-    def of(self, piece: Piece, cap: int | None) -> Again | None:
+    def of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
         """What a stage computes again, or saves how, where its rank may hold `cap` bytes.
 
         None if `auto`, or forms, find nothing that does; a policy by hand is what it is.
@@ -124,18 +130,18 @@ class Recomputing:
             self.known[piece, cap] = self._of(piece, cap)
         return self.known[piece, cap]
 
-    def _of(self, piece: Piece, cap: int | None) -> Again | None:
+    def _of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
         plain, policy = self.policies.plain(piece), self.options.recompute
-        budget = None if cap is None else Budget(self.policies, piece, cap, self.settled)
+        budget = None if cap is None else StageBudget(self.policies, piece, cap, self.settled)
         if policy != "auto":
-            found: Again | None = self.policies.by_hand(piece, policy, plain)
+            found: StageRecompute | None = self.policies.by_hand(piece, policy, plain)
         else:
             found = plain if budget is None or budget.fits(plain) else self._cheapest(budget, plain)
         if not self.options.saving or budget is None or budget.fits(plain):
             return found
         return budget.or_saved(found, plain)
 
-    def _cheapest(self, budget: Budget, plain: Again) -> Again | None:
+    def _cheapest(self, budget: StageBudget, plain: StageRecompute) -> StageRecompute | None:
         """The whole stage, the whole for all microbatches but a step's last, or regions: what fits and takes least."""
         whole = self.policies.by_hand(
             budget.piece, "stage", plain
@@ -158,6 +164,6 @@ class Recomputing:
         return self.settled and self.options.microbatches > 1 and self.options.schedule != "search"
 
     @cached_property
-    def policies(self) -> Policies:
+    def policies(self) -> RecomputePolicies:
         """What stages compute again by a policy, and what their ranks hold then."""
-        return Policies(self.graph, self.options, self.view)
+        return RecomputePolicies(self.graph, self.options, self.view)

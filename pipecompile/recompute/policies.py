@@ -17,17 +17,25 @@ from pipecompile.ir.plan import Options, Saving
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.rank import Spare, rank_memory, spare
-from pipecompile.memory_model.recompute_problem import Tape, tape_of
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.snapshots import Moment
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.schedule_view import ScheduleView
 
-__all__ = ["NOTHING_AGAIN", "Again", "ByHand", "Piece", "Policies", "ns_of", "pieces"]
+__all__ = [
+    "NO_RECOMPUTE",
+    "StageRecompute",
+    "ByHand",
+    "StageSlice",
+    "RecomputePolicies",
+    "ns_of",
+    "stage_slices",
+]
 
 ByHand = Literal["none", "stage", "except-last", "block", "sqrt"]
 
 
-class Again(NamedTuple):
+class StageRecompute(NamedTuple):
     """What a stage computes again, all of it or regions, and what it holds then.
 
     `ns` is the extra time, with that of `saving`: runs of nodes outside of regions whose saved tensors lie in another
@@ -54,10 +62,10 @@ class Again(NamedTuple):
         return self.footprint.kept.bound
 
 
-NOTHING_AGAIN = Again("none", (), 0, 0, NOTHING)
+NO_RECOMPUTE = StageRecompute("none", (), 0, 0, NOTHING)
 
 
-class Piece(NamedTuple):
+class StageSlice(NamedTuple):
     """The nodes of a stage by its index, and those of all stages before it."""
 
     stage: int
@@ -65,10 +73,10 @@ class Piece(NamedTuple):
     nodes: tuple[str, ...]
 
 
-def pieces(names: Sequence[tuple[str, ...]]) -> list[Piece]:
+def stage_slices(names: Sequence[tuple[str, ...]]) -> list[StageSlice]:
     """All stages, by their nodes."""
     return [
-        Piece(index, tuple(chain.from_iterable(names[:index])), nodes)
+        StageSlice(index, tuple(chain.from_iterable(names[:index])), nodes)
         for index, nodes in enumerate(names)
     ]
 
@@ -81,14 +89,14 @@ class _Step(TypedDict):
 
 
 @dataclass(frozen=True)
-class Policies:
+class RecomputePolicies:
     """What stages of one graph, placed on ranks, compute again by a policy, and what their ranks hold then."""
 
     graph: CostGraph
     options: Options
     view: ScheduleView
 
-    def by_hand(self, piece: Piece, policy: ByHand, plain: Again) -> Again:
+    def by_hand(self, piece: StageSlice, policy: ByHand, plain: StageRecompute) -> StageRecompute:
         """By policy: nothing in the last stage, which no schedule recomputes, or if the only microbatch is spared."""
         if piece.stage == self.options.k - 1 or (policy, self.options.microbatches) == (
             "except-last",
@@ -104,51 +112,55 @@ class Policies:
             case "block" | "sqrt":
                 return self._in_blocks(piece, policy)
 
-    def plain(self, piece: Piece) -> Again:
+    def plain(self, piece: StageSlice) -> StageRecompute:
         """Nothing is computed again."""
         return self.again(piece, (), 0, 0)
 
-    def _in_blocks(self, piece: Piece, policy: Literal["block", "sqrt"]) -> Again:
+    def _in_blocks(self, piece: StageSlice, policy: Literal["block", "sqrt"]) -> StageRecompute:
         """Regions by hand: each block of the model, or about √n of n blocks together."""
         from pipecompile.recompute.choice import per_block, priced, square_root
 
-        tape, blocks = self.tape(piece, summed=True), self.blocks(piece)
-        regions = (per_block if policy == "block" else square_root)(tape, blocks)
-        ns = priced(tape, regions).ns
+        problem, blocks = self.problem(piece, summed=True), self.blocks(piece)
+        regions = (per_block if policy == "block" else square_root)(problem, blocks)
+        ns = priced(problem, regions).ns
         return self.again(piece, regions, ns, ns)
 
     def again(
         self,
-        piece: Piece,
+        piece: StageSlice,
         regions: Iterable[tuple[int, int]],
         ns: int,
         least: int,
         saving: Iterable[Saving] = (),
-    ) -> Again:
+    ) -> StageRecompute:
         """Regions that take `ns`, and at least `least`, and runs of nodes that save in other forms."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(saving, key=lambda run: self.lives.place[run.nodes[0]]))
         footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _forms(runs))
         more = ns_of(runs)
-        return Again(
+        return StageRecompute(
             "regions" if named else "none", named, ns + more, least + more, footprint, runs
         )
 
-    def tape(self, piece: Piece, *, summed: bool, saving: Iterable[Saving] = ()) -> Tape:
+    def problem(
+        self, piece: StageSlice, *, summed: bool, saving: Iterable[Saving] = ()
+    ) -> RecomputeProblem:
         """The stage for a choice of regions."""
-        return tape_of(self.lives, piece.before, piece.nodes, summed=summed, saving=_forms(saving))
+        return recompute_problem_of(
+            self.lives, piece.before, piece.nodes, summed=summed, saving=_forms(saving)
+        )
 
-    def blocks(self, piece: Piece) -> list[str]:
+    def blocks(self, piece: StageSlice) -> list[str]:
         """The block of the model that each of its nodes lies in."""
         return [block_of(self.graph.by_name[name].module) for name in piece.nodes]
 
-    def mean_ns(self, stages: Mapping[int, Again]) -> Fraction:
+    def mean_ns(self, stages: Mapping[int, StageRecompute]) -> Fraction:
         """The extra time of a microbatch in all of them, on average over a step."""
         return sum(
             (again.mean_ns(self.options.microbatches) for again in stages.values()), Fraction(0)
         )
 
-    def total(self, stages: Mapping[int, Again]) -> int:
+    def total(self, stages: Mapping[int, StageRecompute]) -> int:
         """What the rank of these stages may hold at its peak, by the named schedule or that which stands in for one."""
         kinds = {again.kind for again in stages.values()}
         at = self._moments(
@@ -160,7 +172,7 @@ class Policies:
             {index: again.footprint for index, again in stages.items()}, at, **self._step
         ).total.bound
 
-    def spare(self, piece: Piece, plain: Again, cap: int) -> list[Spare]:
+    def spare(self, piece: StageSlice, plain: StageRecompute, cap: int) -> list[Spare]:
         """What a stage that is alone on its rank may take as each of its backwards begins."""
         return list(
             spare(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipecompile.memory_model.recompute_problem import Tape
+from pipecompile.memory_model.recompute_problem import RecomputeProblem
 
-__all__ = ["Ends", "Region"]
+__all__ = ["RegionEnds", "Region"]
 
 
 class Region(NamedTuple):
@@ -19,7 +19,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ends:
+class RegionEnds:
     """Where regions may begin and stop that some choice may need: at other ends are nodes better left out of them."""
 
     begins: frozenset[int]
@@ -27,15 +27,15 @@ class Ends:
     regions: tuple[Region, ...]
 
     @staticmethod
-    def of(tape: Tape) -> Ends:
+    def of(problem: RecomputeProblem) -> RegionEnds:
         """Those between boundaries.
 
         The nodes up to the next boundary save or make something, or a region may as well begin after them. Those from
         the boundary before save something, or it may as well end before them.
         """
-        made = {held.made for held in tape.held}
-        pairs = list(pairwise(sorted(tape.boundaries)))
-        saving = [any(tape.packs[place] != "never" for place in range(*pair)) for pair in pairs]
+        made = {held.made for held in problem.held}
+        pairs = list(pairwise(sorted(problem.boundaries)))
+        saving = [any(problem.packs[place] != "never" for place in range(*pair)) for pair in pairs]
         begins = [
             a
             for (a, b), saves in zip(pairs, saving, strict=True)
@@ -43,8 +43,8 @@ class Ends:
         ]
         stops = [b for (_, b), saves in zip(pairs, saving, strict=True) if saves]
         ends = {
-            a: min((place for place in tape.fixed if place >= a), default=len(tape.ns))
+            a: min((place for place in problem.fixed if place >= a), default=len(problem.ns))
             for a in begins
         }
         regions = tuple(Region(a, b) for a in begins for b in stops if a < b <= ends[a])
-        return Ends(frozenset(begins), frozenset(stops), regions)
+        return RegionEnds(frozenset(begins), frozenset(stops), regions)

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipecompile.memory_model.recompute_problem import Held, Tape
-from pipecompile.recompute.pareto_front import Front, Numbers, joined
-from pipecompile.recompute.region import Ends, Region
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
+from pipecompile.recompute.pareto_front import Numbers, ParetoFront, joined
+from pipecompile.recompute.region import Region, RegionEnds
 
-__all__ = ["Region", "Regions", "State"]
+__all__ = ["Region", "RegionSearch", "State"]
 
 State = frozenset[int]  # indices of storages that are kept already
 
 
-class Again(NamedTuple):
+class RegionCost(NamedTuple):
     """What a region takes: time, the most that lives in its forward and in its backward, and copies that it keeps."""
 
     ns: int
@@ -51,20 +51,20 @@ class _Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Regions:
+class RegionSearch:
     """The choices for the nodes of `tape` from `start` to `stop`: all that count, or about `most` in each state.
 
     `fronts` has them by position and by what is kept across it. Bytes are above what was kept before `start`: of that
     `kept` are the storages that are used from there on.
     """
 
-    tape: Tape
+    problem: RecomputeProblem
     start: int
     stop: int
     kept: State = frozenset()
     most: int | None = None
     steps: list[_Step] = field(default_factory=list, init=False, compare=False)
-    known: dict[Region, Again] = field(default_factory=dict, init=False, compare=False)
+    known: dict[Region, RegionCost] = field(default_factory=dict, init=False, compare=False)
     needs: dict[tuple[int, int, bool], State] = field(
         default_factory=dict, init=False, compare=False
     )
@@ -80,10 +80,10 @@ class Regions:
         return tuple(reversed(found))
 
     @cached_property
-    def fronts(self) -> dict[int, dict[State, Front]]:
+    def fronts(self) -> dict[int, dict[State, ParetoFront]]:
         """The choices."""
-        found = {self.start: {self.kept & self._across[self.start]: Front.of(0, 0, 0)}}
-        incoming: dict[int, dict[State, list[Front]]] = {}
+        found = {self.start: {self.kept & self._across[self.start]: ParetoFront.of(0, 0, 0)}}
+        incoming: dict[int, dict[State, list[ParetoFront]]] = {}
         for position in range(self.start, self.stop + 1):
             if position in incoming:
                 found[position] = {
@@ -100,10 +100,10 @@ class Regions:
                     )
         return found
 
-    def whole(self) -> tuple[State, Front]:
+    def whole(self) -> tuple[State, ParetoFront]:
         """All nodes as one region."""
         state, kept, peak, ns = self.along((Region(self.start, self.stop),))
-        return state, Front.of(kept, peak, ns)
+        return state, ParetoFront.of(kept, peak, ns)
 
     def along(self, regions: Sequence[Region]) -> tuple[State, int, int, int]:
         """These regions, which are in order: what is kept across the end, and bytes kept, peak and extra time."""
@@ -123,7 +123,7 @@ class Regions:
             yield position + 1, None
         if position in self._ends.begins:
             for stop in range(position + 1, self.stop + 1):
-                if stop - 1 in self.tape.fixed:
+                if stop - 1 in self.problem.fixed:
                     return
                 if stop in self._ends.stops:
                     yield stop, Region(position, stop)
@@ -131,20 +131,20 @@ class Regions:
     def _move(self, position: int, stop: int, state: State, region: Region | None) -> _Move:
         """One more node, or one more region."""
         now = state | self._needed_by(position, stop, again=region is not None)
-        again = Again(0, self.tape.forward[position], self.tape.before[position])
+        again = RegionCost(0, self.problem.forward[position], self.problem.before[position])
         if region is not None:
             again = self.again(region)
-        held, sent = self.tape.held, self.tape.sent
+        held, sent = self.problem.held, self.problem.sent
         kept = sum(held[index].bytes for index in now - state) + again.written
         waiting = sum(held[index].bytes for index in self._across[position] - state)
         forward = waiting + self._sent_by[position] + again.forward + again.written
         copied = (
             sum(held[index].bytes for index in self._copied - now)
-            if stop == len(self.tape.ns)
+            if stop == len(self.problem.ns)
             else 0
         )
         rise = max(
-            forward, kept + sent + max(again.backward, copied), sent + self.tape.after[position]
+            forward, kept + sent + max(again.backward, copied), sent + self.problem.after[position]
         )
         return _Move(now & self._across[stop], kept, rise, again.ns)
 
@@ -156,46 +156,48 @@ class Regions:
 
     def _needs(self, start: int, stop: int, *, again: bool) -> State:
         if not again:
-            return frozenset(i for i in self.savings[start] if not self.tape.held[i].sent)
+            return frozenset(i for i in self.savings[start] if not self.problem.held[i].sent)
         if all(
-            packs == "never" for packs in self.tape.packs[start:stop]
+            packs == "never" for packs in self.problem.packs[start:stop]
         ):  # it is never computed again
             return frozenset()
         used = {index for position in range(start, stop) for index in self.uses[position]}
         return frozenset(
-            i for i in used if self.tape.held[i].made < start and not self.tape.held[i].sent
+            i for i in used if self.problem.held[i].made < start and not self.problem.held[i].sent
         )
 
-    def again(self, region: Region) -> Again:
+    def again(self, region: Region) -> RegionCost:
         """A region by itself, above what was kept for it."""
         if region not in self.known:
             self.known[region] = self._alone(region)
         return self.known[region]
 
-    def _alone(self, region: Region) -> Again:
+    def _alone(self, region: Region) -> RegionCost:
         last, stop = self._until(region)
         first = self._walk(region, region.stop, again=False)
         backward = self._backward(region, last, self._walk(region, stop, again=True))
-        written = sum(self.tape.written[region.start : region.stop])
+        written = sum(self.problem.written[region.start : region.stop])
         if last is None:  # nothing holds on to it
             first, written = first + written, 0
-        return Again(sum(self.tape.ns[region.start : stop]), first, backward, written)
+        return RegionCost(sum(self.problem.ns[region.start : stop]), first, backward, written)
 
     def _until(self, region: Region) -> tuple[int | None, int]:
         """The last node that saves anything, and where computing again stops: that may be before its kernels run."""
-        packs = self.tape.packs
+        packs = self.problem.packs
         last = max((place for place in range(*region) if packs[place] != "never"), default=None)
         return last, region.start if last is None else last + (packs[last] == "after")
 
     def extra_ns(self, regions: Sequence[Region]) -> int:
         """The time that these regions take."""
-        return sum(sum(self.tape.ns[region.start : self._until(region)[1]]) for region in regions)
+        return sum(
+            sum(self.problem.ns[region.start : self._until(region)[1]]) for region in regions
+        )
 
     def _walk(self, region: Region, stop: int, *, again: bool) -> int:
         """The most that lives in the forwards up to `stop`, above what lived before; what is saved `again` stays."""
         now = highest = 0
         for position in range(region.start, stop):
-            highest = max(highest, now + self.tape.forward[position])
+            highest = max(highest, now + self.problem.forward[position])
             now += self._made_bytes[position]
             for held in self._ending[position]:
                 if held.made >= region.start and not (
@@ -216,12 +218,12 @@ class Regions:
         now = highest = 0
         for position in reversed(range(*region)):
             if position == last:
-                highest = max(highest, self.tape.flowing[position] + entry)
+                highest = max(highest, self.problem.flowing[position] + entry)
                 now = sum(freed.values())
-            highest = max(highest, now + self.tape.before[position])
+            highest = max(highest, now + self.problem.before[position])
             now -= freed[position]
             if position > region.start:
-                highest = max(highest, now + self.tape.after[position])
+                highest = max(highest, now + self.problem.after[position])
         return highest
 
     @cached_property
@@ -229,10 +231,10 @@ class Regions:
         return [sum(held.bytes for held in made) for made in self._made]
 
     @cached_property
-    def _ending(self) -> list[list[Held]]:
+    def _ending(self) -> list[list[StoredTensor]]:
         """By position what is used there for the last time; what is sent lives on."""
-        found: list[list[Held]] = [[] for _ in self.tape.ns]
-        for held in self.tape.held:
+        found: list[list[StoredTensor]] = [[] for _ in self.problem.ns]
+        for held in self.problem.held:
             if not held.sent and 0 <= held.last < len(found):
                 found[held.last].append(held)
         return found
@@ -240,8 +242,8 @@ class Regions:
     @cached_property
     def _across(self) -> list[State]:
         """By position what was made before and is used there or later; what is sent is kept anyway."""
-        found: list[set[int]] = [set() for _ in range(len(self.tape.ns) + 1)]
-        for index, held in enumerate(self.tape.held):
+        found: list[set[int]] = [set() for _ in range(len(self.problem.ns) + 1)]
+        for index, held in enumerate(self.problem.held):
             for position in range(held.made + 1, held.last + 1) if not held.sent else ():
                 found[position].add(index)
         return list(map(frozenset, found))
@@ -249,21 +251,22 @@ class Regions:
     @cached_property
     def _copied(self) -> State:
         """What copies are made of when the last node is done."""
-        last = range(len(self.tape.ns))
-        return frozenset(i for i, held in enumerate(self.tape.held) if held.copied in last)
+        last = range(len(self.problem.ns))
+        return frozenset(i for i, held in enumerate(self.problem.held) if held.copied in last)
 
     @cached_property
     def _sent_by(self) -> list[int]:
         """Bytes that are sent and made before each position."""
-        sent = [held for held in self.tape.held if held.sent]
+        sent = [held for held in self.problem.held if held.sent]
         return [
-            sum(held.bytes for held in sent if held.made < p) for p in range(len(self.tape.ns) + 1)
+            sum(held.bytes for held in sent if held.made < p)
+            for p in range(len(self.problem.ns) + 1)
         ]
 
     @cached_property
-    def _made(self) -> list[list[Held]]:
-        found: list[list[Held]] = [[] for _ in self.tape.ns]
-        for held in self.tape.held:
+    def _made(self) -> list[list[StoredTensor]]:
+        found: list[list[StoredTensor]] = [[] for _ in self.problem.ns]
+        for held in self.problem.held:
             if held.made >= 0:
                 found[held.made].append(held)
         return found
@@ -278,23 +281,23 @@ class Regions:
         """By position the storages that its node reads or saves."""
         return self._indices(lambda held: {*held.uses, *held.saved})
 
-    def _indices(self, places_of: Callable[[Held], set[int]]) -> list[list[int]]:
+    def _indices(self, places_of: Callable[[StoredTensor], set[int]]) -> list[list[int]]:
         """By position the storages whose places it is among."""
-        found: list[list[int]] = [[] for _ in self.tape.ns]
-        for index, held in enumerate(self.tape.held):
+        found: list[list[int]] = [[] for _ in self.problem.ns]
+        for index, held in enumerate(self.problem.held):
             for place in places_of(held):
                 if place < len(found):
                     found[place].append(index)
         return found
 
     @cached_property
-    def _ends(self) -> Ends:
-        return Ends.of(self.tape)
+    def _ends(self) -> RegionEnds:
+        return RegionEnds.of(self.problem)
 
 
-def _moved(front: Front, move: _Move, left: Numbers, right: Numbers) -> Front:
+def _moved(front: ParetoFront, move: _Move, left: Numbers, right: Numbers) -> ParetoFront:
     """The choices of `front` with a step more."""
-    return Front(
+    return ParetoFront(
         front.kept + move.kept,
         np.maximum(front.peak, front.kept + move.rise),
         front.ns + move.ns,

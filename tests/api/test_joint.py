@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
 
 from pipecompile.api.partition import problem_of
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE
@@ -19,13 +19,13 @@ from pipecompile.ir.plan import Options
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.rank import rank_memory
-from pipecompile.memory_model.recompute_problem import tape_of
+from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.partition.check import faults
 from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.solver import solve
-from pipecompile.recompute.policies import Piece
+from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.selection import moments_of
 from tests.ir.cost_graphs import cost_graphs
 from tests.recompute.test_region_search import every_choice, extra_ns
@@ -69,7 +69,7 @@ def held(
 def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[str]]) -> int | None:
     """The least extra time of all choices that fit."""
     before = [name for earlier in names[:stage] for name in earlier]
-    boundaries = tape_of(lives, before, names[stage], summed=True).boundaries
+    boundaries = recompute_problem_of(lives, before, names[stage], summed=True).boundaries
     choices = [[names[stage][a:b] for a, b in runs] for runs in every_choice(boundaries)]
     timed = sorted(
         (sum(extra_ns(lives.graph, region) for region in regions), regions) for regions in choices
@@ -174,7 +174,7 @@ def test_regions_within_regions_prove_nothing() -> None:
     nested = 0
     for cap in range(76_000, 66_000, -128):
         options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
-        found = recomputing_for(graph, options, (0,), settled=True).of(Piece(0, (), names), cap)
+        found = recompute_planner(graph, options, (0,), settled=True).of(StageSlice(0, (), names), cap)
         inner = found is not None and any(
             set(a) < set(b) for a in found.regions for b in found.regions
         )

@@ -8,11 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Recompute
-from pipecompile.recompute.planner import Recomputing
-from pipecompile.recompute.policies import Again
+from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.policies import StageRecompute
 from pipecompile.schedule.named import MAY_SPLIT
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_nested_regions import chains
@@ -60,7 +60,7 @@ def test_no_policy_takes_less_at_its_own_peak(
     assume(not (schedule in MAY_SPLIT and policy in ("block", "sqrt")))
     settled = settled or policy == "except-last"  # which is looked at once the cut is settled
 
-    def choosing(recompute: Recompute, caps: tuple[int, ...]) -> Recomputing:
+    def choosing(recompute: Recompute, caps: tuple[int, ...]) -> RecomputePlanner:
         options = Options(
             k=len(placement),
             microbatches=microbatches,
@@ -71,9 +71,9 @@ def test_no_policy_takes_less_at_its_own_peak(
             memory_bytes=caps,
             costs="table",
         )
-        return recomputing_for(in_blocks(graph, size), options, placement, settled=settled)
+        return recompute_planner(in_blocks(graph, size), options, placement, settled=settled)
 
-    def of_rank(chosen: Sequence[Again | None], rank: int) -> dict[int, Again]:
+    def of_rank(chosen: Sequence[StageRecompute | None], rank: int) -> dict[int, StageRecompute]:
         return {
             i: again for i, again in enumerate(chosen) if placement[i] == rank and again is not None
         }

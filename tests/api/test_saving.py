@@ -20,7 +20,7 @@ from pipecompile.api.compile import pipecompile
 from pipecompile.api.costs import Captured, cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft, predicted
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.soundness import violations
 from pipecompile.api.stages import stages_of
 from pipecompile.api.target import Target
@@ -83,7 +83,7 @@ def fitted(**options: Any) -> Plan:
     """The plan that fits as it is, its two stages made to fit `memory`: without the search for a cut."""
     plan, graph = planned(), costed()[1]
     chosen = options_for(target(), k=2, microbatches=4, costs="flops", **options)
-    stages = stages_of(graph, plan.assignment, recomputing_for(graph, chosen, (0, 1), settled=True))
+    stages = stages_of(graph, plan.assignment, recompute_planner(graph, chosen, (0, 1), settled=True))
     return restaged(replace(plan, options=chosen), stages)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph
 from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.recompute_problem import tape_of
+from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.recompute.choice import cheapest, per_block, priced, square_root, whole
 from pipecompile.recompute.lower_bound import least_ns
 from tests.ir.cost_graphs import cost_graphs, stages_of
@@ -23,25 +23,25 @@ def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    tape = tape_of(Lives(graph), before, names, summed=True)
+    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
     blocks = sorted(data.draw(st.sampled_from("abc")) for _ in names)
     every = {
         runs: price(graph, before, names, [names[a:b] for a, b in runs])
-        for runs in every_choice(tape.boundaries)
+        for runs in every_choice(problem.boundaries)
     }
-    for policy in (whole(tape), per_block(tape, blocks), square_root(tape, blocks)):
+    for policy in (whole(problem), per_block(problem, blocks), square_root(problem, blocks)):
         kept, peak, ns = every[tuple(map(tuple, policy))]
-        choice = priced(tape, policy)
+        choice = priced(problem, policy)
         assert (choice.kept, max(choice.kept, choice.peak), choice.ns) == (kept, peak, ns)
     kept, peak, _ = data.draw(st.sampled_from(sorted(every.values())))
     available = (in_flight - 1) * kept + peak
-    best = cheapest(tape, blocks, in_flight, available)
+    best = cheapest(problem, blocks, in_flight, available)
     assert best is not None
     fitting = [
         choice for choice in every.values() if (in_flight - 1) * choice[0] + choice[1] <= available
     ]
     assert best.ns == min(ns for *_, ns in fitting)
-    bound = least_ns(tape, in_flight, available)
+    bound = least_ns(problem, in_flight, available)
     assert bound is not None and bound <= best.ns
     least = min((in_flight - 1) * kept + peak for kept, peak, _ in every.values())
-    assert cheapest(tape, blocks, in_flight, least - 1) is None
+    assert cheapest(problem, blocks, in_flight, least - 1) is None

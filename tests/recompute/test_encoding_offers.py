@@ -16,9 +16,9 @@ from pipecompile.ir.graph import Content, CostGraph, Node, Tensor
 from pipecompile.memory_model.encodings import Run, forms_of
 from pipecompile.memory_model.live_ranges import Lives, Storage
 from pipecompile.memory_model.lower_bounds import floors, freeable
-from pipecompile.memory_model.recompute_problem import Tape, tape_of
+from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.recompute.encoding_offers import HOST_BYTES_PER_NS, offers
+from pipecompile.recompute.encoding_offers import HOST_BYTES_PER_NS, encoding_offers
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_region_search import every_choice, extra_ns
 
@@ -39,7 +39,7 @@ def test_runs_lie_apart_and_together_free_memory(
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     lives, before = Lives(graph), list(chain(*cut[:index]))
-    found = offers(lives, before, cut[index], policies)
+    found = encoding_offers(lives, before, cut[index], policies)
     named = [name for offer in found for name in offer.saving.nodes]
     assert len(set(named)) == len(named) and not fixed.intersection(named)
     assert all(a.ns_per_byte <= b.ns_per_byte for a, b in pairwise(found))
@@ -74,12 +74,12 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     lives, before, names = Lives(graph), list(chain(*cut[:index])), cut[index]
-    offered = [offer.saving for offer in offers(lives, before, names, policies)]
+    offered = [offer.saving for offer in encoding_offers(lives, before, names, policies)]
     saving = [run for run in offered if data.draw(st.booleans())]
     runs = [(run.nodes, run.policies) for run in saving]
-    tape = tape_of(lives, before, names, summed=True, saving=runs)
+    problem = recompute_problem_of(lives, before, names, summed=True, saving=runs)
     regions = (
-        [names[a:b] for a, b in data.draw(st.sampled_from(_choices(tape)))]
+        [names[a:b] for a, b in data.draw(st.sampled_from(_choices(problem)))]
         if recompute == "auto"
         else []
     )
@@ -97,12 +97,12 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     )
 
 
-def _choices(tape: Tape) -> list[tuple[tuple[int, int], ...]]:
+def _choices(problem: RecomputeProblem) -> list[tuple[tuple[int, int], ...]]:
     """All regions without the nodes that must be in none."""
     return [
         chosen
-        for chosen in every_choice(tape.boundaries)
-        if not any(start <= place < stop for start, stop in chosen for place in tape.fixed)
+        for chosen in every_choice(problem.boundaries)
+        if not any(start <= place < stop for start, stop in chosen for place in problem.fixed)
     ]
 
 
@@ -150,7 +150,7 @@ FLOAT, MASK = Content(dtype="float32"), Content(dtype="float32", is_mask=True)
 def offered(
     graph: CostGraph, *policies: Policy
 ) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    found = offers(Lives(graph), (), [node.name for node in graph.nodes], policies)
+    found = encoding_offers(Lives(graph), (), [node.name for node in graph.nodes], policies)
     return sorted((offer.saving.nodes, offer.saving.policies) for offer in found)
 
 
@@ -180,11 +180,11 @@ def test_runs_are_as_short_as_what_they_must_see() -> None:
 def test_prices() -> None:
     """Kernels at the rate of the graph's own; on a GPU what the link takes longer than the nodes of the run."""
     rows = (("first", FLOAT, ()), ("second", FLOAT, ((1, "other"),)), ("end", None, ()))
-    (offer,) = offers(Lives(chain_of(*rows)), (), ["first", "second", "end"], ("half",))
+    (offer,) = encoding_offers(Lives(chain_of(*rows)), (), ["first", "second", "end"], ("half",))
     assert Lives(chain_of(*rows)).bytes_per_ns == 2
     assert (offer.saving.forward_ns, offer.saving.backward_ns) == (WIDE * 3 // 4, WIDE * 3 // 4)
     assert offer.ns_per_byte == Fraction(3, 1)
-    (offer,) = offers(
+    (offer,) = encoding_offers(
         Lives(chain_of(*rows, memory="cuda")), (), ["first", "second", "end"], ("offload",)
     )
     assert WIDE // HOST_BYTES_PER_NS < WIDE  # it hides

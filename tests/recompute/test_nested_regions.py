@@ -12,7 +12,7 @@ from benchmarks.memory_models import gpt_blocks
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.module_paths import block_of
 from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.recompute_problem import tape_of
+from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import cheapest, priced
 from pipecompile.recompute.nested_regions import nested
@@ -87,15 +87,15 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
 @given(chains(), st.data())
 def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataObject) -> None:
     names = [node.name for node in graph.nodes]
-    tape = tape_of(Lives(graph), (), names, summed=True)
+    problem = recompute_problem_of(Lives(graph), (), names, summed=True)
     every = {runs: price(graph, runs) for runs in every_nesting(0, len(names))}
     available = data.draw(st.sampled_from(sorted({peak for peak, _ in every.values()})))
-    best = nested(tape, names, available)
+    best = nested(problem, names, available)
     assert best is not None
     peak, ns = price(graph, best.regions)
     assert (best.ns, peak <= best.peak <= available) == (ns, True)
     assert ns == min(ns for peak, ns in every.values() if peak <= available)
-    assert nested(tape, names, min(peak for peak, _ in every.values()) - 1) is None
+    assert nested(problem, names, min(peak for peak, _ in every.values()) - 1) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,12 +107,12 @@ def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    tape = tape_of(Lives(graph), before, names, summed=True)
+    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
     choices = [
-        priced(tape, [Region(*run) for run in runs]) for runs in every_choice(tape.boundaries)
+        priced(problem, [Region(*run) for run in runs]) for runs in every_choice(problem.boundaries)
     ]
     available = data.draw(st.sampled_from(sorted(choice.peak for choice in choices)))
-    best = nested(tape, names, available)
+    best = nested(problem, names, available)
     assert best is not None
     regions = [names[a:b] for a, b in best.regions]
     assert best.ns == extra_ns(graph, cut, index, regions)
@@ -129,11 +129,11 @@ def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:
         [node.name for node in graph.nodes],
         [block_of(node.module) for node in graph.nodes],
     )
-    tape = tape_of(Lives(graph), (), names, summed=True)
-    plain = priced(tape, ())
+    problem = recompute_problem_of(Lives(graph), (), names, summed=True)
+    plain = priced(problem, ())
     for percent in (80, 50, 30):
         available = plain.peak * percent // 100
-        apart, best = cheapest(tape, blocks, 1, available), nested(tape, blocks, available)
+        apart, best = cheapest(problem, blocks, 1, available), nested(problem, blocks, available)
         assert best is not None
         assert (apart is None) == (percent == 30)
         assert apart is None or best.ns <= apart.ns

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
 from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.recompute_problem import Held, Tape, tape_of
+from pipecompile.memory_model.recompute_problem import (
+    RecomputeProblem,
+    StoredTensor,
+    recompute_problem_of,
+)
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import priced
 from pipecompile.recompute.menus import menu
-from pipecompile.recompute.region_search import Region, Regions
+from pipecompile.recompute.region_search import Region, RegionSearch
 from tests.ir.cost_graphs import cost_graphs, saving_of, stages_of
 
-Choice = tuple[int, int, int]
+RegionChoice = tuple[int, int, int]
 
 
 def every_choice(boundaries: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -40,7 +44,7 @@ def price(
     names: Sequence[str],
     regions: Sequence[Sequence[str]],
     saving: Sequence[tuple[tuple[str, ...], tuple[Policy, ...]]] = (),
-) -> Choice:
+) -> RegionChoice:
     """What is kept, the peak and the extra time, by the memory model and by hand."""
     footprint = footprint_of(Lives(graph), before, names, regions, saving)
     kept = footprint.kept.bound
@@ -58,7 +62,7 @@ def extra_ns(graph: CostGraph, region: Sequence[str]) -> int:
     return sum(node.forward_ns for node in nodes)
 
 
-def undominated(choices: set[Choice]) -> set[Choice]:
+def undominated(choices: set[RegionChoice]) -> set[RegionChoice]:
     return {
         a
         for a in choices
@@ -72,10 +76,10 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    tape = tape_of(Lives(graph), before, names, summed=True)
-    sent = tape.sent
-    search = Regions(tape, 0, len(names))
-    found: set[Choice] = set()
+    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
+    sent = problem.sent
+    search = RegionSearch(problem, 0, len(names))
+    found: set[RegionChoice] = set()
     for state, front in search.fronts[len(names)].items():
         for row in range(len(front)):
             kept = int(front.kept[row]) + sent
@@ -83,10 +87,10 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
             regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
             assert price(graph, before, names, regions) == figures, regions
             found.add(figures)
-    every: set[Choice] = set()
-    for runs in every_choice(tape.boundaries):
+    every: set[RegionChoice] = set()
+    for runs in every_choice(problem.boundaries):
         figures = price(graph, before, names, [names[a:b] for a, b in runs])
-        choice = priced(tape, [Region(*run) for run in runs])
+        choice = priced(problem, [Region(*run) for run in runs])
         assert (choice.kept, max(choice.kept, choice.peak), choice.ns) == figures, runs
         every.add(figures)
     assert undominated(found) == undominated(every)
@@ -101,9 +105,9 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
     saving = data.draw(saving_of(names, ()))
-    tape = tape_of(Lives(graph), before, names, summed=True, saving=saving)
-    sent = tape.sent
-    search = Regions(tape, 0, len(names))
+    problem = recompute_problem_of(Lives(graph), before, names, summed=True, saving=saving)
+    sent = problem.sent
+    search = RegionSearch(problem, 0, len(names))
     for state, front in search.fronts[len(names)].items():
         for row in range(len(front)):
             regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
@@ -119,11 +123,11 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    tape = tape_of(Lives(graph), before, names, summed=True)
-    inner = [place for place in tape.boundaries if 0 < place < len(names)]
+    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
+    inner = [place for place in problem.boundaries if 0 < place < len(names)]
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
-    found = menu(tape, cuts, frozenset(), None)
-    sent = tape.sent
+    found = menu(problem, cuts, frozenset(), None)
+    sent = problem.sent
     for state, front in found.fronts.items():
         for row in range(len(front)):
             regions = [names[a:b] for a, b in found.regions(state, row)]
@@ -135,20 +139,20 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
 
 def test_what_is_copied_in_the_end_counts_in_segments_that_do_not_read_it() -> None:
     """Kept by none, it lives until the last of them is done."""
-    tape = Tape(
+    problem = RecomputeProblem(
         ns=(1, 1, 1),
         packs=("never",) * 3,
         forward=(640, 0, 6400),
         flowing=(0, 0, 0),
         before=(0, 0, 0),
         after=(0, 0, 0),
-        held=(Held(640, 0, (1,), (), sent=False, copied=2),),
+        held=(StoredTensor(640, 0, (1,), (), sent=False, copied=2),),
         written=(0, 0, 0),
         boundaries=(0, 1, 2, 3),
         copies=64,
     )
     (whole,), (parted,) = (
-        menu(tape, cuts, frozenset(), None).fronts.values() for cuts in ((), (2,))
+        menu(problem, cuts, frozenset(), None).fronts.values() for cuts in ((), (2,))
     )
-    assert priced(tape, ()).peak == whole.peak.min() == 640 + 6400
+    assert priced(problem, ()).peak == whole.peak.min() == 640 + 6400
     assert parted.peak.min() >= whole.peak.min()

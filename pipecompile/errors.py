@@ -14,6 +14,9 @@ Each message says what was given, what was expected and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 __all__ = [
     "CaptureError",
     "FormatError",
@@ -23,6 +26,7 @@ __all__ = [
     "ScheduleError",
     "StalePlanError",
     "StaleProfileError",
+    "unknown",
 ]
 
 
@@ -56,3 +60,15 @@ class StaleProfileError(PipecompileError):
 
 class ScheduleError(PipecompileError):
     """A schedule is incomplete, out of order or can deadlock."""
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
+    """Return the error for a `name` that is no `what`: it suggests the nearest of the `known` names and lists all.
+
+    >>> str(unknown("schedule", "1f1v", ["gpipe", "1f1b"]))
+    "unknown schedule '1f1v', did you mean '1f1b'? choose one of gpipe, 1f1b"
+    """
+    names = list(known)
+    nearest = get_close_matches(str(name).lower(), names, n=1)
+    hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
+    return InputError(f"unknown {what} {name!r}{hint} choose one of {', '.join(names)}")

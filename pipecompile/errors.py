@@ -63,12 +63,13 @@ class ScheduleError(PipecompileError):
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
-    """Return the error for a `name` that is no `what`: it suggests the nearest of the `known` names and lists all.
+    """Return the error that says that `name` is no `what`, suggests the nearest name, and lists all.
 
     >>> str(unknown("schedule", "1f1v", ["gpipe", "1f1b"]))
-    "unknown schedule '1f1v', did you mean '1f1b'? choose one of gpipe, 1f1b"
+    "unknown schedule '1f1v'; did you mean '1f1b'? choose from gpipe, 1f1b"
     """
     names = list(known)
-    nearest = get_close_matches(str(name).lower(), names, n=1)
-    hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-    return InputError(f"unknown {what} {name!r}{hint} choose one of {', '.join(names)}")
+    by_lowercase = {name.lower(): name for name in names}
+    nearest = get_close_matches(str(name).lower(), by_lowercase, n=1)
+    hint = f" did you mean {by_lowercase[nearest[0]]!r}?" if nearest else ""
+    return InputError(f"unknown {what} {name!r};{hint} choose from {', '.join(names)}")

@@ -47,7 +47,7 @@ from pipecompile.recompute.choice import (
 )
 from pipecompile.recompute.integer_program import refined
 from pipecompile.recompute.lower_bound import least_ns
-from pipecompile.recompute.nested_regions import nested
+from pipecompile.recompute.nested_regions import nested_regions
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage
 
@@ -122,7 +122,7 @@ class Stage:
         known = cheapest(self.problem, self.blocks, in_flight, available)
         least = least_ns(self.problem, in_flight, available)
         if in_flight == 1:
-            found = [known, nested(self.problem, self.blocks, available)]
+            found = [known, nested_regions(self.problem, self.blocks, available)]
         else:
             regions, bound = refined(
                 self.problem, in_flight, available, known and known.regions, SECONDS

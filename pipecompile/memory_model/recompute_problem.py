@@ -19,58 +19,61 @@ __all__ = ["StoredTensor", "RecomputeProblem", "boundaries", "recompute_problem_
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A storage: made at a position, used (read or saved) at later ones, `saved` for the backward at some of them.
+    """A storage by the positions of a stage's nodes: who produces, uses and saves it.
 
-    What is `sent` to later stages is held until the backward ends, whatever is computed again. What is `copied` for
-    them lives until this position is done, the stage's last, and copies were made. Made at −1 is what is there before.
+    `producer` is −1 for what is there before the first node. `uses` read it or save it in the
+    forward, `savers` keep it for their backward. What `is_sent` to later stages is held until the
+    backward ends, whatever is recomputed. What is copied for later stages lives until the position
+    `copied_at`, the stage's last, is done and the copies are made.
     """
 
     bytes: int
-    made: int
+    producer: int
     uses: tuple[int, ...]
-    saved: tuple[int, ...]
-    sent: bool
-    copied: int | None = None
+    savers: tuple[int, ...]
+    is_sent: bool
+    copied_at: int | None = None
 
     @property
-    def last(self) -> int:
-        """The last position that uses it, or is done before it goes."""
-        return (
-            max((*self.uses, *self.saved), default=self.made)
-            if self.copied is None
-            else self.copied
-        )
+    def last_use(self) -> int:
+        """The last position that needs it in the forward."""
+        if self.copied_at is not None:
+            return self.copied_at
+        return max((*self.uses, *self.savers), default=self.producer)
 
 
 @dataclass(frozen=True)
 class RecomputeProblem:
-    """The nodes of a stage by position 0 … n − 1; bytes are those of a microbatch, as a bound counts them.
+    """What a choice of recompute must know of a stage, by position 0 … n − 1 of its nodes.
 
-    `packs` says when a node's forward hands tensors to its backward (before its kernels, after them, never).
-    `forward` is what must be free when a node's forward begins, `before` when its backward does. The latter counts
-    gradients, which are `flowing` when it begins and, with sums that are made last, live `after` it; what the forward
-    kept comes on top.
-    A region keeps copies of what its nodes have `written` to, from the forward on.
-    Regions begin and end at `boundaries`, among 0 … n, and hold none of the nodes at `fixed` positions. When the last
-    node is done `copies` are made, which are sent.
+    Bytes are those of one microbatch, as a bound counts them. `saves_at` says when a node's forward
+    hands tensors to its backward: "before" its kernels run, "after" them, or "never".
+    `forward_peak` is what must be free when a node's forward begins. `backward_peak` is what must be
+    free when its backward begins: gradients and workspace, of which `gradients_before` live already,
+    and `gradients_after` live when it is done, sums of gradients included. What the forward kept
+    comes on top of these.
+
+    A region keeps `buffer_copies` of the buffers that its nodes write to. Regions begin and end at
+    `boundaries`, among 0 … n, and contain none of the `excluded` positions. When the last node is
+    done, `sent_copies` bytes of copies are made for later stages.
     """
 
-    ns: tuple[int, ...]
-    packs: tuple[str, ...]
-    forward: tuple[int, ...]
-    flowing: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    held: tuple[StoredTensor, ...]
-    written: tuple[int, ...]
+    forward_ns: tuple[int, ...]
+    saves_at: tuple[str, ...]
+    forward_peak: tuple[int, ...]
+    gradients_before: tuple[int, ...]
+    backward_peak: tuple[int, ...]
+    gradients_after: tuple[int, ...]
+    tensors: tuple[StoredTensor, ...]
+    buffer_copies: tuple[int, ...]
     boundaries: tuple[int, ...]
-    fixed: frozenset[int] = frozenset()
-    copies: int = 0
+    excluded: frozenset[int] = frozenset()
+    sent_copies: int = 0
 
     @cached_property
-    def sent(self) -> int:
-        """What is held for later stages: bytes."""
-        return self.copies + sum(held.bytes for held in self.held if held.sent)
+    def sent_bytes(self) -> int:
+        """What is held for later stages."""
+        return self.sent_copies + sum(t.bytes for t in self.tensors if t.is_sent)
 
 
 def recompute_problem_of(
@@ -109,25 +112,25 @@ def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
     ]
     forms = _Forms(part, position, level)
     return RecomputeProblem(
-        ns=tuple(node.forward_ns for node in part.own),
-        packs=tuple(node.packs for node in part.own),
-        forward=tuple(
+        forward_ns=tuple(node.forward_ns for node in part.own),
+        saves_at=tuple(node.packs for node in part.own),
+        forward_peak=tuple(
             part.needed(node.forward_peak_bytes, Scratch.of_forward(node), level) + sum(more)
             for node, *more in zip(part.own, padding, forms.forward, strict=True)
         ),
-        flowing=tuple(map(add, flowing, forms.flowing)),
-        before=tuple(map(add, before, forms.before)),
-        after=tuple(map(add, after, forms.after)),
-        held=(
+        gradients_before=tuple(map(add, flowing, forms.flowing)),
+        backward_peak=tuple(map(add, before, forms.before)),
+        gradients_after=tuple(map(add, after, forms.after)),
+        tensors=(
             *(_held(part, made, position, level) for made in (*part.spread, *part.made)),
             *forms.held,
         ),
-        written=tuple(sum(map(level.size_of, node.written)) for node in part.own),
+        buffer_copies=tuple(sum(map(level.size_of, node.written)) for node in part.own),
         boundaries=boundaries(part),
-        fixed=frozenset(
+        excluded=frozenset(
             position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again
         ),
-        copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
+        sent_copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
     )
 
 
@@ -157,7 +160,7 @@ class _Forms:
         for form in (form for made in part.made for form in made.forms):
             savers = tuple(position[place] for place in form.savers)
             kept, full = level.size_of(form.kept(part.graph.memory)), level.size_of(form.full)
-            self.held.append(StoredTensor(kept, savers[0], (), savers, sent=False))
+            self.held.append(StoredTensor(kept, savers[0], (), savers, is_sent=False))
             # All that a node makes at once, each with its scratch: a bound.
             self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
             self._bring_back(full, savers[0], position[form.back])

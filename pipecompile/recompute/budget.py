@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem
 from pipecompile.recompute.policies import RecomputePolicies, StageRecompute, StageSlice, ns_of
-from pipecompile.recompute.region_search import Region
+from pipecompile.recompute.region import Region
 
 if TYPE_CHECKING:
     from pipecompile.recompute.choice import RegionChoice
@@ -67,7 +67,7 @@ class StageBudget:
         """
         from pipecompile.recompute.choice import cheapest, is_exact
         from pipecompile.recompute.lower_bound import least_ns
-        from pipecompile.recompute.nested_regions import nested
+        from pipecompile.recompute.nested_regions import nested_regions
 
         fit = self._fit(plain)
         least = None if fit is None else least_ns(fit.problem, fit.in_flight, fit.available)
@@ -80,7 +80,7 @@ class StageBudget:
                 attempt == 0 and is_exact(fit.problem) and fit.in_flight > 1,
             )
             if choice is None and fit.in_flight == 1:
-                choice = nested(fit.problem, fit.blocks, fit.available)
+                choice = nested_regions(fit.problem, fit.blocks, fit.available)
             if choice is None:
                 return None
             found = self._chosen(choice, choice.ns if exact else least, plain)
@@ -107,14 +107,14 @@ class StageBudget:
 
         That bound is for regions that lie side by side.
         """
-        from pipecompile.recompute.nested_regions import nested
+        from pipecompile.recompute.nested_regions import nested_regions
 
         if found.ns == found.least:
             return found
         saving_ns = ns_of(found.saving)
         least = found.least - saving_ns
         if fit.in_flight == 1:
-            choice = nested(fit.problem, fit.blocks, fit.available)
+            choice = nested_regions(fit.problem, fit.blocks, fit.available)
         else:
             choice, bound = self._by_program(fit, found)
             least = max(least, bound)

@@ -1,4 +1,4 @@
-"""The regions of a stage: those of least extra time that fit, or those of a policy chosen by hand."""
+"""Choices of regions for one stage: the cheapest that fit, and those of policies chosen by hand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from math import ceil, sqrt
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem
 from pipecompile.recompute.menus import menu
-from pipecompile.recompute.region_search import Region, RegionSearch
-from pipecompile.recompute.segments import SHORTEST, segments
+from pipecompile.recompute.region import Region
+from pipecompile.recompute.region_search import RegionSearch
+from pipecompile.recompute.segments import SHORTEST, segment_cuts
 
 __all__ = [
     "RegionChoice",
@@ -23,12 +24,16 @@ __all__ = [
     "whole",
 ]
 
-MOST = 400  # choices that are kept for each state
+MOST = 400  # choices that a menu keeps for each state
 
 
 @dataclass(frozen=True)
 class RegionChoice:
-    """Regions, by what they cost: extra time, bytes kept of each microbatch in flight, and the peak of one."""
+    """Regions with what they cost for one microbatch.
+
+    `ns` is the extra time, `kept` the bytes from its forward to its backward, `peak` the most bytes
+    at any moment.
+    """
 
     regions: tuple[Region, ...]
     ns: int
@@ -36,10 +41,12 @@ class RegionChoice:
     peak: int
 
     def fits(self, in_flight: int, available: int, most_kept: int | None = None) -> bool:
-        """Whether so many microbatches, one at its peak, take no more bytes, and each keeps no more than it may."""
-        return (in_flight - 1) * self.kept + self.peak <= available and (
-            most_kept is None or self.kept <= most_kept
-        )
+        """Return whether `in_flight` microbatches, one at its peak, fit into `available` bytes.
+
+        No microbatch may keep more than `most_kept` bytes, if that is given.
+        """
+        keeps_little = most_kept is None or self.kept <= most_kept
+        return keeps_little and (in_flight - 1) * self.kept + self.peak <= available
 
 
 def cheapest(
@@ -49,86 +56,105 @@ def cheapest(
     available: int,
     most_kept: int | None = None,
 ) -> RegionChoice | None:
-    """The regions of least extra time whose `in_flight` microbatches, one at its peak, fit; None if none do.
+    """Return the fitting regions of least extra time, None if none are found.
 
-    They are from the menu of the tape or those of a policy. `blocks` says of each position which block of the model it
-    lies in, `available` is in bytes; no microbatch keeps more than `most_kept`.
+    Candidates are the regions of the stage's menu and those of the policies by hand. `blocks` names
+    for each position the block of the model that it lies in. What fits is defined by
+    `RegionChoice.fits`, in bytes.
     """
-    search, choices = RegionSearch(problem, 0, len(problem.ns)), list[RegionChoice]()
-    found = menu(
-        problem, segments(problem, blocks), frozenset(), None if is_exact(problem) else MOST
-    )
-    ((state, front),) = (
-        found.fronts.items()
-    )  # nothing lives across the end of a stage but what is sent
-    sent = problem.sent
-    row = front.cheapest(
-        in_flight,
-        available - (in_flight - 1) * sent,
-        None if most_kept is None else most_kept - sent,
-    )
-    policies = [whole(problem), per_block(problem, blocks), square_root(problem, blocks)]
-    for regions in (*(() if row is None else (found.regions(state, row),)), *policies):
+    search = RegionSearch(problem, 0, len(problem.forward_ns))
+    candidates = [whole(problem), per_block(problem, blocks), square_root(problem, blocks)]
+    from_menu = _cheapest_of_menu(problem, blocks, in_flight, available, most_kept)
+    if from_menu is not None:
+        candidates.insert(0, from_menu)
+    choices: list[RegionChoice] = []
+    for regions in candidates:
+        # Time is quick to sum, the peak is not: slower candidates are not priced.
         if not choices or search.extra_ns(regions) < choices[-1].ns:
             choice = _priced(search, regions)
-            choices += [choice] if choice.fits(in_flight, available, most_kept) else []
+            if choice.fits(in_flight, available, most_kept):
+                choices.append(choice)
     return min(choices, key=lambda choice: (choice.ns, choice.kept, choice.peak), default=None)
+
+
+def _cheapest_of_menu(
+    problem: RecomputeProblem,
+    blocks: Sequence[str],
+    in_flight: int,
+    available: int,
+    most_kept: int | None,
+) -> tuple[Region, ...] | None:
+    most = None if is_exact(problem) else MOST
+    whole_menu = menu(problem, segment_cuts(problem, blocks), frozenset(), most)
+    # Only what is sent lives across the end of a stage, so there is a single state.
+    ((state, front),) = whole_menu.fronts.items()
+    sent = problem.sent_bytes  # fronts count what is sent in peaks, and not in what is kept
+    kept_left = None if most_kept is None else most_kept - sent
+    row = front.cheapest(in_flight, available - (in_flight - 1) * sent, kept_left)
+    return None if row is None else whole_menu.regions(state, row)
 
 
 def weighed(
     problem: RecomputeProblem, blocks: Sequence[str], in_flight: int, ns_per_byte: float
 ) -> RegionChoice:
-    """The regions of least cost: extra time, and so much for each byte that microbatches take, one at its peak."""
-    found = menu(problem, segments(problem, blocks), frozenset(), MOST)
-    ((state, front),) = found.fronts.items()
+    """Return the regions of least cost: their extra time, and `ns_per_byte` for each byte.
+
+    Bytes are those of `in_flight` microbatches, one of which is at its peak.
+    """
+    whole_menu = menu(problem, segment_cuts(problem, blocks), frozenset(), MOST)
+    ((state, front),) = whole_menu.fronts.items()
     cost = front.ns + ns_per_byte * ((in_flight - 1) * front.kept + front.peak)
-    return priced(problem, found.regions(state, int(cost.argmin())))
+    return priced(problem, whole_menu.regions(state, int(cost.argmin())))
 
 
 def is_exact(problem: RecomputeProblem) -> bool:
-    """Whether every choice is looked at: longer tapes are put together from segments, with the choices that count."""
-    return len(problem.ns) <= SHORTEST
+    """Return whether every choice is looked at; longer stages are joined from segments' menus."""
+    return len(problem.forward_ns) <= SHORTEST
 
 
 def priced(problem: RecomputeProblem, regions: Sequence[Region]) -> RegionChoice:
-    """These regions, exactly."""
-    return _priced(RegionSearch(problem, 0, len(problem.ns)), regions)
+    """Return these regions with their exact costs."""
+    return _priced(RegionSearch(problem, 0, len(problem.forward_ns)), regions)
 
 
 def _priced(search: RegionSearch, regions: Sequence[Region]) -> RegionChoice:
     _, kept, peak, ns = search.along(regions)
-    return RegionChoice(tuple(regions), ns, kept + search.problem.sent, peak)
+    return RegionChoice(tuple(regions), ns, kept + search.problem.sent_bytes, peak)
 
 
 def whole(problem: RecomputeProblem) -> tuple[Region, ...]:
-    """Everything that may be computed again (GPipe, arXiv 1811.06965, section 2.3)."""
-    return _between(problem, [0, len(problem.ns)])
+    """Return everything that may be recomputed (GPipe, arXiv 1811.06965, section 2.3)."""
+    return _between(problem, [0, len(problem.forward_ns)])
 
 
 def per_block(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Region, ...]:
-    """Each block of the model by itself."""
-    return _between(problem, _ends(blocks))
+    """Return one region for each block of the model."""
+    return _between(problem, _block_edges(blocks))
 
 
 def square_root(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Region, ...]:
-    """Of n blocks about √n regions of √n blocks (Chen et al., arXiv 1604.06174, section 4.3)."""
-    ends = _ends(blocks)
-    each = ceil(sqrt(len(ends) - 1))
-    return _between(problem, [*ends[:-1:each], ends[-1]])
+    """Return about √n regions of √n of the n blocks (Chen et al., arXiv 1604.06174, section 4.3)."""
+    edges = _block_edges(blocks)
+    blocks_per_region = ceil(sqrt(len(edges) - 1))
+    return _between(problem, [*edges[:-1:blocks_per_region], edges[-1]])
 
 
-def _ends(blocks: Sequence[str]) -> list[int]:
-    """Where blocks begin, and the end."""
-    lengths = [len(list(run)) for _, run in groupby(blocks)]
-    return [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+def _block_edges(blocks: Sequence[str]) -> list[int]:
+    """Return the positions where blocks begin, and the end of the last one."""
+    edges = [0]
+    for _, run in groupby(blocks):
+        edges.append(edges[-1] + len(list(run)))
+    return edges
 
 
-def _between(problem: RecomputeProblem, ends: Sequence[int]) -> tuple[Region, ...]:
-    """Regions between `ends` that are boundaries, without nodes that must not be computed again."""
-    allowed = [place for place in ends if place in set(problem.boundaries)]
-    found: list[Region] = []
-    for start, stop in pairwise(allowed):
-        fixed = sorted(place for place in problem.fixed if start <= place < stop)
-        edges = [start, *(edge for place in fixed for edge in (place, place + 1)), stop]
-        found += [Region(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-    return tuple(found)
+def _between(problem: RecomputeProblem, edges: Sequence[int]) -> tuple[Region, ...]:
+    """Return regions between those `edges` that are boundaries, cut around excluded nodes."""
+    allowed = set(problem.boundaries)
+    regions: list[Region] = []
+    for start, stop in pairwise(edge for edge in edges if edge in allowed):
+        begin = start
+        for excluded in sorted(p for p in problem.excluded if start <= p < stop):
+            regions.append(Region(begin, excluded))
+            begin = excluded + 1
+        regions.append(Region(begin, stop))
+    return tuple(region for region in regions if region.start < region.stop)

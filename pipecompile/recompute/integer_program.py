@@ -1,10 +1,18 @@
-"""The cheapest regions as an integer program for CP-SAT: any regions, across blocks too, and a bound on their time.
+"""The cheapest regions as an integer program for CP-SAT: any regions, and a bound on their time.
 
-Each position lies in exactly one of: a region (a variable for each pair of ends), or none. What is kept is a variable
-for each storage and position: whether it is kept by what lies up to there. That gives the peaks of `Regions` exactly:
-a region's own forwards and backwards are constants of its two ends. Bytes and times are divided by units and rounded
-down, so that every choice costs at most what it really does: bounds hold for the exact problem, and what is found is
-priced again. Regions that another pair of ends is never worse than are left out.
+Variables, for a stage of n positions:
+
+    region[a, b]    the nodes a … b − 1 are one region          (for each useful pair of ends)
+    plain[p]        the node at p is in no region
+    kept[t][p]      tensor t is kept by what lies up to p       (from its producer to its last use)
+
+Each position is covered exactly once: plain[p] + Σ region[a, b] over a ≤ p < b = 1. A tensor is kept
+from p on if the node at p saves it and is plain, or if a region that covers p reads it. A region's
+own peaks are constants of its two ends, so peaks are exactly those of `RegionSearch`. They must fit
+at every position, with what the other microbatches in flight keep.
+
+Bytes and times are divided by units and rounded down. So every choice costs at most what it really
+does: bounds hold for the exact problem, and what is found is priced again.
 """
 
 from __future__ import annotations
@@ -19,17 +27,18 @@ from ortools.sat.python import cp_model
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
 from pipecompile.recompute.choice import RegionChoice, priced
-from pipecompile.recompute.region import RegionEnds
-from pipecompile.recompute.region_search import Region, RegionSearch
+from pipecompile.recompute.region import Region, RegionEnds
+from pipecompile.recompute.region_search import RegionSearch
 
 __all__ = ["refined"]
 
-BYTE_UNITS, TIME_UNITS = (
-    1 << 24,
-    1 << 21,
-)  # most units in what is available, and in the time of all nodes
-TRIES = 4  # with less memory in turn, where what was found fits by rounded bytes alone
-LARGEST = 3000  # regions to choose from (eight blocks of a GPT): with more, it takes a minute
+BYTE_UNITS = 1 << 24  # most units of bytes in what is available
+TIME_UNITS = 1 << 21  # most units of time in that of all nodes
+TRIES = 4  # with less memory in turn, where what was found fits by rounded bytes only
+LARGEST = 3000  # regions to choose from (eight blocks of a GPT); with more, it takes a minute
+
+Term = tuple[int, Any]
+"""Bytes, and the variable (or 1) that they are multiplied with."""
 
 
 def refined(
@@ -39,32 +48,33 @@ def refined(
     known: Sequence[Region] | None,
     seconds: float,
 ) -> tuple[tuple[Region, ...] | None, int]:
-    """Regions whose `in_flight` microbatches, one at its peak, fit, and a bound in ns: none that fit take less time.
+    """Return fitting regions of a whole stage, and a bound in ns that no fitting regions are below.
 
-    `tape` is a whole stage. `available` is in bytes.
-    They take no more time than those `known`, which fit. None if none are known and none were found in `seconds`, a
-    deterministic budget: the same regions each time. Long stages are not searched: of these the bound is 0.
+    Regions fit if `in_flight` microbatches, one at its peak, take at most `available` bytes. Those
+    returned take no more time than the `known` ones, which fit. None if none are known and none
+    were found in `seconds`, a deterministic budget: the same call gives the same regions. Long
+    stages are not searched; their bound is 0.
     """
     best = None if known is None else priced(problem, known)
     ends = RegionEnds.of(problem)
     room, bound = available, None
     for _ in range(TRIES if len(ends.regions) <= LARGEST else 0):
-        found, proven = _Model(problem, in_flight, room, best, ends).solve(seconds)
-        bound = proven if bound is None else bound
-        if found is None:
+        regions, proven = _RegionProgram(problem, in_flight, room, best, ends).solve(seconds)
+        bound = proven if bound is None else bound  # only the first has all the room
+        if regions is None:
             break
-        choice = priced(problem, found)
-        over = (in_flight - 1) * choice.kept + choice.peak - available
-        if over <= 0:
+        choice = priced(problem, regions)
+        excess = (in_flight - 1) * choice.kept + choice.peak - available
+        if excess <= 0:
             best = choice if best is None or choice.ns < best.ns else best
             break
-        room -= over
+        room -= excess
     return (None if best is None else best.regions), bound or 0
 
 
 @dataclass
-class _Model:
-    """The program for one capacity."""
+class _RegionProgram:
+    """The program for one amount of memory."""
 
     problem: RecomputeProblem
     in_flight: int
@@ -74,59 +84,70 @@ class _Model:
 
     def __post_init__(self) -> None:
         self.model = cp_model.CpModel()
-        self.count = len(self.problem.ns)
+        self.count = len(self.problem.forward_ns)
         self.search = RegionSearch(self.problem, 0, self.count)
-        self.held = [held for held in self.problem.held if not held.sent and held.bytes]
-        self.time_unit = -(-sum(self.problem.ns) // TIME_UNITS) or 1
-        self.again: dict[Region, Any] = {r: self.model.new_bool_var("") for r in self._worth_it()}
-        self.once = [self.model.new_bool_var("") for _ in range(self.count)]
-        self.kept: list[
-            list[Any]
-        ] = []  # by storage and position from where it is made; the last one is for good
+        self.tensors = [t for t in self.problem.tensors if not t.is_sent and t.bytes]
+        self.time_unit = -(-sum(self.problem.forward_ns) // TIME_UNITS) or 1
+        self.region: dict[Region, Any] = {
+            region: self.model.new_bool_var("") for region in self._candidates()
+        }
+        self.plain = [self.model.new_bool_var("") for _ in range(self.count)]
+        # By tensor and position from its producer on; the last one says whether it stays kept.
+        self.kept: list[list[Any]] = []
 
     def solve(self, seconds: float) -> tuple[tuple[Region, ...] | None, int]:
-        """Regions that fit by rounded bytes, and a bound on the time of all that do."""
+        """Return regions that fit by rounded bytes, and a bound on the time of all that do."""
         for position in range(self.count):
-            self.model.add_exactly_one(
-                self.once[position], *(self.again[r] for r in self._over(position))
-            )
-        self.kept = [list(self._keep(held)) for held in self.held]
+            covering = (variable for _, variable in self._covering[position])
+            self.model.add_exactly_one(self.plain[position], *covering)
+        self.kept = [list(self._kept_variables(tensor)) for tensor in self.tensors]
         for position in range(self.count):
-            for terms in self._levels(position):
-                self._fits(terms)
-        self._fits(self._copying())
-        self.model.minimize(
-            sum(self._time(region) // self.time_unit * v for region, v in self.again.items())
-        )
+            for terms in self._peaks(position):
+                self._require_fit(terms)
+        self._require_fit(self._peak_of_copies())
+        times = (self._ns(each) // self.time_unit * v for each, v in self.region.items())
+        self.model.minimize(sum(times))
         self._hint()
         solver = _solver(seconds)
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
-            return None, 0  # that nothing fits is not believed
+            # "Infeasible" is not reported as a proof: the caller has a bound of its own for that.
+            return None, 0
         bound = max(0, round(solver.best_objective_bound)) * self.time_unit
         if status == cp_model.UNKNOWN:
             return None, bound
-        return tuple(sorted(region for region, v in self.again.items() if solver.value(v))), bound
+        chosen = (region for region, variable in self.region.items() if solver.value(variable))
+        return tuple(sorted(chosen)), bound
 
-    def _worth_it(self) -> Iterator[Region]:
-        """The regions that fit by themselves, and those that are known."""
+    def _candidates(self) -> Iterator[Region]:
+        """Yield the regions that fit by themselves, and those that are known."""
         for region in self.ends.regions:
-            if self.problem.sent + self.search.again(region).backward <= self.available:
+            peak = self.problem.sent_bytes + self.search.region_cost(region).backward
+            if peak <= self.available:
                 yield region
         for region in self.known.regions if self.known else ():
             if region.start not in self.ends.begins or region.stop not in self.ends.stops:
                 yield region
 
-    def _over(self, position: int) -> list[Region]:
-        return [region for region in self.again if region.start <= position < region.stop]
+    @cached_property
+    def _covering(self) -> list[list[tuple[Region, Any]]]:
+        """By position the regions that cover it, with their variables."""
+        covering: list[list[tuple[Region, Any]]] = [[] for _ in range(self.count)]
+        for region, variable in self.region.items():
+            for position in range(*region):
+                covering[position].append((region, variable))
+        return covering
 
     # -- what is kept
 
-    def _keep(self, held: StoredTensor) -> Iterator[Any]:
-        """By position from where it is made to its last use, whether what lies up to there keeps a storage."""
+    def _kept_variables(self, tensor: StoredTensor) -> Iterator[Any]:
+        """Yield by position whether what lies up to there keeps the tensor: 0, or a variable.
+
+        Once kept, it stays so: a variable implies the next one.
+        """
         before: Any = 0
-        for position in range(held.made, held.last + 1):
-            needs = self._needs(held, position)
+        for position in range(tensor.producer, tensor.last_use + 1):
+            needs = self._needs(tensor, position)
             if not needs:
                 yield before
                 continue
@@ -137,138 +158,123 @@ class _Model:
             yield now
             before = now
 
-    def _needs(self, held: StoredTensor, position: int) -> list[Any]:
-        """Of what may lie at a position that which needs a storage kept: a node that saves it, regions that read it."""
+    def _needs(self, tensor: StoredTensor, position: int) -> list[Any]:
+        """Return the variables at a position that need the tensor kept.
+
+        These are the node there if it saves the tensor, and the regions that read it from outside.
+        """
         if position < 0:
             return []
-        places = sorted({*held.uses, *held.saved})
-        reading = [
-            variable
-            for region, variable in self._by_position[position]
-            if region.start > held.made
-            and any(region.start <= place < region.stop for place in places)
-        ]
-        return reading + ([self.once[position]] if position in held.saved else [])
+        users = sorted({*tensor.uses, *tensor.savers})
+        needs = []
+        for region, variable in self._covering[position]:
+            reads = any(region.start <= user < region.stop for user in users)
+            if region.start > tensor.producer and reads:
+                needs.append(variable)
+        return needs + ([self.plain[position]] if position in tensor.savers else [])
 
-    @cached_property
-    def _by_position(self) -> list[list[tuple[Region, Any]]]:
+    def _kept_by(self, position: int) -> list[Term]:
+        """Return what is kept by all that lies up to a position."""
+        terms = []
+        for tensor, variables in zip(self.tensors, self.kept, strict=True):
+            if tensor.producer <= position:
+                index = min(position, tensor.last_use) - tensor.producer
+                terms.append((tensor.bytes, variables[index]))
+        return terms + self._copied_by(position)
+
+    def _copied_by(self, position: int) -> list[Term]:
+        """Return the buffer copies of regions that begin up to a position."""
         return [
-            [(region, self.again[region]) for region in self._over(p)] for p in range(self.count)
-        ]
-
-    def _kept_by(self, position: int) -> list[tuple[int, Any]]:
-        """What is kept by all that lies up to a position, as terms: bytes and variables."""
-        rows = [
-            (held, row)
-            for held, row in zip(self.held, self.kept, strict=True)
-            if held.made <= position
-        ]
-        kept = [(held.bytes, row[min(position, held.last) - held.made]) for held, row in rows]
-        return kept + self._copied_by(position)
-
-    def _copied_by(self, position: int) -> list[tuple[int, Any]]:
-        """What regions that begin up to a position keep of what their nodes write to, as terms."""
-        return [
-            (size, self.again[region]) for region, size in self._copies if region.start <= position
+            (size, self.region[region])
+            for region, size in self._buffer_copies
+            if region.start <= position
         ]
 
     @cached_property
-    def _copies(self) -> list[tuple[Region, int]]:
-        sizes = [(region, self.search.again(region).written) for region in self.again]
+    def _buffer_copies(self) -> list[tuple[Region, int]]:
+        sizes = [(region, self.search.region_cost(region).buffer_copies) for region in self.region]
         return [(region, size) for region, size in sizes if size]
 
     # -- what lives
 
-    def _levels(self, position: int) -> Iterator[list[tuple[int, Any]]]:
-        """What lives in the forward of a node, in its backward, and when that is done, as terms."""
-        problem, once = self.problem, self.once[position]
+    def _peaks(self, position: int) -> Iterator[list[Term]]:
+        """Yield what lives in a node's forward, in its backward, and after its backward."""
+        problem, plain = self.problem, self.plain[position]
+        # Forward: tensors on their way to a later reader, and those kept after their last use.
         gone = [
-            (held.bytes, row[-1])
-            for held, row in zip(self.held, self.kept, strict=True)
-            if held.last < position
+            (tensor.bytes, variables[-1])
+            for tensor, variables in zip(self.tensors, self.kept, strict=True)
+            if tensor.last_use < position
         ]
-        waiting = sum(held.bytes for held in self.held if held.made < position <= held.last)
-        sent = sum(held.bytes for held in problem.held if held.sent and held.made < position)
-        yield [(waiting + sent + problem.forward[position], 1), *gone, *self._copied_by(position)]
-        regions = self._by_position[position]
-        backward = [(self.search.again(region).backward, variable) for region, variable in regions]
-        yield [
-            (problem.sent, 1),
-            (problem.before[position], once),
-            *self._kept_by(position),
-            *backward,
-        ]
-        begun = [
-            (problem.after[position], variable)
-            for region, variable in regions
-            if region.start == position
-        ]
-        yield [
-            (problem.sent, 1),
-            (problem.after[position], once),
-            *begun,
-            *self._kept_by(position - 1),
-        ]
+        waiting = sum(t.bytes for t in self.tensors if t.producer < position <= t.last_use)
+        sent = sum(t.bytes for t in problem.tensors if t.is_sent and t.producer < position)
+        running = (waiting + sent + problem.forward_peak[position], 1)
+        yield [running, *gone, *self._copied_by(position)]
+        # Backward: what is kept up to here, and the peak of the node or of its region.
+        regions = self._covering[position]
+        own = [(self.search.region_cost(region).backward, variable) for region, variable in regions]
+        here = (problem.backward_peak[position], plain)
+        yield [(problem.sent_bytes, 1), here, *self._kept_by(position), *own]
+        # Afterwards gradients are summed, when a plain node or a whole region is done.
+        after = problem.gradients_after[position]
+        begun = [(after, variable) for region, variable in regions if region.start == position]
+        yield [(problem.sent_bytes, 1), (after, plain), *begun, *self._kept_by(position - 1)]
 
-    def _copying(self) -> list[tuple[int, Any]]:
-        """What lives when the last node is done and copies are made, as terms."""
-        rows = list(zip(self.held, self.kept, strict=True))
-        copied = sum(held.bytes for held in self.held if held.copied is not None)
-        kept = [(held.bytes, row[-1]) for held, row in rows if held.copied is None]
-        return [(self.problem.sent + copied, 1), *kept, *self._copied_by(self.count)]
+    def _peak_of_copies(self) -> list[Term]:
+        """Return what lives when the last node is done and copies are made for later stages."""
+        rows = list(zip(self.tensors, self.kept, strict=True))
+        copied = sum(tensor.bytes for tensor in self.tensors if tensor.copied_at is not None)
+        kept = [(tensor.bytes, row[-1]) for tensor, row in rows if tensor.copied_at is None]
+        return [(self.problem.sent_bytes + copied, 1), *kept, *self._copied_by(self.count)]
 
-    def _fits(self, terms: Sequence[tuple[int, Any]]) -> None:
-        """These bytes, with all that the other microbatches keep."""
-        others = [
-            ((self.in_flight - 1) * held.bytes, row[-1])
-            for held, row in zip(self.held, self.kept, strict=True)
+    def _require_fit(self, terms: Sequence[Term]) -> None:
+        """Require that these bytes fit beside what the other microbatches in flight keep."""
+        others = self.in_flight - 1
+        kept = [
+            (others * tensor.bytes, row[-1])
+            for tensor, row in zip(self.tensors, self.kept, strict=True)
         ]
-        others += [
-            ((self.in_flight - 1) * size, self.again[region]) for region, size in self._copies
-        ]
-        every = [*terms, *others, ((self.in_flight - 1) * self.problem.sent, 1)]
-        self.model.add(
-            sum(size // self._unit * variable for size, variable in every)
-            <= self.available // self._unit
-        )
+        kept += [(others * size, self.region[region]) for region, size in self._buffer_copies]
+        every = [*terms, *kept, (others * self.problem.sent_bytes, 1)]
+        units = sum(size // self._unit * variable for size, variable in every)
+        self.model.add(units <= self.available // self._unit)
 
     @cached_property
     def _unit(self) -> int:
-        """The bytes of a unit: such that nothing is rounded if that is possible."""
+        """The bytes of a unit: one that rounds nothing if the sizes allow it."""
         problem = self.problem
-        held = [held.bytes for held in problem.held]
         sizes = (
-            gcd(
-                *problem.forward,
-                *problem.flowing,
-                *problem.before,
-                *problem.after,
-                *problem.written,
-                *held,
-                problem.copies,
-            )
-            or 1
+            *problem.forward_peak,
+            *problem.gradients_before,
+            *problem.backward_peak,
+            *problem.gradients_after,
+            *problem.buffer_copies,
+            *(tensor.bytes for tensor in problem.tensors),
+            problem.sent_copies,
         )
-        return sizes * (-(-self.available // (sizes * BYTE_UNITS)) or 1)
+        divisor = gcd(*sizes) or 1
+        return divisor * (-(-self.available // (divisor * BYTE_UNITS)) or 1)
 
-    def _time(self, region: Region) -> int:
-        return self.search.again(region).ns
+    def _ns(self, region: Region) -> int:
+        return self.search.region_cost(region).ns
 
     def _hint(self) -> None:
-        """Starts from what is known."""
-        regions = set(self.known.regions) if self.known else set()
-        for region, variable in self.again.items() if self.known else ():
-            self.model.add_hint(variable, region in regions)
+        """Let the solver start from the known regions."""
+        if self.known is not None:
+            known = set(self.known.regions)
+            for region, variable in self.region.items():
+                self.model.add_hint(variable, region in known)
 
 
 def _solver(seconds: float) -> cp_model.CpSolver:
-    """One worker, and the same search each time."""
+    """Return a solver with one worker, which searches the same way each time."""
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    solver.parameters.linearization_level = 2  # without all rows in its LP the bound hardly moves
-    # What would take most of the time before the search begins, and helps it little:
+    # Without all rows in its linear relaxation the bound hardly moves.
+    solver.parameters.linearization_level = 2
+    # These would take most of the time before the search begins, and help it little.
     solver.parameters.cp_model_probing_level = 0
     solver.parameters.merge_at_most_one_work_limit = 0
     solver.parameters.symmetry_level = 0

@@ -1,4 +1,4 @@
-"""The least time that any regions take which fit: a bound that needs no search."""
+"""A lower bound on the time of any regions that fit; it needs no search."""
 
 from __future__ import annotations
 
@@ -11,37 +11,48 @@ __all__ = ["least_ns"]
 
 
 def least_ns(problem: RecomputeProblem, in_flight: int, available: int) -> int | None:
-    """No regions whose `in_flight` microbatches fit into `available` bytes take fewer ns; None if there are none.
+    """Return a time in ns that no fitting regions take less than; None if no regions can fit.
 
-    Every microbatch in flight keeps what is not computed again, so the bytes to be freed are known at the least. Who
-    frees a storage runs its producer once more: a fractional knapsack over the producers.
+    Regions fit if `in_flight` microbatches take at most `available` bytes. Each of them keeps every
+    saved tensor that is not recomputed, so at least
+
+        missing = saved bytes − available / in_flight
+
+    bytes per microbatch must be freed. To free a tensor its producer runs once more, which takes
+    producer's ns / producer's saved bytes for each byte. Freeing the cheapest bytes first, parts of
+    a producer included, is the fractional knapsack: no real choice frees as much in less time.
     """
-    kept = problem.sent + sum(held.bytes for held in problem.held if held.saved and not held.sent)
-    missing = kept - max(0, available) // in_flight
+    saved_bytes = sum(t.bytes for t in problem.tensors if t.savers and not t.is_sent)
+    missing = problem.sent_bytes + saved_bytes - max(0, available) // in_flight
     spent = Fraction(0)
-    for rate, size in sorted(_rates(problem)):
+    for ns_per_byte, size in sorted(_rates(problem)):
         freed = max(0, min(missing, size))
-        spent, missing = spent + rate * freed, missing - freed
+        spent += ns_per_byte * freed
+        missing -= freed
     return None if missing > 0 else ceil(spent)
 
 
 def _rates(problem: RecomputeProblem) -> list[tuple[Fraction, int]]:
-    """By producer the ns per byte, and the bytes, that may be freed."""
-    sizes: dict[int, int] = {}
-    free = 0
-    for held in problem.held:
-        if held.sent or not held.saved or held.made < 0 or held.made in problem.fixed:
+    """Return for each producer the ns per byte, and the bytes, that may be freed."""
+    bytes_by_producer: dict[int, int] = {}
+    free_of_charge = 0
+    for tensor in problem.tensors:
+        is_freeable = tensor.savers and not tensor.is_sent and tensor.producer >= 0
+        if not is_freeable or tensor.producer in problem.excluded:
             continue
-        if _is_early(problem, held):
-            free += held.bytes
+        if _is_saved_before_kernels(problem, tensor):
+            free_of_charge += tensor.bytes
         else:
-            sizes[held.made] = sizes.get(held.made, 0) + held.bytes
-    return [
-        (Fraction(0), free),
-        *((Fraction(problem.ns[place], size), size) for place, size in sizes.items() if size),
-    ]
+            known = bytes_by_producer.get(tensor.producer, 0)
+            bytes_by_producer[tensor.producer] = known + tensor.bytes
+    rates = [(Fraction(0), free_of_charge)]
+    for producer, size in bytes_by_producer.items():
+        if size:
+            rates.append((Fraction(problem.forward_ns[producer], size), size))
+    return rates
 
 
-def _is_early(problem: RecomputeProblem, held: StoredTensor) -> bool:
-    """Whether only its producer saves it, before its kernels run: they need not run again."""
-    return problem.packs[held.made] == "before" and set(held.saved) == {held.made}
+def _is_saved_before_kernels(problem: RecomputeProblem, tensor: StoredTensor) -> bool:
+    """Return whether only the producer saves it, before its kernels run, which need not rerun."""
+    is_early = problem.saves_at[tensor.producer] == "before"
+    return is_early and set(tensor.savers) == {tensor.producer}

@@ -1,9 +1,15 @@
-"""Choices of regions for long tapes: cut into segments, solved once for each that is alike, and put together.
+"""Menus: choices of regions for long stages, joined from those of short segments.
 
-A segment is about a block of the model. Its choices (its menu) hang on nothing outside but on which storages it reads
-that are kept already, so blocks that are alike share one. Two neighbours are put together by adding what they keep
-and what they take; the peak is that of either, with what lies before it kept. In a run of segments that is put
-together, the whole run may also be one region.
+`RegionSearch` grows with the cube of a stage's length. A long stage is therefore cut into segments
+of about a block of the model each. The choices of a segment (its menu) depend on nothing outside
+but on which tensors that it reads are kept already, so alike blocks share one menu:
+
+    stage      embedding │ block │ block │ block │ block │ head
+    menus      A         │ B     │ B     │ B     │ B     │ C        B is solved once
+
+Two neighbours are joined by taking each choice of one with each choice of the other: kept bytes and
+times add up, and the peak is that of either, with what the other one holds at that time. In a run
+of segments that is joined, the whole run may also be one region.
 """
 
 from __future__ import annotations
@@ -15,191 +21,217 @@ from typing import NamedTuple
 import numpy as np
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
-from pipecompile.recompute.pareto_front import ParetoFront, joined
-from pipecompile.recompute.region_search import Region, RegionSearch, State
+from pipecompile.recompute.pareto_front import ParetoFront, merged
+from pipecompile.recompute.region import Region
+from pipecompile.recompute.region_search import RegionSearch, State
 
 __all__ = ["Menu", "menu"]
 
-WHOLE = -1  # instead of a number of a part: all nodes are one region
+WHOLE = -1
+"""In the `left` column of a joined front: all nodes are one region."""
+
+ROWS = 2**32
+"""More than any front has rows: `left` of a joined front is pair number × ROWS + row on the left."""
 
 
-class MenuPart(NamedTuple):
-    """Choices of the left one in a state, with those of the right one that follow."""
+class _Pair(NamedTuple):
+    """Two fronts that were joined, by the states at the end of the left and of the right part."""
 
     left: State
     right: State
-    end: State
 
 
 @dataclass(frozen=True)
 class Menu:
-    """The choices for a tape by what is kept across its end, of storages by their index in the tape."""
+    """The choices for a problem: a Pareto front for each state at its end.
+
+    A menu is either of one segment (`search`), or joined from a menu of the nodes before `cut`
+    (`left`) and menus of those after it (`rights`, one for each state that the left one ends in).
+    """
 
     fronts: dict[State, ParetoFront]
-    alone: RegionSearch | None = None
+    length: int
+    search: RegionSearch | None = None
     left: Menu | None = None
     rights: dict[State, Menu] = field(default_factory=dict)
-    parts: list[MenuPart] = field(default_factory=list)
+    pairs: list[_Pair] = field(default_factory=list)
     cut: int = 0
-    length: int = 0
 
     def regions(self, state: State, row: int) -> tuple[Region, ...]:
-        """The regions of a choice, in order."""
+        """Return the regions, in order, of a row of the front in `state`."""
         front = self.fronts[state]
-        if self.alone is not None:
-            return self.alone.regions(self.length, state, row)
+        if self.search is not None:
+            return self.search.regions(self.length, state, row)
         if front.left[row] == WHOLE:
             return (Region(0, self.length),)
         assert self.left is not None
-        number, first = divmod(int(front.left[row]), ROWS)
-        part = self.parts[number]
-        later = self.rights[part.left].regions(part.right, int(front.right[row]))
-        return self.left.regions(part.left, first) + tuple(
-            Region(a + self.cut, b + self.cut) for a, b in later
-        )
-
-
-ROWS = 2**32  # more than any front has
-"""Numbers of a part and of a row in it are one number."""
+        number, left_row = divmod(int(front.left[row]), ROWS)
+        pair = self.pairs[number]
+        on_right = self.rights[pair.left].regions(pair.right, int(front.right[row]))
+        shifted = (Region(start + self.cut, stop + self.cut) for start, stop in on_right)
+        return (*self.left.regions(pair.left, left_row), *shifted)
 
 
 @lru_cache(maxsize=4096)
 def menu(
     problem: RecomputeProblem, cuts: tuple[int, ...], kept: State, most: int | None, depth: int = 0
 ) -> Menu:
-    """The choices for `tape`, cut into segments at `cuts`; about `most` for each state at its end.
+    """Return the choices for `problem`, cut into segments at `cuts`.
 
-    Bytes are above what was `kept` before, but for what is sent, which counts in every peak.
+    Bytes are beyond the tensors `kept` before; what is sent counts in every peak. Fronts hold about
+    `most` choices each, all if None. `depth` counts how often the stage was cut already.
     """
-    length = len(problem.ns)
+    length = len(problem.forward_ns)
     if not cuts:
-        alone = RegionSearch(problem, 0, length, kept, most)
-        return Menu(alone.fronts[length], alone=alone, length=length)
-    cut, before, after = _split(cuts, depth)
-    left, right = _sub(problem, 0, cut), _sub(problem, cut, length)
-    first = menu(left.problem, before, left.local(kept), most, depth + 1)
-    joint = Menu({}, left=first, cut=cut, length=length)
-    found: dict[State, list[ParetoFront]] = {}
-    for state, front in first.fronts.items():
-        now = left.absolute(state) | (kept - left.indices)
-        later = menu(
-            right.problem, tuple(c - cut for c in after), right.local(now), most, depth + 1
-        )
-        joint.rights[state] = later
-        for end, back in later.fronts.items():
-            out = (right.absolute(end) | (now - right.indices)) & _across(problem, length)
-            both = _put_together(
-                front, back, len(joint.parts), _offsets(problem, left, right, kept, now)
-            )
-            found.setdefault(out, []).append(both)
-            joint.parts.append(MenuPart(state, end, out))
-    if not problem.fixed:
-        out, whole = RegionSearch(problem, 0, length, kept).whole()
-        found.setdefault(out, []).append(replace(whole, left=whole.left * 0 + WHOLE))
-    joint.fronts.update({out: joined(parts, most) for out, parts in found.items()})
-    return joint
+        search = RegionSearch(problem, 0, length, kept, most)
+        return Menu(search.fronts[length], length, search=search)
+    cut, cuts_before, cuts_after = _split(cuts, depth)
+    left, right = _subproblem(problem, 0, cut), _subproblem(problem, cut, length)
+    left_menu = menu(left.problem, cuts_before, left.local(kept), most, depth + 1)
+    whole_menu = Menu({}, length, left=left_menu, cut=cut)
+    fronts: dict[State, list[ParetoFront]] = {}
+    for left_state, left_front in left_menu.fronts.items():
+        kept_at_cut = left.outer(left_state) | (kept - left.tensors)
+        right_cuts = tuple(each - cut for each in cuts_after)
+        right_menu = menu(right.problem, right_cuts, right.local(kept_at_cut), most, depth + 1)
+        whole_menu.rights[left_state] = right_menu
+        beside = _bytes_beside(problem, left, right, kept, kept_at_cut)
+        for right_state, right_front in right_menu.fronts.items():
+            kept_at_end = right.outer(right_state) | (kept_at_cut - right.tensors)
+            state = kept_at_end & _live(problem, length)
+            joined = _joined(left_front, right_front, len(whole_menu.pairs), beside)
+            fronts.setdefault(state, []).append(joined)
+            whole_menu.pairs.append(_Pair(left_state, right_state))
+    if not problem.excluded:
+        state, front = RegionSearch(problem, 0, length, kept).whole()
+        marked = replace(front, left=np.full_like(front.left, WHOLE))
+        fronts.setdefault(state, []).append(marked)
+    whole_menu.fronts.update({state: merged(parts, most) for state, parts in fronts.items()})
+    return whole_menu
 
 
 def _split(cuts: tuple[int, ...], depth: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Where to cut first: the pieces at the ends of a stage are its own, what lies between is shared."""
+    """Return where to cut first, and the cuts before and after that.
+
+    The first two cuts take off the last and the first segment: these are the stage's own, and what
+    lies between is a run of alike blocks, whose halves are alike and so are solved once.
+    """
     index = {0: len(cuts) - 1, 1: 0}.get(depth, len(cuts) // 2)
     return cuts[index], cuts[:index], cuts[index + 1 :]
 
 
 @dataclass(frozen=True)
-class _Sub:
-    """A part of a tape by itself; `indices` are those of its storages in the whole one."""
+class _Subproblem:
+    """A run of nodes as a problem of its own; `order` has the indices of its tensors outside."""
 
     problem: RecomputeProblem
     order: tuple[int, ...]
 
     @property
-    def indices(self) -> State:
+    def tensors(self) -> State:
+        """The indices outside of all tensors that it has."""
         return frozenset(self.order)
 
     def local(self, state: State) -> State:
+        """Return a state of the outer problem in this one's indices."""
         return frozenset(number for number, index in enumerate(self.order) if index in state)
 
-    def absolute(self, state: State) -> State:
+    def outer(self, state: State) -> State:
+        """Return a state of this problem in the outer one's indices."""
         return frozenset(self.order[number] for number in state)
 
 
 @lru_cache(maxsize=4096)
-def _sub(problem: RecomputeProblem, start: int, stop: int) -> _Sub:
-    """The nodes from `start` to `stop`: what enters is made before position 0, what leaves is used at the end."""
-    order = [i for i, held in enumerate(problem.held) if _touches(held, start, stop)]
-    return _Sub(
-        RecomputeProblem(
-            ns=problem.ns[start:stop],
-            packs=problem.packs[start:stop],
-            forward=problem.forward[start:stop],
-            flowing=problem.flowing[start:stop],
-            before=problem.before[start:stop],
-            after=problem.after[start:stop],
-            held=tuple(_clipped(problem.held[index], start, stop) for index in order),
-            written=problem.written[start:stop],
-            boundaries=tuple(
-                place - start for place in problem.boundaries if start <= place <= stop
-            ),
-            fixed=frozenset(place - start for place in problem.fixed if start <= place < stop),
-            copies=problem.copies if stop == len(problem.ns) else 0,
-        ),
-        tuple(order),
+def _subproblem(problem: RecomputeProblem, start: int, stop: int) -> _Subproblem:
+    """Return the nodes from `start` to `stop` with positions from 0.
+
+    Tensors that enter are produced at −1, those that leave are used at its end. Alike blocks give
+    equal problems, which is what makes their menus shared.
+    """
+    order = [i for i, tensor in enumerate(problem.tensors) if _touches(tensor, start, stop)]
+    own = slice(start, stop)
+    inner = RecomputeProblem(
+        forward_ns=problem.forward_ns[own],
+        saves_at=problem.saves_at[own],
+        forward_peak=problem.forward_peak[own],
+        gradients_before=problem.gradients_before[own],
+        backward_peak=problem.backward_peak[own],
+        gradients_after=problem.gradients_after[own],
+        tensors=tuple(_clipped(problem.tensors[index], start, stop) for index in order),
+        buffer_copies=problem.buffer_copies[own],
+        boundaries=tuple(p - start for p in problem.boundaries if start <= p <= stop),
+        excluded=frozenset(p - start for p in problem.excluded if start <= p < stop),
+        sent_copies=problem.sent_copies if stop == len(problem.forward_ns) else 0,
     )
+    return _Subproblem(inner, tuple(order))
 
 
-def _touches(held: StoredTensor, start: int, stop: int) -> bool:
-    if held.sent or start <= held.made < stop:
-        return start <= max(0, held.made) < stop
-    copied = () if held.copied is None else (held.copied,)
-    return held.made < start and any(start <= p < stop for p in (*held.uses, *held.saved, *copied))
+def _touches(tensor: StoredTensor, start: int, stop: int) -> bool:
+    """Return whether a node from `start` to `stop` produces, uses, saves or copies the tensor."""
+    if tensor.is_sent or start <= tensor.producer < stop:
+        return start <= max(0, tensor.producer) < stop
+    copied = () if tensor.copied_at is None else (tensor.copied_at,)
+    users = (*tensor.uses, *tensor.savers, *copied)
+    return tensor.producer < start and any(start <= position < stop for position in users)
 
 
-def _clipped(held: StoredTensor, start: int, stop: int) -> StoredTensor:
-    uses = tuple(place - start for place in held.uses if start <= place < stop)
+def _clipped(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
+    """Return the tensor as the nodes from `start` to `stop` see it."""
+    uses = [position - start for position in tensor.uses if start <= position < stop]
+    if tensor.last_use >= stop:
+        uses.append(stop - start)
     return StoredTensor(
-        held.bytes,
-        max(-1, held.made - start),
-        uses + ((stop - start,) if held.last >= stop else ()),
-        tuple(place - start for place in held.saved if start <= place < stop),
-        held.sent,
-        None if held.copied is None else min(held.copied, stop) - start,
+        tensor.bytes,
+        max(-1, tensor.producer - start),
+        tuple(uses),
+        tuple(position - start for position in tensor.savers if start <= position < stop),
+        tensor.is_sent,
+        None if tensor.copied_at is None else min(tensor.copied_at, stop) - start,
     )
 
 
-def _across(problem: RecomputeProblem, position: int) -> State:
-    held = enumerate(problem.held)
+def _live(problem: RecomputeProblem, position: int) -> State:
+    """Return the tensors that are produced before `position`, used there or later, and not sent."""
     return frozenset(
-        index for index, each in held if not each.sent and each.made < position <= each.last
+        index
+        for index, tensor in enumerate(problem.tensors)
+        if not tensor.is_sent and tensor.producer < position <= tensor.last_use
     )
 
 
-def _offsets(
-    problem: RecomputeProblem, left: _Sub, right: _Sub, kept: State, now: State
+def _bytes_beside(
+    problem: RecomputeProblem, left: _Subproblem, right: _Subproblem, kept: State, at_cut: State
 ) -> tuple[int, int]:
-    """What lives besides in the left and in the right part: what passes through unkept, and what the other sends."""
-    cut, length = len(left.problem.ns), len(problem.ns)
-    through = sum(problem.held[i].bytes for i in _across(problem, 0) - left.indices - kept)
-    beyond = (_across(problem, cut) & _across(problem, length)) - right.indices - now
-    return right.problem.sent + through, left.problem.sent + sum(
-        problem.held[i].bytes for i in beyond
+    """Return the bytes that live beside the left and beside the right part, unknown to each.
+
+    Both sides hold what the other one sends. Beside the left lives also what passes through it
+    without being kept; beside the right, what passes from the left to the end without being kept.
+    """
+    cut, length = len(left.problem.forward_ns), len(problem.forward_ns)
+    through_left = _live(problem, 0) - left.tensors - kept
+    through_right = (_live(problem, cut) & _live(problem, length)) - right.tensors - at_cut
+
+    def size(state: State) -> int:
+        return sum(problem.tensors[index].bytes for index in state)
+
+    return (
+        right.problem.sent_bytes + size(through_left),
+        left.problem.sent_bytes + size(through_right),
     )
 
 
-def _put_together(
-    front: ParetoFront, back: ParetoFront, part: int, offsets: tuple[int, int]
+def _joined(
+    left: ParetoFront, right: ParetoFront, pair: int, beside: tuple[int, int]
 ) -> ParetoFront:
-    """Every choice of one with every choice of the other."""
-    first, second = (
-        grid.ravel()
-        for grid in np.meshgrid(np.arange(len(front)), np.arange(len(back)), indexing="ij")
-    )
+    """Return every choice of `left` with every choice of `right`."""
+    grid = np.meshgrid(np.arange(len(left)), np.arange(len(right)), indexing="ij")
+    first, second = (axis.ravel() for axis in grid)
+    # While the right part runs, the microbatch holds what the left one keeps.
+    peak_on_right = left.kept[first] + right.peak[second] + beside[1]
     return ParetoFront(
-        front.kept[first] + back.kept[second],
-        np.maximum(
-            front.peak[first] + offsets[0], front.kept[first] + back.peak[second] + offsets[1]
-        ),
-        front.ns[first] + back.ns[second],
-        part * ROWS + first,
+        left.kept[first] + right.kept[second],
+        np.maximum(left.peak[first] + beside[0], peak_on_right),
+        left.ns[first] + right.ns[second],
+        pair * ROWS + first,
         second,
     )

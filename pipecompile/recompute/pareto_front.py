@@ -1,4 +1,4 @@
-"""Choices that none is better than in everything: what is kept, the most that lives, and the extra time."""
+"""Pareto fronts of choices by three costs: bytes kept, bytes at the peak, and extra time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ParetoFront", "Numbers", "joined", "pruned"]
+__all__ = ["Numbers", "ParetoFront", "merged", "pruned"]
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Choices as columns: bytes `kept` per microbatch, bytes at the `peak` of a microbatch, `ns` of extra time.
+    """Choices as columns of equal length, one row a choice.
 
-    `left` and `right` are numbers by which whoever makes choices finds out how each came about.
+    `kept` are bytes per microbatch in flight, `peak` the bytes of a microbatch at its peak, `ns`
+    the extra time. `left` and `right` are numbers by which the maker of a choice finds out how it
+    came about.
     """
 
     kept: Numbers
@@ -29,75 +31,94 @@ class ParetoFront:
 
     @staticmethod
     def of(kept: int, peak: int, ns: int) -> ParetoFront:
-        """A single choice."""
-        return ParetoFront(*(np.array([value], dtype=np.int64) for value in (kept, peak, ns, 0, 0)))
+        """Return a front of a single choice."""
+        columns = (np.array([value], dtype=np.int64) for value in (kept, peak, ns, 0, 0))
+        return ParetoFront(*columns)
 
     def __len__(self) -> int:
         return len(self.ns)
 
-    def picked(self, rows: Sequence[int] | Numbers) -> ParetoFront:
-        """Some of the choices."""
-        return ParetoFront(*(getattr(self, each.name)[rows] for each in fields(self)))
+    def rows(self, rows: Sequence[int] | Numbers) -> ParetoFront:
+        """Return the choices of these rows, in this order."""
+        return ParetoFront(*(getattr(self, column.name)[rows] for column in fields(self)))
 
     def cheapest(self, in_flight: int, available: int, most_kept: int | None = None) -> int | None:
-        """The row of least time that fits: `in_flight` microbatches, of which one is at its peak."""
-        held = (in_flight - 1) * self.kept + self.peak <= available
-        fits = np.flatnonzero(held if most_kept is None else held & (self.kept <= most_kept))
-        return int(fits[np.argmin(self.ns[fits])]) if len(fits) else None
+        """Return the row of least time that fits, None if none does.
+
+        A choice fits if `in_flight` microbatches, one of them at its peak, take at most `available`
+        bytes, and if no microbatch keeps more than `most_kept` bytes.
+        """
+        fits = (in_flight - 1) * self.kept + self.peak <= available
+        if most_kept is not None:
+            fits &= self.kept <= most_kept
+        rows = np.flatnonzero(fits)
+        return int(rows[np.argmin(self.ns[rows])]) if len(rows) else None
 
 
-def joined(fronts: Sequence[ParetoFront], most: int | None = None) -> ParetoFront:
-    """The choices of all `fronts` that count; about `most` of them, spread out, if there are more."""
+def merged(fronts: Sequence[ParetoFront], most: int | None = None) -> ParetoFront:
+    """Return the front of all choices in `fronts`; about `most` of them, spread out, if given."""
     columns = (
-        np.concatenate([getattr(front, each.name) for front in fronts])
-        for each in fields(ParetoFront)
+        np.concatenate([getattr(front, column.name) for front in fronts])
+        for column in fields(ParetoFront)
     )
     return pruned(ParetoFront(*columns), most)
 
 
 def pruned(front: ParetoFront, most: int | None = None) -> ParetoFront:
-    """Without choices that another is as good as in everything; about `most`, if there are more."""
+    """Return `front` without dominated choices; about `most` of the others if there are more."""
     rows = _undominated(front, np.arange(len(front)))
     if most is not None and len(rows) > most:
         rows = _spread(front, rows, most)
-    return front.picked(rows)
+    return front.rows(rows)
 
 
 def _undominated(front: ParetoFront, rows: Numbers) -> Numbers:
-    """Rows from the fastest on: one stays unless an earlier one keeps no more and peaks no higher."""
+    """Return the rows that no other row beats or equals in time, kept bytes and peak.
+
+    Rows are visited from the fastest on, so a row is dominated if and only if an earlier one keeps
+    no more and peaks no higher. The earlier rows that matter form a staircase: as `kept` rises,
+    `peak` falls. One look-up in it decides about a row.
+
+        peak  ▏ 9        kepts = [2, 5, 8]
+              ▏    6     peaks = [9, 6, 1]
+              ▏       1  (kept 6, peak 7): beaten by (5, 6); (kept 4, peak 3): stays, replaces (5, 6)
+              └─────────
+                2  5  8  kept
+    """
     order = rows[np.lexsort((front.peak[rows], front.kept[rows], front.ns[rows]))]
-    kepts: list[int] = []  # of those that stay, rising
-    peaks: list[int] = []  # the lowest peak up to there, falling
-    found = []
-    for row, kept, peak in zip(
-        order.tolist(), front.kept[order].tolist(), front.peak[order].tolist(), strict=True
-    ):
-        place = bisect_left(kepts, kept + 1)
-        if place and peaks[place - 1] <= peak:
+    kepts: list[int] = []
+    peaks: list[int] = []
+    undominated = []
+    columns = order.tolist(), front.kept[order].tolist(), front.peak[order].tolist()
+    for row, kept, peak in zip(*columns, strict=True):
+        step = bisect_left(kepts, kept + 1)
+        if step and peaks[step - 1] <= peak:
             continue
-        found.append(row)
-        first = bisect_left(kepts, kept)
-        end = first
-        while end < len(peaks) and peaks[end] >= peak:
-            end += 1
-        kepts[first:end], peaks[first:end] = [kept], [peak]
-    return np.array(found, dtype=np.int64)
+        undominated.append(row)
+        first = last = bisect_left(kepts, kept)
+        while last < len(peaks) and peaks[last] >= peak:
+            last += 1
+        kepts[first:last], peaks[first:last] = [kept], [peak]
+    return np.array(undominated, dtype=np.int64)
 
 
 def _spread(front: ParetoFront, rows: Numbers, most: int) -> Numbers:
-    """The fastest row of each cell of a grid over what is kept and the peak, with those that have least of either."""
+    """Return about `most` rows: the fastest of each cell of a grid over kept bytes and peak.
+
+    The rows that keep least, peak least, and have the least sum of both always stay: budgets that
+    hardly anything fits are decided by these.
+    """
     cells = max(2, int(most**0.5))
-    places = [_cells(column[rows], cells) for column in (front.kept, front.peak)]
-    order = np.lexsort((front.ns[rows], places[1], places[0]))
-    cell = places[0][order] * cells + places[1][order]
-    first = np.concatenate([[True], cell[1:] != cell[:-1]])
-    least = [
-        rows[np.argmin(column[rows])]
-        for column in (front.kept, front.peak, front.kept + front.peak)
-    ]
-    return _undominated(front, np.unique(np.concatenate([rows[order[first]], least])))
+    kept_cell, peak_cell = (_cells(column[rows], cells) for column in (front.kept, front.peak))
+    order = np.lexsort((front.ns[rows], peak_cell, kept_cell))
+    cell = kept_cell[order] * cells + peak_cell[order]
+    is_first_of_cell = np.concatenate([[True], cell[1:] != cell[:-1]])
+    extremes = (front.kept, front.peak, front.kept + front.peak)
+    least = [rows[np.argmin(column[rows])] for column in extremes]
+    return _undominated(front, np.unique(np.concatenate([rows[order[is_first_of_cell]], least])))
 
 
 def _cells(values: Numbers, cells: int) -> Numbers:
+    """Return for each value its cell, 0 … cells − 1, of equal widths between least and largest."""
     low, high = int(values.min()), int(values.max())
     return (values - low) * (cells - 1) // max(1, high - low)

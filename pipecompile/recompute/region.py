@@ -1,4 +1,4 @@
-"""Where regions may begin and stop, but for places that other places are never worse than."""
+"""Regions of a stage, and the positions at which it is worth beginning and ending one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem
 
-__all__ = ["RegionEnds", "Region"]
+__all__ = ["Region", "RegionEnds"]
 
 
 class Region(NamedTuple):
-    """The nodes at positions `start` … `stop` − 1, computed again."""
+    """The nodes at positions `start` … `stop` − 1, which are recomputed together."""
 
     start: int
     stop: int
@@ -20,7 +20,10 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionEnds:
-    """Where regions may begin and stop that some choice may need: at other ends are nodes better left out of them."""
+    """The positions where a region may begin and stop without being worse than a shorter region.
+
+    `regions` lists every pair of a begin and a later stop with no excluded node in between.
+    """
 
     begins: frozenset[int]
     stops: frozenset[int]
@@ -28,23 +31,30 @@ class RegionEnds:
 
     @staticmethod
     def of(problem: RecomputeProblem) -> RegionEnds:
-        """Those between boundaries.
+        """Return the useful ends among the boundaries of `problem`.
 
-        The nodes up to the next boundary save or make something, or a region may as well begin after them. Those from
-        the boundary before save something, or it may as well end before them.
+        Boundaries cut the stage into units that are recomputed as a whole or not at all:
+
+            boundaries   0       3     5           9
+            units        [0 1 2] [3 4] [5 6 7 8]
+                         saves   –     saves
+
+        A region that stops after a unit without saved tensors (position 5 here) frees nothing by
+        that unit, so it may as well stop before it. One that begins with a unit that neither saves
+        nor produces a tensor may as well begin after it.
         """
-        made = {held.made for held in problem.held}
-        pairs = list(pairwise(sorted(problem.boundaries)))
-        saving = [any(problem.packs[place] != "never" for place in range(*pair)) for pair in pairs]
-        begins = [
-            a
-            for (a, b), saves in zip(pairs, saving, strict=True)
-            if saves or not made.isdisjoint(range(a, b))
-        ]
-        stops = [b for (_, b), saves in zip(pairs, saving, strict=True) if saves]
-        ends = {
-            a: min((place for place in problem.fixed if place >= a), default=len(problem.ns))
-            for a in begins
-        }
-        regions = tuple(Region(a, b) for a in begins for b in stops if a < b <= ends[a])
-        return RegionEnds(frozenset(begins), frozenset(stops), regions)
+        producers = {tensor.producer for tensor in problem.tensors}
+        begins, stops = list[int](), list[int]()
+        for start, stop in pairwise(sorted(problem.boundaries)):
+            saves = any(problem.saves_at[position] != "never" for position in range(start, stop))
+            if saves:
+                stops.append(stop)
+            if saves or not producers.isdisjoint(range(start, stop)):
+                begins.append(start)
+        regions = []
+        for begin in begins:
+            # No region reaches past the next node that must not be recomputed.
+            length = len(problem.forward_ns)
+            limit = min((place for place in problem.excluded if place >= begin), default=length)
+            regions += [Region(begin, stop) for stop in stops if begin < stop <= limit]
+        return RegionEnds(frozenset(begins), frozenset(stops), tuple(regions))

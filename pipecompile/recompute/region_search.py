@@ -1,9 +1,19 @@
-"""Every choice of regions that counts, by dynamic programming over the positions of a tape.
+"""Every choice of regions that counts, by a dynamic program over the positions of a stage.
 
-A region is a run of nodes computed again before their backwards (gradient checkpointing; Chen et al., arXiv
-1604.06174). What the forward must keep hangs on which storages are needed outside of the region that makes them:
-so a state is a position with the storages that live across it and are kept already, and from it goes either one node
-that is not computed again, or a region of any length.
+A region is a run of nodes that are recomputed before their backwards (gradient checkpointing; Chen
+et al., arXiv 1604.06174). Its forward keeps what the region reads; what its nodes save exists only
+from the recompute on.
+
+What a choice costs at later positions depends on one thing only: which of the tensors that are live
+across a position it already keeps. So a state is (position, kept live tensors), and a step leads
+from it either over one node that is not recomputed, or over a region of any length:
+
+    position   0     1     2     3     4
+    step       ●──n0─▶●───region 1‥3───▶●──n3─▶●
+                                 (reads t0: t0 is kept from here on)
+
+All choices that reach one state differ in three costs only (bytes kept, peak, extra time), of which
+the Pareto front is held. The front at the stage's end holds the answer for every memory cap.
 """
 
 from __future__ import annotations
@@ -16,33 +26,42 @@ from typing import NamedTuple
 import numpy as np
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, StoredTensor
-from pipecompile.recompute.pareto_front import Numbers, ParetoFront, joined
+from pipecompile.recompute.pareto_front import Numbers, ParetoFront, merged
 from pipecompile.recompute.region import Region, RegionEnds
 
-__all__ = ["Region", "RegionSearch", "State"]
+__all__ = ["RegionCost", "RegionSearch", "State"]
 
-State = frozenset[int]  # indices of storages that are kept already
+State = frozenset[int]
+"""Indices into `RecomputeProblem.tensors` of those that are kept already."""
 
 
 class RegionCost(NamedTuple):
-    """What a region takes: time, the most that lives in its forward and in its backward, and copies that it keeps."""
+    """What a region costs by itself, beyond the tensors that it reads.
+
+    `ns` is the extra time, `forward` and `backward` are the most bytes that live while it runs
+    forward, and while it is recomputed and runs backward; `buffer_copies` are bytes that it keeps
+    in between.
+    """
 
     ns: int
     forward: int
     backward: int
-    written: int = 0
+    buffer_copies: int = 0
 
 
 class _Step(NamedTuple):
-    """From one state to another: the region that is computed again, if any."""
+    """From where a choice came: the position and state before, and the region in between, if any."""
 
     position: int
     state: State
     region: Region | None
 
 
-class _Move(NamedTuple):
-    """What a step adds: to which state, bytes kept, the most that lives meanwhile above those before, and time."""
+class _StepCost(NamedTuple):
+    """What a step adds: the state that it leads to, bytes kept, time, and its peak.
+
+    `rise` is the most that lives during the step, above what choices before it keep.
+    """
 
     state: State
     kept: int
@@ -52,10 +71,10 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class RegionSearch:
-    """The choices for the nodes of `tape` from `start` to `stop`: all that count, or about `most` in each state.
+    """The choices for the nodes of `problem` from `start` to `stop`.
 
-    `fronts` has them by position and by what is kept across it. Bytes are above what was kept before `start`: of that
-    `kept` are the storages that are used from there on.
+    `kept` are tensors that are kept before `start`; costs are beyond these. Each state holds all
+    choices that count, or about `most` of them.
     """
 
     problem: RecomputeProblem
@@ -63,244 +82,275 @@ class RegionSearch:
     stop: int
     kept: State = frozenset()
     most: int | None = None
-    steps: list[_Step] = field(default_factory=list, init=False, compare=False)
-    known: dict[Region, RegionCost] = field(default_factory=dict, init=False, compare=False)
-    needs: dict[tuple[int, int, bool], State] = field(
+    _steps: list[_Step] = field(default_factory=list, init=False, compare=False)
+    _region_costs: dict[Region, RegionCost] = field(default_factory=dict, init=False, compare=False)
+    _kept_for: dict[tuple[int, int, bool], State] = field(
         default_factory=dict, init=False, compare=False
     )
 
     def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
-        """The regions of a choice, in order."""
-        found: list[Region] = []
+        """Return the regions, in order, of a row of the front at `position` and `state`."""
+        regions: list[Region] = []
         while position > self.start:
             front = self.fronts[position][state]
-            position, before, region = self.steps[front.left[row]]
-            found += [region] if region else []
-            state, row = before, int(front.right[row])
-        return tuple(reversed(found))
+            position, state_before, region = self._steps[front.left[row]]
+            if region is not None:
+                regions.append(region)
+            state, row = state_before, int(front.right[row])
+        return tuple(reversed(regions))
 
     @cached_property
     def fronts(self) -> dict[int, dict[State, ParetoFront]]:
-        """The choices."""
-        found = {self.start: {self.kept & self._across[self.start]: ParetoFront.of(0, 0, 0)}}
-        incoming: dict[int, dict[State, list[ParetoFront]]] = {}
+        """The Pareto front of every state, by position."""
+        first_state = self.kept & self._live[self.start]
+        fronts = {self.start: {first_state: ParetoFront.of(0, 0, 0)}}
+        # Fronts that reach a position are collected until all of them are there, then merged once.
+        arriving: dict[int, dict[State, list[ParetoFront]]] = {}
         for position in range(self.start, self.stop + 1):
-            if position in incoming:
-                found[position] = {
-                    s: joined(parts, self.most) for s, parts in incoming.pop(position).items()
+            if position in arriving:
+                fronts[position] = {
+                    state: merged(parts, self.most)
+                    for state, parts in arriving.pop(position).items()
                 }
-            for state, front in found.get(position, {}).items():
+            for state, front in fronts.get(position, {}).items():
                 rows = np.arange(len(front))
-                for stop, region in self._steps(position):
-                    move = self._move(position, stop, state, region)
-                    left = np.full(len(front), len(self.steps))
-                    self.steps.append(_Step(position, state, region))
-                    incoming.setdefault(stop, {}).setdefault(move.state, []).append(
-                        _moved(front, move, left, rows)
-                    )
-        return found
+                for stop, region in self._next_steps(position):
+                    cost = self._step_cost(position, stop, state, region)
+                    number = np.full(len(front), len(self._steps))
+                    self._steps.append(_Step(position, state, region))
+                    states = arriving.setdefault(stop, {})
+                    states.setdefault(cost.state, []).append(_after(front, cost, number, rows))
+        return fronts
 
     def whole(self) -> tuple[State, ParetoFront]:
-        """All nodes as one region."""
+        """Return the state and the front of the one choice that all nodes are one region."""
         state, kept, peak, ns = self.along((Region(self.start, self.stop),))
         return state, ParetoFront.of(kept, peak, ns)
 
     def along(self, regions: Sequence[Region]) -> tuple[State, int, int, int]:
-        """These regions, which are in order: what is kept across the end, and bytes kept, peak and extra time."""
-        position, state = self.start, self.kept & self._across[self.start]
+        """Return for these regions, in order: the state at the end, bytes kept, peak, extra ns."""
+        position, state = self.start, self.kept & self._live[self.start]
         kept = peak = ns = 0
-        begins = {region.start: region for region in regions}
+        region_at = {region.start: region for region in regions}
         while position < self.stop:
-            region = begins.get(position)
+            region = region_at.get(position)
             stop = region.stop if region else position + 1
-            move = self._move(position, stop, state, region)
-            peak = max(peak, kept + move.rise)
-            position, state, kept, ns = stop, move.state, kept + move.kept, ns + move.ns
+            cost = self._step_cost(position, stop, state, region)
+            peak = max(peak, kept + cost.rise)
+            position, state, kept, ns = stop, cost.state, kept + cost.kept, ns + cost.ns
         return state, kept, peak, ns
 
-    def _steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
+    def _next_steps(self, position: int) -> Iterator[tuple[int, Region | None]]:
+        """Yield where each step from `position` ends, with its region."""
         if position < self.stop:
             yield position + 1, None
         if position in self._ends.begins:
             for stop in range(position + 1, self.stop + 1):
-                if stop - 1 in self.problem.fixed:
+                if stop - 1 in self.problem.excluded:
                     return
                 if stop in self._ends.stops:
                     yield stop, Region(position, stop)
 
-    def _move(self, position: int, stop: int, state: State, region: Region | None) -> _Move:
-        """One more node, or one more region."""
-        now = state | self._needed_by(position, stop, again=region is not None)
-        again = RegionCost(0, self.problem.forward[position], self.problem.before[position])
-        if region is not None:
-            again = self.again(region)
-        held, sent = self.problem.held, self.problem.sent
-        kept = sum(held[index].bytes for index in now - state) + again.written
-        waiting = sum(held[index].bytes for index in self._across[position] - state)
-        forward = waiting + self._sent_by[position] + again.forward + again.written
-        copied = (
-            sum(held[index].bytes for index in self._copied - now)
-            if stop == len(self.problem.ns)
-            else 0
-        )
-        rise = max(
-            forward, kept + sent + max(again.backward, copied), sent + self.problem.after[position]
-        )
-        return _Move(now & self._across[stop], kept, rise, again.ns)
+    def _step_cost(
+        self, position: int, stop: int, state: State, region: Region | None
+    ) -> _StepCost:
+        """Return what a step over one node, or over `region`, costs in `state`.
 
-    def _needed_by(self, start: int, stop: int, *, again: bool) -> State:
-        """What the forward must keep for these nodes: what they save, or what a region of them reads."""
-        if (start, stop, again) not in self.needs:
-            self.needs[start, stop, again] = self._needs(start, stop, again=again)
-        return self.needs[start, stop, again]
+        The peak of a step is that of three moments: its forward, its backward, and the moment
+        after it, when gradients of the next backward are summed. What is sent to later stages is
+        held in all of them.
+        """
+        problem = self.problem
+        if region is None:
+            own = RegionCost(0, problem.forward_peak[position], problem.backward_peak[position])
+        else:
+            own = self.region_cost(region)
+        kept_after = state | self._kept_by_step(position, stop, is_region=region is not None)
+        kept = self._bytes(kept_after - state) + own.buffer_copies
+        # In the forward, live tensors that nobody keeps still wait for their last reader.
+        waiting = self._bytes(self._live[position] - state)
+        forward = waiting + self._sent_before[position] + own.forward + own.buffer_copies
+        is_end = stop == len(problem.forward_ns)
+        copied = self._bytes(self._copied_at_end - kept_after) if is_end else 0
+        backward = kept + problem.sent_bytes + max(own.backward, copied)
+        after = problem.sent_bytes + problem.gradients_after[position]
+        return _StepCost(kept_after & self._live[stop], kept, max(forward, backward, after), own.ns)
 
-    def _needs(self, start: int, stop: int, *, again: bool) -> State:
-        if not again:
-            return frozenset(i for i in self.savings[start] if not self.problem.held[i].sent)
-        if all(
-            packs == "never" for packs in self.problem.packs[start:stop]
-        ):  # it is never computed again
-            return frozenset()
-        used = {index for position in range(start, stop) for index in self.uses[position]}
-        return frozenset(
-            i for i in used if self.problem.held[i].made < start and not self.problem.held[i].sent
-        )
+    def _kept_by_step(self, start: int, stop: int, *, is_region: bool) -> State:
+        """Return the tensors that a node (or region) needs from its forward to its backward."""
+        key = start, stop, is_region
+        if key not in self._kept_for:
+            self._kept_for[key] = self._tensors_kept_by(start, stop, is_region=is_region)
+        return self._kept_for[key]
 
-    def again(self, region: Region) -> RegionCost:
-        """A region by itself, above what was kept for it."""
-        if region not in self.known:
-            self.known[region] = self._alone(region)
-        return self.known[region]
+    def _tensors_kept_by(self, start: int, stop: int, *, is_region: bool) -> State:
+        """A plain node keeps what it saves, a region what it reads from before; sent ones are free."""
+        tensors = self.problem.tensors
+        if not is_region:
+            return frozenset(i for i in self.saved_at[start] if not tensors[i].is_sent)
+        if all(self.problem.saves_at[p] == "never" for p in range(start, stop)):
+            return frozenset()  # such a region is never recomputed
+        used = {index for position in range(start, stop) for index in self.used_at[position]}
+        return frozenset(i for i in used if tensors[i].producer < start and not tensors[i].is_sent)
 
-    def _alone(self, region: Region) -> RegionCost:
-        last, stop = self._until(region)
-        first = self._walk(region, region.stop, again=False)
-        backward = self._backward(region, last, self._walk(region, stop, again=True))
-        written = sum(self.problem.written[region.start : region.stop])
-        if last is None:  # nothing holds on to it
-            first, written = first + written, 0
-        return RegionCost(sum(self.problem.ns[region.start : stop]), first, backward, written)
+    def region_cost(self, region: Region) -> RegionCost:
+        """Return what a region costs by itself, beyond the tensors that it reads."""
+        if region not in self._region_costs:
+            self._region_costs[region] = self._priced(region)
+        return self._region_costs[region]
 
-    def _until(self, region: Region) -> tuple[int | None, int]:
-        """The last node that saves anything, and where computing again stops: that may be before its kernels run."""
-        packs = self.problem.packs
-        last = max((place for place in range(*region) if packs[place] != "never"), default=None)
-        return last, region.start if last is None else last + (packs[last] == "after")
+    def _priced(self, region: Region) -> RegionCost:
+        last_saver, stop = self._recomputed_until(region)
+        forward = self._forward_peak(region, region.stop, is_recompute=False)
+        recompute = self._forward_peak(region, stop, is_recompute=True)
+        backward = self._backward_peak(region, last_saver, recompute)
+        buffer_copies = sum(self.problem.buffer_copies[region.start : region.stop])
+        if last_saver is None:  # no backward will need the copies: they go when the forward ends
+            forward, buffer_copies = forward + buffer_copies, 0
+        ns = sum(self.problem.forward_ns[region.start : stop])
+        return RegionCost(ns, forward, backward, buffer_copies)
+
+    def _recomputed_until(self, region: Region) -> tuple[int | None, int]:
+        """Return the last node that saves anything, and the position where the recompute stops.
+
+        PyTorch stops a recompute as soon as the last saved tensor is there: before the kernels of
+        the last saver, if it saves only what it is given.
+        """
+        savers = [p for p in range(*region) if self.problem.saves_at[p] != "never"]
+        if not savers:
+            return None, region.start
+        return savers[-1], savers[-1] + (self.problem.saves_at[savers[-1]] == "after")
 
     def extra_ns(self, regions: Sequence[Region]) -> int:
-        """The time that these regions take."""
+        """Return the time that these regions take in all."""
+        times = self.problem.forward_ns
         return sum(
-            sum(self.problem.ns[region.start : self._until(region)[1]]) for region in regions
+            sum(times[region.start : self._recomputed_until(region)[1]]) for region in regions
         )
 
-    def _walk(self, region: Region, stop: int, *, again: bool) -> int:
-        """The most that lives in the forwards up to `stop`, above what lived before; what is saved `again` stays."""
-        now = highest = 0
+    def _forward_peak(self, region: Region, stop: int, *, is_recompute: bool) -> int:
+        """Return the most that lives in the forwards up to `stop`, above what lived before.
+
+        In a recompute saved tensors stay for the backward; in the first forward nothing does.
+        """
+        live = peak = 0
         for position in range(region.start, stop):
-            highest = max(highest, now + self.problem.forward[position])
-            now += self._made_bytes[position]
-            for held in self._ending[position]:
-                if held.made >= region.start and not (
-                    again and (held.saved or held.copied is not None)
-                ):
-                    now -= held.bytes
-            highest = max(highest, now)
-        return highest
+            peak = max(peak, live + self.problem.forward_peak[position])
+            live += self._produced_bytes[position]
+            for tensor in self._last_used_at[position]:
+                stays = is_recompute and (tensor.savers or tensor.copied_at is not None)
+                if tensor.producer >= region.start and not stays:
+                    live -= tensor.bytes
+            peak = max(peak, live)
+        return peak
 
-    def _backward(self, region: Region, last: int | None, entry: int) -> int:
-        """The most that lives from the last node's backward to the first's, the forward once more at `last`."""
-        freed = dict.fromkeys(range(*region), 0)
+    def _backward_peak(self, region: Region, last_saver: int | None, recompute: int) -> int:
+        """Return the most that lives from the last node's backward to the first node's.
+
+        The recompute, whose peak is `recompute`, runs when the backward reaches `last_saver`. From
+        then on every tensor of the region is there until the backward of its first saver is done.
+        """
+        problem = self.problem
+        freed_at = dict.fromkeys(range(*region), 0)
         for position in range(*region):
-            for held in self._made[position]:
-                first = min(held.saved, default=region.stop)
-                if first < region.stop:
-                    freed[first] += held.bytes
-        now = highest = 0
+            for tensor in self._produced_at[position]:
+                first_saver = min(tensor.savers, default=region.stop)
+                if first_saver < region.stop:
+                    freed_at[first_saver] += tensor.bytes
+        live = peak = 0
         for position in reversed(range(*region)):
-            if position == last:
-                highest = max(highest, self.problem.flowing[position] + entry)
-                now = sum(freed.values())
-            highest = max(highest, now + self.problem.before[position])
-            now -= freed[position]
+            if position == last_saver:
+                peak = max(peak, problem.gradients_before[position] + recompute)
+                live = sum(freed_at.values())
+            peak = max(peak, live + problem.backward_peak[position])
+            live -= freed_at[position]
             if position > region.start:
-                highest = max(highest, now + self.problem.after[position])
-        return highest
+                peak = max(peak, live + problem.gradients_after[position])
+        return peak
+
+    def _bytes(self, tensors: State) -> int:
+        return sum(self.problem.tensors[index].bytes for index in tensors)
 
     @cached_property
-    def _made_bytes(self) -> list[int]:
-        return [sum(held.bytes for held in made) for made in self._made]
+    def _produced_at(self) -> list[list[StoredTensor]]:
+        """By position the tensors that its node produces."""
+        produced: list[list[StoredTensor]] = [[] for _ in self.problem.forward_ns]
+        for tensor in self.problem.tensors:
+            if tensor.producer >= 0:
+                produced[tensor.producer].append(tensor)
+        return produced
 
     @cached_property
-    def _ending(self) -> list[list[StoredTensor]]:
-        """By position what is used there for the last time; what is sent lives on."""
-        found: list[list[StoredTensor]] = [[] for _ in self.problem.ns]
-        for held in self.problem.held:
-            if not held.sent and 0 <= held.last < len(found):
-                found[held.last].append(held)
-        return found
+    def _produced_bytes(self) -> list[int]:
+        return [sum(tensor.bytes for tensor in tensors) for tensors in self._produced_at]
 
     @cached_property
-    def _across(self) -> list[State]:
-        """By position what was made before and is used there or later; what is sent is kept anyway."""
-        found: list[set[int]] = [set() for _ in range(len(self.problem.ns) + 1)]
-        for index, held in enumerate(self.problem.held):
-            for position in range(held.made + 1, held.last + 1) if not held.sent else ():
-                found[position].add(index)
-        return list(map(frozenset, found))
+    def _last_used_at(self) -> list[list[StoredTensor]]:
+        """By position the tensors that are used there for the last time; sent ones live on."""
+        ending: list[list[StoredTensor]] = [[] for _ in self.problem.forward_ns]
+        for tensor in self.problem.tensors:
+            if not tensor.is_sent and 0 <= tensor.last_use < len(ending):
+                ending[tensor.last_use].append(tensor)
+        return ending
 
     @cached_property
-    def _copied(self) -> State:
-        """What copies are made of when the last node is done."""
-        last = range(len(self.problem.ns))
-        return frozenset(i for i, held in enumerate(self.problem.held) if held.copied in last)
+    def _live(self) -> list[State]:
+        """By position the tensors that are produced before and used there or later.
+
+        Those that are sent are kept by every choice, so no state needs them.
+        """
+        live: list[set[int]] = [set() for _ in range(len(self.problem.forward_ns) + 1)]
+        for index, tensor in enumerate(self.problem.tensors):
+            if not tensor.is_sent:
+                for position in range(tensor.producer + 1, tensor.last_use + 1):
+                    live[position].add(index)
+        return list(map(frozenset, live))
 
     @cached_property
-    def _sent_by(self) -> list[int]:
-        """Bytes that are sent and made before each position."""
-        sent = [held for held in self.problem.held if held.sent]
+    def _copied_at_end(self) -> State:
+        """The tensors of which copies are made, and sent, when the last node is done."""
+        positions = range(len(self.problem.forward_ns))
+        tensors = enumerate(self.problem.tensors)
+        return frozenset(index for index, tensor in tensors if tensor.copied_at in positions)
+
+    @cached_property
+    def _sent_before(self) -> list[int]:
+        """By position the bytes that are sent and produced before it."""
+        sent = [tensor for tensor in self.problem.tensors if tensor.is_sent]
         return [
-            sum(held.bytes for held in sent if held.made < p)
-            for p in range(len(self.problem.ns) + 1)
+            sum(tensor.bytes for tensor in sent if tensor.producer < position)
+            for position in range(len(self.problem.forward_ns) + 1)
         ]
 
     @cached_property
-    def _made(self) -> list[list[StoredTensor]]:
-        found: list[list[StoredTensor]] = [[] for _ in self.problem.ns]
-        for held in self.problem.held:
-            if held.made >= 0:
-                found[held.made].append(held)
-        return found
+    def saved_at(self) -> list[list[int]]:
+        """By position the indices of the tensors that its node saves."""
+        return self._indices(lambda tensor: set(tensor.savers))
 
     @cached_property
-    def savings(self) -> list[list[int]]:
-        """By position the storages that its node saves."""
-        return self._indices(lambda held: set(held.saved))
+    def used_at(self) -> list[list[int]]:
+        """By position the indices of the tensors that its node reads or saves."""
+        return self._indices(lambda tensor: {*tensor.uses, *tensor.savers})
 
-    @cached_property
-    def uses(self) -> list[list[int]]:
-        """By position the storages that its node reads or saves."""
-        return self._indices(lambda held: {*held.uses, *held.saved})
-
-    def _indices(self, places_of: Callable[[StoredTensor], set[int]]) -> list[list[int]]:
-        """By position the storages whose places it is among."""
-        found: list[list[int]] = [[] for _ in self.problem.ns]
-        for index, held in enumerate(self.problem.held):
-            for place in places_of(held):
-                if place < len(found):
-                    found[place].append(index)
-        return found
+    def _indices(self, positions_of: Callable[[StoredTensor], set[int]]) -> list[list[int]]:
+        indices: list[list[int]] = [[] for _ in self.problem.forward_ns]
+        for index, tensor in enumerate(self.problem.tensors):
+            for position in positions_of(tensor):
+                if position < len(indices):
+                    indices[position].append(index)
+        return indices
 
     @cached_property
     def _ends(self) -> RegionEnds:
         return RegionEnds.of(self.problem)
 
 
-def _moved(front: ParetoFront, move: _Move, left: Numbers, right: Numbers) -> ParetoFront:
-    """The choices of `front` with a step more."""
+def _after(front: ParetoFront, cost: _StepCost, step: Numbers, rows: Numbers) -> ParetoFront:
+    """Return the choices of `front` with one more step; `step` and `rows` tell how they came."""
     return ParetoFront(
-        front.kept + move.kept,
-        np.maximum(front.peak, front.kept + move.rise),
-        front.ns + move.ns,
-        left,
-        right,
+        front.kept + cost.kept,
+        np.maximum(front.peak, front.kept + cost.rise),
+        front.ns + cost.ns,
+        step,
+        rows,
     )

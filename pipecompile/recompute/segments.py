@@ -1,4 +1,4 @@
-"""Where a stage is cut into segments, each of which has a menu of its own."""
+"""Segments: runs of a stage's nodes, each of which gets a menu of its own (see menus.py)."""
 
 from __future__ import annotations
 
@@ -7,41 +7,52 @@ from itertools import pairwise
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem
 
-__all__ = ["SHORTEST", "segments"]
+__all__ = ["SHORTEST", "segment_cuts"]
 
-SHORTEST, LONGEST = 12, 64  # nodes; the time for a menu grows with the cube
+# In nodes. The time to fill a menu grows with the cube of its length; shorter segments leave more
+# pairs to be joined, each of which is pruned.
+SHORTEST, LONGEST = 12, 64
 
 
-def segments(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[int, ...]:
-    """The positions between segments: where a block of the model ends, short ones joined and long ones cut again.
+def segment_cuts(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[int, ...]:
+    """Return the positions between segments, without 0 and the end of the stage.
 
-    `blocks` says of each position which block it lies in. A cut is where least is used across.
+    `blocks` names for each position the block of the model that it lies in. Segments end where
+    blocks end; short ones are joined, and long ones are cut further where least is live.
     """
-    ends = [place for place in range(1, len(blocks)) if blocks[place] != blocks[place - 1]]
+    length = len(blocks)
     allowed = set(problem.boundaries)
-    joined = [0]
-    for place in (end for end in ends if end in allowed):
-        if place - joined[-1] >= SHORTEST:
-            joined.append(place)
-    if len(joined) > 1 and len(blocks) - joined[-1] < SHORTEST:
-        joined.pop()
-    joined.append(len(blocks))
-    return tuple(place for a, b in pairwise(joined) for place in (*_cuts(problem, a, b), b))[:-1]
+    edges = [0]
+    for position in range(1, length):
+        ends_block = blocks[position] != blocks[position - 1]
+        if ends_block and position in allowed and position - edges[-1] >= SHORTEST:
+            edges.append(position)
+    if len(edges) > 1 and length - edges[-1] < SHORTEST:
+        edges.pop()
+    edges.append(length)
+    cuts: list[int] = []
+    for start, stop in pairwise(edges):
+        cuts += [*_inner_cuts(problem, start, stop), stop]
+    return tuple(cuts[:-1])
 
 
-def _cuts(problem: RecomputeProblem, start: int, stop: int) -> tuple[int, ...]:
-    """Further cuts of a long run: near its middle, where least is used across."""
+def _inner_cuts(problem: RecomputeProblem, start: int, stop: int) -> tuple[int, ...]:
+    """Return further cuts of a long segment: in its middle third, where least is live."""
     if stop - start <= LONGEST:
         return ()
     third = (stop - start) // 3
-    inner = [place for place in problem.boundaries if start + third <= place <= stop - third]
-    if not inner:
+    middle_third = [p for p in problem.boundaries if start + third <= p <= stop - third]
+    if not middle_third:
         return ()
-    middle = min(
-        inner, key=lambda place: (_across(problem, place), abs(2 * place - start - stop), place)
-    )
-    return (*_cuts(problem, start, middle), middle, *_cuts(problem, middle, stop))
+
+    def badness(position: int) -> tuple[int, int, int]:
+        from_middle = abs(2 * position - start - stop)
+        return _live_bytes(problem, position), from_middle, position
+
+    cut = min(middle_third, key=badness)
+    return (*_inner_cuts(problem, start, cut), cut, *_inner_cuts(problem, cut, stop))
 
 
-def _across(problem: RecomputeProblem, place: int) -> int:
-    return sum(held.bytes for held in problem.held if held.made < place <= held.last)
+def _live_bytes(problem: RecomputeProblem, position: int) -> int:
+    """Return the bytes that are produced before `position` and used there or later."""
+    return sum(t.bytes for t in problem.tensors if t.producer < position <= t.last_use)

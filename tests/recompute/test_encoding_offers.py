@@ -102,7 +102,7 @@ def _choices(problem: RecomputeProblem) -> list[tuple[tuple[int, int], ...]]:
     return [
         chosen
         for chosen in every_choice(problem.boundaries)
-        if not any(start <= place < stop for start, stop in chosen for place in problem.fixed)
+        if not any(start <= place < stop for start, stop in chosen for place in problem.excluded)
     ]
 
 

@@ -22,7 +22,7 @@ from pipecompile.memory_model.recompute_problem import (
 from pipecompile.recompute import integer_program as refine
 from pipecompile.recompute.choice import cheapest, priced, whole
 from pipecompile.recompute.integer_program import refined
-from pipecompile.recompute.region_search import Region
+from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_region_search import every_choice, price
 
@@ -122,17 +122,17 @@ def test_copies_of_buffers_count_in_backwards_too() -> None:
     """The first node is the fastest, but a region with it would copy what it frees."""
     nothing = (0, 0, 0)
     problem = RecomputeProblem(
-        ns=(1, 5, 9),
-        packs=("after",) * 3,
-        forward=nothing,
-        flowing=nothing,
-        before=nothing,
-        after=nothing,
-        held=tuple(
-            StoredTensor(size, place, (), (place,), sent=False)
+        forward_ns=(1, 5, 9),
+        saves_at=("after",) * 3,
+        forward_peak=nothing,
+        gradients_before=nothing,
+        backward_peak=nothing,
+        gradients_after=nothing,
+        tensors=tuple(
+            StoredTensor(size, place, (), (place,), is_sent=False)
             for place, size in enumerate((640, 128, 640))
         ),
-        written=(640, 0, 0),
+        buffer_copies=(640, 0, 0),
         boundaries=(0, 1, 2, 3),
     )
     assert refined(problem, 1, 1280, None, SECONDS) == ((Region(1, 2),), 5)

@@ -15,8 +15,8 @@ from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import cheapest, priced
-from pipecompile.recompute.nested_regions import nested
-from pipecompile.recompute.region_search import Region
+from pipecompile.recompute.nested_regions import nested_regions
+from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.memory_model import naive
 from tests.recompute.test_region_search import every_choice
@@ -90,12 +90,12 @@ def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataOb
     problem = recompute_problem_of(Lives(graph), (), names, summed=True)
     every = {runs: price(graph, runs) for runs in every_nesting(0, len(names))}
     available = data.draw(st.sampled_from(sorted({peak for peak, _ in every.values()})))
-    best = nested(problem, names, available)
+    best = nested_regions(problem, names, available)
     assert best is not None
     peak, ns = price(graph, best.regions)
     assert (best.ns, peak <= best.peak <= available) == (ns, True)
     assert ns == min(ns for peak, ns in every.values() if peak <= available)
-    assert nested(problem, names, min(peak for peak, _ in every.values()) - 1) is None
+    assert nested_regions(problem, names, min(peak for peak, _ in every.values()) - 1) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,7 +112,7 @@ def test_times_are_true_and_never_longer_than_without_regions_within_regions(
         priced(problem, [Region(*run) for run in runs]) for runs in every_choice(problem.boundaries)
     ]
     available = data.draw(st.sampled_from(sorted(choice.peak for choice in choices)))
-    best = nested(problem, names, available)
+    best = nested_regions(problem, names, available)
     assert best is not None
     regions = [names[a:b] for a, b in best.regions]
     assert best.ns == extra_ns(graph, cut, index, regions)
@@ -133,7 +133,10 @@ def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:
     plain = priced(problem, ())
     for percent in (80, 50, 30):
         available = plain.peak * percent // 100
-        apart, best = cheapest(problem, blocks, 1, available), nested(problem, blocks, available)
+        apart, best = (
+            cheapest(problem, blocks, 1, available),
+            nested_regions(problem, blocks, available),
+        )
         assert best is not None
         assert (apart is None) == (percent == 30)
         assert apart is None or best.ns <= apart.ns

@@ -19,7 +19,8 @@ from pipecompile.memory_model.recompute_problem import (
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import priced
 from pipecompile.recompute.menus import menu
-from pipecompile.recompute.region_search import Region, RegionSearch
+from pipecompile.recompute.region import Region
+from pipecompile.recompute.region_search import RegionSearch
 from tests.ir.cost_graphs import cost_graphs, saving_of, stages_of
 
 RegionChoice = tuple[int, int, int]
@@ -77,7 +78,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
     problem = recompute_problem_of(Lives(graph), before, names, summed=True)
-    sent = problem.sent
+    sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     found: set[RegionChoice] = set()
     for state, front in search.fronts[len(names)].items():
@@ -106,7 +107,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     before, names = list(chain(*cut[:index])), cut[index]
     saving = data.draw(saving_of(names, ()))
     problem = recompute_problem_of(Lives(graph), before, names, summed=True, saving=saving)
-    sent = problem.sent
+    sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     for state, front in search.fronts[len(names)].items():
         for row in range(len(front)):
@@ -127,7 +128,7 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
     inner = [place for place in problem.boundaries if 0 < place < len(names)]
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
     found = menu(problem, cuts, frozenset(), None)
-    sent = problem.sent
+    sent = problem.sent_bytes
     for state, front in found.fronts.items():
         for row in range(len(front)):
             regions = [names[a:b] for a, b in found.regions(state, row)]
@@ -140,16 +141,16 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
 def test_what_is_copied_in_the_end_counts_in_segments_that_do_not_read_it() -> None:
     """Kept by none, it lives until the last of them is done."""
     problem = RecomputeProblem(
-        ns=(1, 1, 1),
-        packs=("never",) * 3,
-        forward=(640, 0, 6400),
-        flowing=(0, 0, 0),
-        before=(0, 0, 0),
-        after=(0, 0, 0),
-        held=(StoredTensor(640, 0, (1,), (), sent=False, copied=2),),
-        written=(0, 0, 0),
+        forward_ns=(1, 1, 1),
+        saves_at=("never",) * 3,
+        forward_peak=(640, 0, 6400),
+        gradients_before=(0, 0, 0),
+        backward_peak=(0, 0, 0),
+        gradients_after=(0, 0, 0),
+        tensors=(StoredTensor(640, 0, (1,), (), is_sent=False, copied_at=2),),
+        buffer_copies=(0, 0, 0),
         boundaries=(0, 1, 2, 3),
-        copies=64,
+        sent_copies=64,
     )
     (whole,), (parted,) = (
         menu(problem, cuts, frozenset(), None).fronts.values() for cuts in ((), (2,))

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
-from pipecompile.schedule.problem import Problem, Work, problem_of
-from pipecompile.schedule.search import Found, Named, best_named, search
+from pipecompile.schedule.problem import PlacedProblem, StageCosts, placed_problem
+from pipecompile.schedule.search import NamedResult, SearchResult, best_named, search
 from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.transfers import add_transfers
 
 ROOT = Path(__file__).parents[1]
 INSTANCES = ROOT.parent / "shared" / "instances" / "schedule"
@@ -91,7 +91,7 @@ def instances() -> list[Row]:
     return rows
 
 
-def _published() -> Iterator[tuple[str, Problem, int]]:
+def _published() -> Iterator[tuple[str, PlacedProblem, int]]:
     known = INSTANCES / "best_known.json"
     if not known.exists():
         print("the schedule instances are not here; skipped")
@@ -99,17 +99,17 @@ def _published() -> Iterator[tuple[str, Problem, int]]:
     for name, best in json.loads(known.read_text())["cases"].items():
         yield (
             name,
-            problem_of(read(INSTANCES / f"{name}.json", ScheduleProblem)),
+            placed_problem(read(INSTANCES / f"{name}.json", ScheduleProblem)),
             best["best_found_ns"],
         )
 
 
 @cache
-def _solved(problem: Problem) -> tuple[Found, float]:
+def _solved(problem: PlacedProblem) -> tuple[SearchResult, float]:
     return _timed(lambda: search(problem, seconds=SECONDS))
 
 
-def _compare(name: str, problem: Problem, known: int) -> Row:
+def _compare(name: str, problem: PlacedProblem, known: int) -> Row:
     found, seconds = _solved(problem)
     best = best_named(found.named)
     return {
@@ -124,12 +124,12 @@ def _compare(name: str, problem: Problem, known: int) -> Row:
     }
 
 
-def _entry(order: Named, found: Found) -> Row:
+def _entry(order: NamedResult, found: SearchResult) -> Row:
     return {"ratio": round(order.value / found.bound, 4), "fits": order.fits}
 
 
 def _violations(
-    name: str, found: Found, best: Named | None, known: int, seconds: float
+    name: str, found: SearchResult, best: NamedResult | None, known: int, seconds: float
 ) -> Iterator[str]:
     if best is not None and found.value > best.value:
         yield f"{name}: searched {found.value}, but {best.schedule.name} has {best.value}"
@@ -179,23 +179,25 @@ def _rates(setting: Row) -> Iterator[tuple[str, float]]:
         yield label, _bubble_rate(setting, search(capped, objective="span", seconds=SECONDS).value)
 
 
-def _of_table_5(setting: Row, chunks: int) -> Problem:
+def _of_table_5(setting: Row, chunks: int) -> PlacedProblem:
     """Times in ns; those of a rank are divided over its chunks."""
     forward, inputs, weights, hop = (
         round(setting[key] * 1e6) for key in ("TF", "TB", "TW", "Tcomm")
     )
     times = (forward // chunks, (inputs + weights) // chunks, inputs // chunks, weights // chunks)
-    work = Work(*times, kept_bytes=2, between_bytes=1)
+    costs = StageCosts(*times, kept_bytes=2, between_bytes=1)
     return _linked(
-        place("loop", setting["p"], chunks), setting["m"], [work] * (setting["p"] * chunks), hop
+        place("loop", setting["p"], chunks), setting["m"], [costs] * (setting["p"] * chunks), hop
     )
 
 
 def _linked(
-    placement: tuple[int, ...], microbatches: int, work: Sequence[Work], hop: int
-) -> Problem:
+    placement: tuple[int, ...], microbatches: int, costs: Sequence[StageCosts], hop: int
+) -> PlacedProblem:
     hops = (hop,) * (len(placement) - 1)
-    return Problem(placement, microbatches, tuple(work), hops, hops, gradient=(True,) * len(hops))
+    return PlacedProblem(
+        placement, microbatches, tuple(costs), hops, hops, gradient=(True,) * len(hops)
+    )
 
 
 def _bubble_rate(setting: Row, span_ns: int) -> float:
@@ -243,7 +245,7 @@ def scale() -> list[Row]:
     return rows
 
 
-def _large(costs: str, memory: str) -> Problem:
+def _large(costs: str, memory: str) -> PlacedProblem:
     ranks, microbatches = SCALE
     draw = random.Random(0)
 
@@ -251,15 +253,15 @@ def _large(costs: str, memory: str) -> Problem:
         return 10_000 if costs == "equal" else draw.randrange(8_000, 12_001)
 
     times = [(time_ns(), time_ns(), time_ns()) for _ in range(ranks)]
-    work = [Work(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times]
-    problem = _linked(tuple(range(ranks)), microbatches, work, 500)
+    costs = [StageCosts(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times]
+    problem = _linked(tuple(range(ranks)), microbatches, costs, 500)
     return replace(problem, caps=(2 * ranks,) * ranks) if memory == "1f1b's" else problem
 
 
-def _measure(problem: Problem) -> Row:
+def _measure(problem: PlacedProblem) -> Row:
     found, searching = _timed(lambda: search(problem, seconds=SECONDS))
     _, simulating = _timed(lambda: simulate(problem, found.schedule))
-    lowered, lowering = _timed(lambda: lower(problem, found.schedule))
+    lowered, lowering = _timed(lambda: add_transfers(problem, found.schedule))
     faults, checking = _timed(lambda: check(lowered, problem))
     best = best_named(found.named)
     assert not faults, faults

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan
-from pipecompile.api.costs import Captured
+from pipecompile.api.capture import Captured, capture_target
+from pipecompile.api.planning import make_plan
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
@@ -19,10 +18,10 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.serialization import decode, encode
 from pipecompile.runtime import world
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.stages import problem_of_stages
+from pipecompile.schedule.transfers import add_transfers
 
 __all__ = ["BACKWARDS", "Order", "compared", "pipeline_under"]
 
@@ -58,7 +57,7 @@ class Order:
         placement = place(self.shape, self.ranks, self.stages_per_rank)
         again = [self.recompute and stage < self.stages - 1 for stage in range(self.stages)]
         if self.name not in BACKWARDS:
-            return generate(self.name, placement, microbatches, again, but_last=self.but_last)
+            return generate(self.name, placement, microbatches, again, except_last=self.but_last)
         rows = [
             _row(
                 [s for s, where in enumerate(placement) if where == rank],
@@ -130,7 +129,7 @@ def _under(plan: Plan, order: Order) -> Plan:
         ranks=order.ranks,
         stages_per_rank=order.stages_per_rank,
         stages=tuple(stages),
-        schedule=lower(problem, compute),
+        schedule=add_transfers(problem, compute),
         prediction=msgspec.structs.replace(
             plan.prediction, memory=plan.prediction.memory[: order.ranks]
         ),

@@ -21,7 +21,7 @@ from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.problem import Memory, Problem
 from pipecompile.partition.solver import solve
-from pipecompile.schedule.named import in_flight, shape_needed
+from pipecompile.schedule.named import peak_in_flight, required_placement
 
 __all__ = ["Request", "given_links", "partition"]
 
@@ -62,7 +62,7 @@ class Request:
         if self.microbatches is not None and self.microbatches < 1:
             raise InputError(f"--microbatches {self.microbatches}: a step has at least one")
         if self.schedule is not None:
-            shape_needed(self.schedule)  # refuses an unknown name
+            required_placement(self.schedule)  # refuses an unknown name
         if self.objective == "step-time" and self.schedule == "forward-only":
             raise InputError(
                 "step-time weighs a step with backwards, which forward-only has not; choose max-load"
@@ -123,11 +123,11 @@ class Request:
     def _memory(self, graph: CostGraph) -> Memory | None:
         if self.memory is None:
             return None
-        flights = (1,) * self.k
+        in_flight_counts = (1,) * self.k
         if self.schedule is not None:
-            flights = in_flight(self.schedule, range(self.k), self.microbatches or 1)
+            in_flight_counts = peak_in_flight(self.schedule, range(self.k), self.microbatches or 1)
         caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
-        return Memory.simple(graph, caps, flights, _fraction(self.state_factor))
+        return Memory.simple(graph, caps, in_flight_counts, _fraction(self.state_factor))
 
     def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
         values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank

@@ -25,7 +25,13 @@ from pipecompile.partition.summation import sums_in_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.named import MAY_SPLIT
-from pipecompile.schedule.selection import flights, moments_of, named_schedule, placements, stand_in
+from pipecompile.schedule.selection import (
+    in_flight_counts,
+    named_schedule,
+    placements,
+    representative_schedule,
+    snapshots_of,
+)
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
@@ -190,9 +196,9 @@ def _missing(
             recomputed=again,
         )
         return max(0, needed - left)
-    name = stand_in(options, placement)
+    name = representative_schedule(options, placement)
     but_last = options.recompute == "except-last"
-    at = moments_of(name, tuple(placement), options.microbatches, bool(again), but_last)[rank]
+    at = snapshots_of(name, tuple(placement), options.microbatches, bool(again), but_last)[rank]
     memory = rank_memory(stages, at, microbatches=options.microbatches, allocator=allocator)
     return max(0, memory.total.bound - caps[rank])
 
@@ -245,7 +251,7 @@ def _memory(planner: RecomputePlanner, sparing: bool) -> Memory | None:
     from pipecompile.partition.problem import Floor, Memory
 
     alone = ranks == options.k
-    in_flight = (1,) * options.k if sparing else flights(options, placement)
+    in_flight = (1,) * options.k if sparing else in_flight_counts(options, placement)
     summed = options.microbatches > max(
         in_flight
     )  # a backward has been when most microbatches are in flight
@@ -313,7 +319,7 @@ def _step_ns(planner: RecomputePlanner, assignment: Mapping[str, int], links: Li
     options, placement = planner.options, planner.view.placement
     stages = stages_of(planner.graph, assignment, planner, weighed=_is_weighed(options))
     problem = problem_of_stages(stages, links, placement, options.microbatches)
-    return simulate(problem, named_schedule(stand_in(options, placement), problem)).makespan_ns
+    return simulate(problem, named_schedule(representative_schedule(options, placement), problem)).makespan_ns
 
 
 def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.capture import capture_target, say
-from pipecompile.api.costs import Captured
+from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_savings
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.propagation import named_state
+from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
 from pipecompile.runtime import local, world
@@ -28,12 +27,12 @@ from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_grou
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.schedule.dependencies import compute_needs, in_order
-from pipecompile.schedule.lowering import lower
+from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_stages
+from pipecompile.schedule.transfers import add_transfers
 
 __all__ = ["Pipeline", "check_world"]
 
@@ -255,7 +254,7 @@ class Pipeline:
         """Each microbatch once through the stages, where the plan has them."""
         if microbatches not in self._schedules:
             compute = generate("forward-only", self.plan.schedule.placement, microbatches)
-            self._schedules[microbatches] = lower(self._problem(compute), compute)
+            self._schedules[microbatches] = add_transfers(self._problem(compute), compute)
         return self._schedules[microbatches]
 
     def _step(
@@ -281,13 +280,13 @@ class Pipeline:
     def _order(self, schedule: Schedule) -> list[Action]:
         """The compute actions of all ranks, each after those whose results it uses."""
         if schedule.microbatches not in self._orders:
-            needs = compute_needs(self._problem(schedule), schedule)
+            needs = compute_dependencies(self._problem(schedule), schedule)
             self._orders[schedule.microbatches] = [
-                action for _, action in in_order(schedule.compute, needs)
+                action for _, action in dependency_order(schedule.compute, needs)
             ]
         return self._orders[schedule.microbatches]
 
-    def _problem(self, schedule: Schedule) -> Problem:
+    def _problem(self, schedule: Schedule) -> PlacedProblem:
         return problem_of_stages(
             self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches
         )
@@ -362,7 +361,7 @@ class Pipeline:
         modes = modes_of(self._target.model)
         if modes not in self._programs:
             self._program.check_surroundings()
-            say(
+            log_on_first_rank(
                 [
                     "the model is captured again: its modules are in other modes than those planned for"
                 ]

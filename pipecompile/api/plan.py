@@ -30,9 +30,9 @@ from pipecompile.ir.plan import (
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import encode
 from pipecompile.recompute.planner import RecomputePlanner
-from pipecompile.schedule.selection import ordered, placements
+from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
-from pipecompile.schedule.stages import activation_caps, held_by_ranks, problem_of_stages
+from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
 
 __all__ = ["Scheduled", "costs_digest", "draft", "predicted", "scheduled"]
 
@@ -133,7 +133,7 @@ def _waiting(planner: RecomputePlanner) -> RecomputePlanner:
 def _ordered(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
     graph, options = planner.graph, planner.options
     stages = stages_of(graph, assignment, planner)
-    schedule, ordering = ordered(options, stages, links, planner.view.placement, graph.memory)
+    schedule, ordering = schedule_plan(options, stages, links, planner.view.placement, graph.memory)
     prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
     return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
 
@@ -167,7 +167,7 @@ def predicted(
         bubble=timeline.bubble,
         loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
         idle=timeline.idle,
-        memory=held_by_ranks(stages, schedule, allocator),
+        memory=memory_by_rank(stages, schedule, allocator),
     )
 
 

@@ -10,7 +10,7 @@ from pipecompile.memory_model.snapshots import Moment
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
 from pipecompile.schedule.named import MAY_SPLIT
-from pipecompile.schedule.selection import flights, moments_of, stand_in
+from pipecompile.schedule.selection import in_flight_counts, representative_schedule, snapshots_of
 
 __all__ = ["recompute_planner"]
 
@@ -23,11 +23,11 @@ def recompute_planner(
 
 
 def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView:
-    name = stand_in(options, placement)
+    name = representative_schedule(options, placement)
 
     def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Moment, ...]:
-        return moments_of(name, placement, options.microbatches, whole, but_last)[placement[stage]]
+        return snapshots_of(name, placement, options.microbatches, whole, but_last)[placement[stage]]
 
     return ScheduleView(
-        placement, flights(options, placement), options.schedule in MAY_SPLIT, snapshots
+        placement, in_flight_counts(options, placement), options.schedule in MAY_SPLIT, snapshots
     )

@@ -13,8 +13,13 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check as check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
-from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.selection import compared, named_schedule, named_within, placements
+from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.selection import (
+    compared,
+    named_schedule,
+    named_schedule_within,
+    placements,
+)
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
 
 __all__ = ["over_limits", "violations"]
@@ -91,7 +96,7 @@ def _over_cap(plan: Plan) -> Iterator[str]:
             yield f"rank {rank} may need {excess} bytes over its cap of {cap}; plan again"
 
 
-def _edited(plan: Plan, problem: Problem) -> Iterator[str]:
+def _edited(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
     """What the plan says of itself, though its stages and its schedule give something else."""
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
@@ -109,7 +114,7 @@ def _is_placed(plan: Plan) -> bool:
     return wanted and plan.schedule.placement in placements(plan.options)
 
 
-def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
+def _is_named_rightly(plan: Plan, problem: PlacedProblem) -> bool:
     """A named schedule has the order that its name stands for."""
     name = plan.schedule.name
     if name == "search":
@@ -118,10 +123,10 @@ def _is_named_rightly(plan: Plan, problem: Problem) -> bool:
         return (
             named_schedule(name, _searched_problem(plan, problem)).compute == plan.schedule.compute
         )
-    return named_within(name, problem, _excess(plan)).compute == plan.schedule.compute
+    return named_schedule_within(name, problem, _excess(plan)).compute == plan.schedule.compute
 
 
-def _searched_problem(plan: Plan, problem: Problem) -> Problem:
+def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
     """What a search for the order of `plan` begins with."""
     placement, caps = plan.schedule.placement, plan.options.caps(plan.ranks)
     return replace(
@@ -138,7 +143,7 @@ def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
     )
 
 
-def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: Problem) -> bool:
+def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
     """What is said of other orders, beside the one that the plan has."""
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
     step_ns = ordering.searched_ns if ordering.kept else best

@@ -48,7 +48,7 @@ def commands() -> None:
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
     from pipecompile.api.capture import capture_target
-    from pipecompile.api.compile import make_plan
+    from pipecompile.api.planning import make_plan
     from pipecompile.api.links import links_for
     from pipecompile.api.options import options_for
     from pipecompile.api.target import load_target, made_with
@@ -185,7 +185,7 @@ def check(path: str, target: str | None, form: str, **limits: Any) -> int:
 
 
 def _staleness(made: Plan, target: str) -> list[str]:
-    from pipecompile.api.compile import staleness
+    from pipecompile.api.staleness import staleness
     from pipecompile.api.costs import comparable
     from pipecompile.api.target import load_target
 
@@ -338,11 +338,11 @@ def schedule(
     """Order the work of stages on ranks: the scheduler alone."""
     from pipecompile.report.order import order_text, order_title
     from pipecompile.report.svg import picture
-    from pipecompile.schedule.request import Request, answer
+    from pipecompile.schedule.request import ScheduleRequest, answer
     from pipecompile.schedule.torch_csv import write_csv
 
     check_writable(csv_path, svg_path)
-    found = answer(path, Request(seconds=time_limit, **options))
+    found = answer(path, ScheduleRequest(seconds=time_limit, **options))
     order, files = found.order, dict[str, str]()
     if csv_path is not None and found.skips:
         raise InputError(

@@ -26,17 +26,17 @@ from pipecompile.ir.serialization import NonNegative, Positive, Value
 __all__ = [
     "BACKWARDS",
     "COMPUTE",
-    "SUMS",
+    "WEIGHT_GRADIENT_KINDS",
     "TRANSFERS",
     "Action",
-    "Critical",
+    "CriticalEvent",
     "Event",
     "Idle",
     "Kind",
     "Schedule",
     "Timeline",
-    "Versions",
-    "Why",
+    "WeightVersions",
+    "StartReason",
 ]
 
 
@@ -64,7 +64,9 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset(
     {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE}
 )
-SUMS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})  # what adds to a stage's gradients
+WEIGHT_GRADIENT_KINDS = frozenset(
+    {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
+)  # what adds to a stage's gradients
 TRANSFERS = frozenset(
     {Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
 )
@@ -74,7 +76,7 @@ _PATTERN = re.compile(
 )
 
 
-Versions = Literal["synchronous", "stashed", "vertical-sync", "double-buffered"]
+WeightVersions = Literal["synchronous", "stashed", "vertical-sync", "double-buffered"]
 
 
 class Action(NamedTuple):
@@ -115,7 +117,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
     """
 
     name: str
-    weight_versions: Versions = "synchronous"
+    weight_versions: WeightVersions = "synchronous"
     microbatches: Positive
     placement: tuple[NonNegative, ...]
     actions: tuple[tuple[str, ...], ...]
@@ -169,7 +171,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         microbatches: int,
         placement: Sequence[int],
         rows: Sequence[Sequence[Action]],
-        weight_versions: Versions = "synchronous",
+        weight_versions: WeightVersions = "synchronous",
     ) -> Schedule:
         """A schedule from parsed actions."""
         actions = tuple(tuple(map(str, row)) for row in rows)
@@ -190,10 +192,10 @@ class Event(NamedTuple):
     end_ns: int
 
 
-Why = Literal["start", "rank", "send", "dependency", "transfer", "queue", "reduction"]
+StartReason = Literal["start", "rank", "send", "dependency", "transfer", "queue", "reduction"]
 
 
-class Critical(NamedTuple):
+class CriticalEvent(NamedTuple):
     """An event on the path, and why it does not begin earlier.
 
     start: nothing is before it. rank: its rank has just ended the event before it on the path. send: and has then
@@ -204,7 +206,7 @@ class Critical(NamedTuple):
 
     rank: int
     event: Event
-    why: Why
+    why: StartReason
 
 
 class Idle(Value, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipecompile.ir.schedule import Idle, Versions
+from pipecompile.ir.schedule import Idle, WeightVersions
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["NamedOrder", "Order", "ScheduleProblem", "StageProblem"]
@@ -97,7 +97,7 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
         ranks = tuple(stage.rank for stage in self.stages if stage.rank is not None)
         return ranks or None
 
-    def hop_ns(self, source: int, destination: int) -> int:
+    def transfer_ns_between(self, source: int, destination: int) -> int:
         """The time of a message from one rank to another."""
         if source == destination:
             return 0
@@ -132,7 +132,7 @@ class Order(Value, frozen=True, kw_only=True):
 
     asked: str
     name: str
-    weight_versions: Versions
+    weight_versions: WeightVersions
     microbatches: Positive
     placement: tuple[NonNegative, ...]
     shape: str

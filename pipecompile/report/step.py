@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipecompile.ir.schedule import Critical, Timeline
+from pipecompile.ir.schedule import CriticalEvent, Timeline
 from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
 
 __all__ = ["step_figures", "step_text"]
@@ -17,7 +17,7 @@ __all__ = ["step_figures", "step_text"]
 _SHOWN = 12  # actions of the critical path, at most, from each end of a rank's part
 
 
-def step_figures(timeline: Timeline, path: Sequence[Critical]) -> dict[str, Any]:
+def step_figures(timeline: Timeline, path: Sequence[CriticalEvent]) -> dict[str, Any]:
     """The same for scripts, and what each rank's activations hold, as (ns, bytes from then on).
 
     Of the critical path rank, action, start, end, and why it does not begin earlier.
@@ -35,7 +35,7 @@ def step_figures(timeline: Timeline, path: Sequence[Critical]) -> dict[str, Any]
     }
 
 
-def step_text(timeline: Timeline, path: Sequence[Critical]) -> str:
+def step_text(timeline: Timeline, path: Sequence[CriticalEvent]) -> str:
     """Figures, idle time by cause and the bound of the activations of each rank, the critical path, the timeline."""
     step, span = time_text(timeline.makespan_ns), time_text(timeline.span_ns)
     head = [f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}"]
@@ -50,7 +50,7 @@ def _ranks(timeline: Timeline) -> Iterator[str]:
     return table(rows, left=set())
 
 
-def _path(timeline: Timeline, path: Sequence[Critical]) -> Iterator[str]:
+def _path(timeline: Timeline, path: Sequence[CriticalEvent]) -> Iterator[str]:
     """The critical path, rank by rank, and how much of it is computed and how much under way."""
     if not path:
         return

@@ -14,9 +14,16 @@ from functools import cached_property
 from itertools import pairwise, product, zip_longest
 
 from pipecompile.errors import ScheduleError
-from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
-from pipecompile.schedule.dependencies import Needs, compute_needs, in_order, message
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.ir.schedule import (
+    BACKWARDS,
+    COMPUTE,
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    Kind,
+    Schedule,
+)
+from pipecompile.schedule.dependencies import Needs, compute_dependencies, dependency_order, message
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.weight_versions import bare, versions
 
 __all__ = ["check"]
@@ -30,7 +37,7 @@ _PARTNERS = {
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
-def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
+def check(schedule: Schedule, problem: PlacedProblem | None = None) -> list[str]:
     """Every violation, one line each, naming rank, action and peer; empty if the schedule is sound.
 
     Without a problem nothing is said of memory, and a boundary over which no gradient is sent or received at all
@@ -43,7 +50,7 @@ def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
         return [
             "the schedule has another placement or another number of microbatches than its problem"
         ]
-    subject = _Subject(bare(schedule), problem or _seen(schedule))
+    subject = _CheckedSchedule(bare(schedule), problem or _seen(schedule))
     # Each step speaks only where the one before found nothing: it relies on it.
     return (
         list(_counts(subject))
@@ -58,11 +65,11 @@ def check(schedule: Schedule, problem: Problem | None = None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _CheckedSchedule:
     """A schedule with the tables that the checks share."""
 
     schedule: Schedule
-    problem: Problem
+    problem: PlacedProblem
 
     @cached_property
     def counts(self) -> Counter[Action]:
@@ -99,7 +106,7 @@ class _Subject:
         return f"rank {self.rank(action)}: {action} {towards} rank {self.schedule.placement[peer] if known else '?'}"
 
 
-def _seen(schedule: Schedule) -> Problem:
+def _seen(schedule: Schedule) -> PlacedProblem:
     """A problem without costs, with gradients over the boundaries over which some are sent or received."""
     sent = {a.stage - 1 for _, a in schedule if a.kind is Kind.SEND_BACKWARD}
     received = {a.stage for _, a in schedule if a.kind is Kind.RECEIVE_BACKWARD}
@@ -108,10 +115,12 @@ def _seen(schedule: Schedule) -> Problem:
         s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1)
     )
     free = (0,) * len(gradient)
-    return Problem(ranks, schedule.microbatches, (Work(0, 0),) * len(ranks), free, free, gradient)
+    return PlacedProblem(
+        ranks, schedule.microbatches, (StageCosts(0, 0),) * len(ranks), free, free, gradient
+    )
 
 
-def _counts(subject: _Subject) -> Iterator[str]:
+def _counts(subject: _CheckedSchedule) -> Iterator[str]:
     """Each action that must be there is there once, and no other."""
     counts, expected = subject.counts, set(_expected(subject))
     suspect = (expected ^ counts.keys()) | {action for action, count in counts.items() if count > 1}
@@ -130,14 +139,14 @@ def _counts(subject: _Subject) -> Iterator[str]:
             yield f"{subject.name(action)} {problem}"
 
 
-def _is_optional(subject: _Subject, action: Action) -> bool:
+def _is_optional(subject: _CheckedSchedule, action: Action) -> bool:
     """A recompute that saves nothing, and optimizer steps, which are the training loop's if all step together."""
     if action.kind is Kind.STEP:
         return subject.schedule.weight_versions != "synchronous"
     return action.kind is Kind.RECOMPUTE and subject.trains
 
 
-def _expected(subject: _Subject) -> Iterator[Action]:
+def _expected(subject: _CheckedSchedule) -> Iterator[Action]:
     schedule, counts = subject.schedule, subject.counts
     for stage, microbatch in product(range(len(schedule.placement)), range(schedule.microbatches)):
         yield Action(stage, Kind.FORWARD, microbatch)
@@ -157,7 +166,7 @@ def _expected(subject: _Subject) -> Iterator[Action]:
         yield from pair
 
 
-def _orders(subject: _Subject) -> Iterator[str]:
+def _orders(subject: _CheckedSchedule) -> Iterator[str]:
     """Each action stands after those on its own rank whose result it uses."""
     for first, second in _ordered_pairs(subject):
         places = subject.places
@@ -165,8 +174,8 @@ def _orders(subject: _Subject) -> Iterator[str]:
             yield f"{subject.name(second)} stands before {first}, which it needs"
 
 
-def _ordered_pairs(subject: _Subject) -> Iterator[tuple[Action, Action]]:
-    needs = compute_needs(subject.problem, subject.schedule)
+def _ordered_pairs(subject: _CheckedSchedule) -> Iterator[tuple[Action, Action]]:
+    needs = compute_dependencies(subject.problem, subject.schedule)
     for action in subject.counts:
         if action.kind not in COMPUTE:
             continue
@@ -179,13 +188,13 @@ def _ordered_pairs(subject: _Subject) -> Iterator[tuple[Action, Action]]:
             yield action, subject.messages[action][0]
         if action.kind in BACKWARDS:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch), action
-        if action.kind in SUMS:
+        if action.kind in WEIGHT_GRADIENT_KINDS:
             yield action, Action(action.stage, Kind.REDUCE)
     for stage in range(len(subject.schedule.placement)):
         yield Action(stage, Kind.REDUCE), Action(stage, Kind.STEP)
 
 
-def _in_microbatch_order(subject: _Subject) -> Iterator[str]:
+def _in_microbatch_order(subject: _CheckedSchedule) -> Iterator[str]:
     """What the runtime, and the order in which the unsplit run adds gradients, leave no choice about."""
     last = len(subject.schedule.placement) - 1
     for rank, row in enumerate(subject.schedule.rows):
@@ -194,7 +203,7 @@ def _in_microbatch_order(subject: _Subject) -> Iterator[str]:
         yield from _falling(rank, losses, "the last stage takes its microbatches in order")
         sums: dict[int, list[Action]] = defaultdict(list)
         for action in row:
-            if action.kind in SUMS:
+            if action.kind in WEIGHT_GRADIENT_KINDS:
                 sums[action.stage].append(action)
         for actions in sums.values():
             yield from _falling(
@@ -208,7 +217,7 @@ def _falling(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
             yield f"rank {rank}: {right} comes after {left}, but {rule}"
 
 
-def _memory(subject: _Subject) -> Iterator[str]:
+def _memory(subject: _CheckedSchedule) -> Iterator[str]:
     """What each rank holds, from its own order alone, stays within its cap."""
     problem = subject.problem
     for rank, (row, cap) in enumerate(
@@ -221,7 +230,7 @@ def _memory(subject: _Subject) -> Iterator[str]:
             yield f"rank {rank}: from {over} on it holds up to {max(held)} bytes, {excess} over its cap of {cap}"
 
 
-def _links(subject: _Subject) -> Iterator[str]:
+def _links(subject: _CheckedSchedule) -> Iterator[str]:
     """The k-th message that a rank sends to another is the k-th that the other expects from it."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     expected: dict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -242,7 +251,7 @@ def _partner(action: Action) -> Action:
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def _deadlocks(subject: _Subject) -> Iterator[str]:
+def _deadlocks(subject: _CheckedSchedule) -> Iterator[str]:
     strict = _stuck(subject, _rendezvous(subject))
     if strict:
         yield f"deadlock if sends wait for their receives: {strict}"
@@ -251,17 +260,17 @@ def _deadlocks(subject: _Subject) -> Iterator[str]:
             yield f"deadlock even if sends are buffered: {buffered}"
 
 
-def _stuck(subject: _Subject, needs: Needs) -> str | None:
+def _stuck(subject: _CheckedSchedule, needs: Needs) -> str | None:
     """What each rank waits for in the end, if not all of them come to theirs."""
     try:
-        for _ in in_order(subject.schedule.rows, needs):
+        for _ in dependency_order(subject.schedule.rows, needs):
             pass
     except ScheduleError as error:
         return str(error)
     return None
 
 
-def _rendezvous(subject: _Subject) -> Needs:
+def _rendezvous(subject: _CheckedSchedule) -> Needs:
     """A transfer ends once its partner is reached, that is, once the action before the partner is done."""
     before = {b: a for row in subject.schedule.rows for a, b in pairwise(row)}
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipecompile.ir.schedule import SUMS, Action, Critical, Timeline, Why
-from pipecompile.schedule.dependencies import PARTS, handovers
-from pipecompile.schedule.problem import Problem
+from pipecompile.ir.schedule import (
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    CriticalEvent,
+    StartReason,
+    Timeline,
+)
+from pipecompile.schedule.dependencies import PARTS, dependents
+from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = ["critical_path"]
 
@@ -20,7 +26,7 @@ class _Delivery(NamedTuple):
     queued: bool
 
 
-def critical_path(problem: Problem, timeline: Timeline) -> tuple[Critical, ...]:
+def critical_path(problem: PlacedProblem, timeline: Timeline) -> tuple[CriticalEvent, ...]:
     """Events from time 0 to the makespan; each begins when the one before it ends, and what `why` names is over."""
     if not timeline.makespan_ns:
         return ()
@@ -29,11 +35,11 @@ def critical_path(problem: Problem, timeline: Timeline) -> tuple[Critical, ...]:
     while place is not None:
         rank, index = place
         why, place = _before(problem, timeline, deliveries, rank, index)
-        found.append(Critical(rank, timeline.events[rank][index], why))
+        found.append(CriticalEvent(rank, timeline.events[rank][index], why))
     return (*reversed(found), *reversed(sums))
 
 
-def _end(timeline: Timeline) -> tuple[list[Critical], tuple[int, int] | None]:
+def _end(timeline: Timeline) -> tuple[list[CriticalEvent], tuple[int, int] | None]:
     """The sums that the step ends with, backwards, and the place of the last compute event on the path."""
     makespan = timeline.makespan_ns
     for rank, row in enumerate(timeline.events):
@@ -42,18 +48,25 @@ def _end(timeline: Timeline) -> tuple[list[Critical], tuple[int, int] | None]:
     rank = next(
         rank for rank, row in enumerate(timeline.reductions) if row and row[-1].end_ns == makespan
     )
-    sums: list[Critical] = []
+    sums: list[CriticalEvent] = []
     for event in reversed(timeline.reductions[rank]):
-        sums.append(Critical(rank, event, "reduction"))
+        sums.append(CriticalEvent(rank, event, "reduction"))
         for index, (action, _, end) in enumerate(timeline.events[rank]):
-            if (action.stage, end) == (event.action.stage, event.start_ns) and action.kind in SUMS:
+            if (action.stage, end) == (
+                event.action.stage,
+                event.start_ns,
+            ) and action.kind in WEIGHT_GRADIENT_KINDS:
                 return sums, (rank, index)
     raise AssertionError("the first sum begins when its gradients are there")
 
 
 def _before(
-    problem: Problem, timeline: Timeline, deliveries: dict[int, _Delivery], rank: int, index: int
-) -> tuple[Why, tuple[int, int] | None]:
+    problem: PlacedProblem,
+    timeline: Timeline,
+    deliveries: dict[int, _Delivery],
+    rank: int,
+    index: int,
+) -> tuple[StartReason, tuple[int, int] | None]:
     """Why an event does not begin earlier, and the place of the one that it waits for."""
     action, start, _ = timeline.events[rank][index]
     if not start:
@@ -64,18 +77,18 @@ def _before(
     if delivery is None or delivery.arrival_ns < start:
         return "send", (rank, index - 1)
     made = timeline.events[delivery.rank][delivery.position].end_ns
-    why: Why = "queue" if delivery.queued else "transfer" if made < start else "dependency"
+    why: StartReason = "queue" if delivery.queued else "transfer" if made < start else "dependency"
     return why, (delivery.rank, delivery.position)
 
 
-def _code(problem: Problem, action: Action) -> int:
+def _code(problem: PlacedProblem, action: Action) -> int:
     task = PARTS[action.kind] * problem.stages + action.stage
     return task * problem.microbatches + (action.microbatch or 0)
 
 
-def _deliveries(problem: Problem, timeline: Timeline) -> dict[int, _Delivery]:
+def _deliveries(problem: PlacedProblem, timeline: Timeline) -> dict[int, _Delivery]:
     """By action the last of its inputs; the rules are those of pipecompile.schedule.simulator."""
-    given, network = handovers(problem), problem.network
+    given, network = dependents(problem), problem.network
     there = {_code(problem, event.action) for row in timeline.events for event in row}
     found: dict[int, _Delivery] = {}
     for rank, row in enumerate(timeline.events):

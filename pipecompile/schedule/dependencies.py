@@ -8,9 +8,17 @@ from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["PARTS", "Handover", "Needs", "compute_needs", "handovers", "in_order", "message"]
+__all__ = [
+    "PARTS",
+    "Dependent",
+    "Needs",
+    "compute_dependencies",
+    "dependents",
+    "dependency_order",
+    "message",
+]
 
 Needs = Callable[[Action], Sequence[Action]]
 
@@ -25,7 +33,7 @@ PARTS = {
 }
 
 
-class Handover(NamedTuple):
+class Dependent(NamedTuple):
     """What a task gives to the task `target` on `rank`, for the same microbatch. It takes `hop_ns` to get there.
 
     The task of an action is the number `PARTS[kind] × stages + stage`.
@@ -33,18 +41,18 @@ class Handover(NamedTuple):
 
     target: int
     rank: int
-    hop_ns: int
+    transfer_ns_between: int
 
 
-def handovers(problem: Problem) -> list[list[Handover]]:
+def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
     """By task what it hands over, in the order in which it is sent: to the next stage first, then over skips."""
     stages, placement = problem.stages, problem.placement
-    found: list[list[Handover]] = [[] for _ in range(4 * stages)]
+    found: list[list[Dependent]] = [[] for _ in range(4 * stages)]
 
-    def hand(part: int, source: int, to: int, target: int, hop_ns: int = 0) -> None:
+    def hand(part: int, source: int, to: int, target: int, transfer_ns_between: int = 0) -> None:
         away = placement[source] != placement[target]
         found[part * stages + source].append(
-            Handover(to * stages + target, placement[target], hop_ns if away else 0)
+            Dependent(to * stages + target, placement[target], transfer_ns_between if away else 0)
         )
 
     for stage in range(stages):
@@ -52,9 +60,9 @@ def handovers(problem: Problem) -> list[list[Handover]]:
         hand(_FORWARD, stage, _BACKWARD, stage)
         hand(_BACKWARD, stage, _WEIGHT, stage)
     for stage in range(stages - 1):
-        hand(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_hops[stage])
+        hand(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_transfer_ns[stage])
         if problem.gradient[stage]:
-            hand(_BACKWARD, stage + 1, _BACKWARD, stage, problem.backward_hops[stage])
+            hand(_BACKWARD, stage + 1, _BACKWARD, stage, problem.backward_transfer_ns[stage])
     for skip in problem.skips:
         hand(_FORWARD, skip.source, _FORWARD, skip.destination, skip.forward_ns)
         hand(_BACKWARD, skip.destination, _BACKWARD, skip.source, skip.backward_ns)
@@ -78,7 +86,7 @@ def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Acti
     return None
 
 
-def compute_needs(problem: Problem, schedule: Schedule) -> Needs:
+def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Needs:
     """For each compute action of `schedule` the compute actions, on any rank, whose results it uses."""
     stages = problem.stages
     there = {
@@ -87,7 +95,7 @@ def compute_needs(problem: Problem, schedule: Schedule) -> Needs:
         for action in row
     }
     sources: list[list[int]] = [[] for _ in range(4 * stages)]
-    for task, given in enumerate(handovers(problem)):
+    for task, given in enumerate(dependents(problem)):
         for handover in given:
             sources[handover.target].append(task)
 
@@ -106,7 +114,9 @@ def compute_needs(problem: Problem, schedule: Schedule) -> Needs:
     return needs
 
 
-def in_order(rows: Sequence[Sequence[Action]], needs: Needs) -> Iterator[tuple[int, Action]]:
+def dependency_order(
+    rows: Sequence[Sequence[Action]], needs: Needs
+) -> Iterator[tuple[int, Action]]:
     """Each (rank, action) after all before it on its rank and all that it needs.
 
     The order is one of many, but always the same. ScheduleError names what every rank waits for if there is none.

@@ -13,10 +13,15 @@ from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import Action, Event, Kind, Schedule
-from pipecompile.schedule.dependencies import PARTS, compute_needs, handovers, in_order
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.dependencies import (
+    PARTS,
+    compute_dependencies,
+    dependency_order,
+    dependents,
+)
+from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["Run", "Wait", "perform"]
+__all__ = ["Execution", "Wait", "execute"]
 
 
 class Wait(NamedTuple):
@@ -29,7 +34,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Execution:
     """What happened: events and waits by rank, and `turns`, the ranks in an order in which it could happen.
 
     `arrivals[code]` is when all inputs of an action are there. `free[rank]` is the time after the rank's last action
@@ -44,14 +49,14 @@ class Run:
     sending: list[int]
 
 
-def perform(problem: Problem, schedule: Schedule) -> Run:
+def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
     """What happens; ScheduleError names what every rank waits for if the actions cannot come to their end."""
     rows = schedule.compute
-    floor = _Floor(problem, rows)
+    floor = _Executor(problem, rows)
     turns = floor.run()
     if len(turns) < sum(map(len, rows)):
-        for _ in in_order(
-            rows, compute_needs(problem, schedule)
+        for _ in dependency_order(
+            rows, compute_dependencies(problem, schedule)
         ):  # slower, but it names who waits for what
             pass
         raise AssertionError("what can happen in an order can be performed")
@@ -62,16 +67,16 @@ def perform(problem: Problem, schedule: Schedule) -> Run:
     events = tuple(
         tuple(map(Event, *columns)) for columns in zip(rows, floor.starts, ends, strict=True)
     )
-    return Run(events, floor.waits, turns, floor.arrivals, floor.free, floor.sending)
+    return Execution(events, floor.waits, turns, floor.arrivals, floor.free, floor.sending)
 
 
-class _Floor:
+class _Executor:
     """The ranks at work: where each stands, and what has arrived so far."""
 
-    def __init__(self, problem: Problem, rows: Sequence[Sequence[Action]]) -> None:
+    def __init__(self, problem: PlacedProblem, rows: Sequence[Sequence[Action]]) -> None:
         self.microbatches = problem.microbatches
         self.network = problem.network
-        self.given = handovers(problem)
+        self.given = dependents(problem)
         self.tasks = [
             [PARTS[action.kind] * problem.stages + action.stage for action in row] for row in rows
         ]
@@ -160,11 +165,11 @@ class _Floor:
         return end + hop
 
 
-def _durations(problem: Problem, row: Sequence[Action]) -> Iterator[int]:
+def _durations(problem: PlacedProblem, row: Sequence[Action]) -> Iterator[int]:
     for action in row:
         if (
             action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            and not problem.work[action.stage].splits
+            and not problem.costs[action.stage].can_split
         ):
             raise ScheduleError(
                 f"{action}: the backward of stage {action.stage} is not split; use B instead"

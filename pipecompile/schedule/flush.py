@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from pipecompile.schedule.turns import Layout, Turn, backwards, forwards
+from pipecompile.schedule.tasks import Layout, Task, backwards, forwards
 
 __all__ = ["forward_only", "gpipe", "interleaved", "one_f_one_b"]
 
 
-def forward_only(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def forward_only(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """Every microbatch once through every stage, as an evaluation needs it."""
     for run in _runs(layout[rank]):
         for _ in range(microbatches):
             yield from forwards(run)
 
 
-def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, figure 2c).
 
     rank 0   F0 F1 F2 .  .  .  .  B0 B1 B2
@@ -33,7 +33,7 @@ def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
             yield from backwards(run)
 
 
-def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """One forward, one backward (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, figure 3).
 
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
@@ -47,7 +47,7 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
         yield from forwards(layout[rank])
 
 
-def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """1F1B over a loop of stages (Narayanan et al., arXiv 2104.04473, section 2.2 and figure 4; Megatron-LM).
 
     Groups of as many microbatches as there are ranks take one stage of the rank after the other. The forwards lead by

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import random
 
-from pipecompile.schedule.instance import Instance, Rows, Times
+from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
 
-__all__ = ["climb", "value"]
+__all__ = ["hill_climb", "value"]
 
 MEMORY = 200  # steps that the acceptance looks back
 FARTHEST = 8
 
 
-def value(times: Times, objective: str) -> int:
+def value(times: OrderTimes, objective: str) -> int:
     """What is minimised, in ns: the makespan or the largest span."""
     return times.makespan_ns if objective == "makespan" else times.span_ns
 
 
-def climb(
-    instance: Instance, rows: Rows, *, objective: str, steps: int, seed: int, enough: int
+def hill_climb(
+    instance: ScheduleInstance, rows: Rows, *, objective: str, steps: int, seed: int, enough: int
 ) -> Rows:
     """The best order met in so many steps from `rows`, which must fit and come to its end; it stops at `enough`."""
     return _Climb(instance, rows, objective, seed).run(steps, enough)
 
 
 class _Climb:
-    def __init__(self, instance: Instance, rows: Rows, objective: str, seed: int) -> None:
+    def __init__(self, instance: ScheduleInstance, rows: Rows, objective: str, seed: int) -> None:
         self.instance, self.objective = instance, objective
         self.random = random.Random(seed)
         self.rows = [list(row) for row in rows]
@@ -41,7 +41,7 @@ class _Climb:
         assert times is not None, "a search starts from an order that comes to its end"
         self._accept(times)
 
-    def _accept(self, times: Times) -> None:
+    def _accept(self, times: OrderTimes) -> None:
         self.now = value(times, self.objective)
         self.ends = times.ends
         self.path = self._critical_path()

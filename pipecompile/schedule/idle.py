@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from pipecompile.ir.schedule import Action, Idle, Kind, Timeline
 from pipecompile.schedule.dependencies import PARTS
-from pipecompile.schedule.execution import Run
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.execution import Execution
+from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = ["idle_of"]
 
 
-def idle_of(problem: Problem, run: Run, timeline: Timeline) -> tuple[Idle, ...]:
+def idle_of(problem: PlacedProblem, run: Execution, timeline: Timeline) -> tuple[Idle, ...]:
     """Per rank the idle time by cause; `ir.schedule.Idle` says what the causes are."""
     busy = timeline.busy_ns
     return tuple(
@@ -20,7 +20,9 @@ def idle_of(problem: Problem, run: Run, timeline: Timeline) -> tuple[Idle, ...]:
     )
 
 
-def _idle(problem: Problem, run: Run, timeline: Timeline, rank: int, less_ns: int) -> Idle:
+def _idle(
+    problem: PlacedProblem, run: Execution, timeline: Timeline, rank: int, less_ns: int
+) -> Idle:
     """The causes of one rank, which has `less_ns` less to do than the busiest."""
     tail = timeline.makespan_ns - run.free[rank]
     summing = max((event.end_ns - run.free[rank] for event in timeline.reductions[rank]), default=0)
@@ -45,7 +47,9 @@ def _idle(problem: Problem, run: Run, timeline: Timeline, rank: int, less_ns: in
     )
 
 
-def _held_back(problem: Problem, run: Run, timeline: Timeline, rank: int) -> Iterator[int]:
+def _held_back(
+    problem: PlacedProblem, run: Execution, timeline: Timeline, rank: int
+) -> Iterator[int]:
     """Of each wait the part in which some later forward could have started, had its bytes fitted."""
     if problem.caps is None:
         return

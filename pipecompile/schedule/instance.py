@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "WEIGHT", "Instance", "Rows", "Times"]
+__all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "WEIGHT", "ScheduleInstance", "Rows", "OrderTimes"]
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)
 Rows = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class OrderTimes:
     """When each operation ends in an order performed as early as possible, and the objective's value, in ns."""
 
     ends: list[int]
@@ -31,17 +31,17 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Instance:
+class ScheduleInstance:
     """`problem` with every backward in two halves, or none, stage by stage: `split[s]`."""
 
-    problem: Problem
+    problem: PlacedProblem
     split: tuple[bool, ...]
 
     def operation(self, kind: int, stage: int, microbatch: int) -> int:
         """Its number."""
         return (kind * self.problem.stages + stage) * self.problem.microbatches + microbatch
 
-    def parts(self, operation: int) -> tuple[int, int, int]:
+    def decode(self, operation: int) -> tuple[int, int, int]:
         """Kind, stage and microbatch of a number."""
         lane, microbatch = divmod(operation, self.problem.microbatches)
         kind, stage = divmod(lane, self.problem.stages)
@@ -61,27 +61,27 @@ class Instance:
     def kinds(self) -> tuple[tuple[int, ...], ...]:
         """Per stage the kinds of operations it has, in the order in which a microbatch needs them."""
         return tuple(
-            (FORWARD, *[RECOMPUTE] * work.recompute, BACKWARD, *[WEIGHT] * split)
-            for work, split in zip(self.problem.work, self.split, strict=True)
+            (FORWARD, *[RECOMPUTE] * costs.recompute, BACKWARD, *[WEIGHT] * split)
+            for costs, split in zip(self.problem.costs, self.split, strict=True)
         )
 
     @cached_property
-    def lane_ns(self) -> tuple[tuple[int, ...], ...]:
+    def task_ns(self) -> tuple[tuple[int, ...], ...]:
         """Per kind and stage how long an operation takes."""
-        work, split = self.problem.work, self.split
+        costs, split = self.problem.costs, self.split
         backward = [
-            w.backward_input_ns if s else w.backward_ns for w, s in zip(work, split, strict=True)
+            w.backward_input_ns if s else w.backward_ns for w, s in zip(costs, split, strict=True)
         ]
-        weight = [w.backward_weight_ns if s else 0 for w, s in zip(work, split, strict=True)]
+        weight = [w.backward_weight_ns if s else 0 for w, s in zip(costs, split, strict=True)]
         return (
-            tuple(w.forward_ns for w in work),
+            tuple(w.forward_ns for w in costs),
             tuple(backward),
             tuple(weight),
-            tuple(w.recompute_ns if w.recompute else 0 for w in work),
+            tuple(w.recompute_ns if w.recompute else 0 for w in costs),
         )
 
     @cached_property
-    def lane_bytes(self) -> tuple[tuple[int, ...], ...]:
+    def task_bytes(self) -> tuple[tuple[int, ...], ...]:
         """Per kind and stage what an operation adds to the bytes that its rank holds."""
         change, stages = self.problem.change_bytes, range(self.problem.stages)
         backward = [Kind.BACKWARD_INPUT if split else Kind.BACKWARD for split in self.split]
@@ -90,13 +90,13 @@ class Instance:
             tuple(change(Action(s, backward[s])) for s in stages),
             tuple(change(Action(s, Kind.BACKWARD_WEIGHT)) if self.split[s] else 0 for s in stages),
             tuple(
-                change(Action(s, Kind.RECOMPUTE)) if self.problem.work[s].recompute else 0
+                change(Action(s, Kind.RECOMPUTE)) if self.problem.costs[s].recompute else 0
                 for s in stages
             ),
         )
 
     @cached_property
-    def lane_sources(self) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]:
+    def task_inputs(self) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]:
         """Per kind and stage the operations on other ranks that it waits for: (kind, stage, time of the message).
 
         What it waits for on its own rank is here too, unless it is the same stage's: a row always has that before.
@@ -105,9 +105,9 @@ class Instance:
         forward: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
         backward: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
         for stage in range(stages - 1):
-            forward[stage + 1].append((FORWARD, stage, problem.forward_hops[stage]))
+            forward[stage + 1].append((FORWARD, stage, problem.forward_transfer_ns[stage]))
             if problem.gradient[stage]:
-                backward[stage].append((BACKWARD, stage + 1, problem.backward_hops[stage]))
+                backward[stage].append((BACKWARD, stage + 1, problem.backward_transfer_ns[stage]))
         for skip in problem.skips:
             forward[skip.destination].append((FORWARD, skip.source, skip.forward_ns))
             backward[skip.source].append((BACKWARD, skip.destination, skip.backward_ns))
@@ -118,14 +118,14 @@ class Instance:
     def durations(self) -> list[int]:
         """By operation."""
         repeat = range(self.problem.microbatches)
-        return [time for lanes in self.lane_ns for time in lanes for _ in repeat]
+        return [time for lanes in self.task_ns for time in lanes for _ in repeat]
 
     @cached_property
     def sources(self) -> list[tuple[tuple[int, int], ...]]:
         """By operation what it waits for besides its own row: (operation, time of the message)."""
         return [
             tuple((self.operation(kind, source, microbatch), hop) for kind, source, hop in waits)
-            for lanes in self.lane_sources
+            for lanes in self.task_inputs
             for waits in lanes
             for microbatch in range(self.problem.microbatches)
         ]
@@ -134,10 +134,10 @@ class Instance:
     def changes(self) -> list[int]:
         """By operation what it adds to the bytes its rank holds."""
         repeat = range(self.problem.microbatches)
-        return [size for lanes in self.lane_bytes for size in lanes for _ in repeat]
+        return [size for lanes in self.task_bytes for size in lanes for _ in repeat]
 
     @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+    def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
         placement = self.problem.placement
         return tuple(
@@ -146,15 +146,15 @@ class Instance:
         )
 
     @cached_property
-    def reach(self) -> tuple[int, ...]:
+    def gradient_reach(self) -> tuple[int, ...]:
         """Per stage the last one from which gradients flow back to it, from stage to stage."""
-        reach = list(range(self.problem.stages))
-        for stage in reversed(reach[:-1]):
+        gradient_reach = list(range(self.problem.stages))
+        for stage in reversed(gradient_reach[:-1]):
             if self.problem.gradient[stage]:
-                reach[stage] = reach[stage + 1]
-        return tuple(reach)
+                gradient_reach[stage] = gradient_reach[stage + 1]
+        return tuple(gradient_reach)
 
-    def times(self, rows: Sequence[Sequence[int]]) -> Times | None:
+    def times(self, rows: Sequence[Sequence[int]]) -> OrderTimes | None:
         """The order performed as early as possible on links that are free and do not block; None if it deadlocks."""
         durations, sources = self.durations, self.sources
         ends = [-1] * self.size
@@ -184,25 +184,25 @@ class Instance:
             free[rank], heads[rank] = clock, head
         return None if heads != lengths else self._measured(rows, ends)
 
-    def _measured(self, rows: Sequence[Sequence[int]], ends: list[int]) -> Times:
+    def _measured(self, rows: Sequence[Sequence[int]], ends: list[int]) -> OrderTimes:
         filled = [row for row in rows if row]
         makespan = max((ends[row[-1]] for row in filled), default=0)
         spans = (ends[row[-1]] - ends[row[0]] + self.durations[row[0]] for row in filled)
-        return Times(ends, max(makespan, self._reduced(rows, ends)), max(spans, default=0))
+        return OrderTimes(ends, max(makespan, self._reduced(rows, ends)), max(spans, default=0))
 
     def _reduced(self, rows: Sequence[Sequence[int]], ends: list[int]) -> int:
         """When the last data-parallel sum of gradients is done: each after its stage, one at a time on each rank."""
-        if not any(work.reduce_ns for work in self.problem.work):
+        if not any(costs.reduce_ns for costs in self.problem.costs):
             return 0
         last = self.problem.microbatches - 1
         done = [0] * len(rows)
-        for rank, stages in enumerate(self.stages_of):
+        for rank, stages in enumerate(self.stages_by_rank):
             closing = [
                 (ends[self.operation(WEIGHT if self.split[s] else BACKWARD, s, last)], s)
                 for s in stages
             ]
             for end, stage in sorted(closing):
-                reduce_ns = self.problem.work[stage].reduce_ns
+                reduce_ns = self.problem.costs[stage].reduce_ns
                 done[rank] = max(done[rank], end) + reduce_ns if reduce_ns else done[rank]
         return max(done)
 
@@ -243,7 +243,7 @@ class Instance:
         return Schedule.of(name, self.problem.microbatches, self.problem.placement, actions)
 
     def _action(self, operation: int) -> Action:
-        kind, stage, microbatch = self.parts(operation)
+        kind, stage, microbatch = self.decode(operation)
         whole = kind == BACKWARD and not self.split[stage]
         return Action(stage, Kind.BACKWARD if whole else _NAMES[kind], microbatch)
 

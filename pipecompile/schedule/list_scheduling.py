@@ -11,9 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instance, Rows
+from pipecompile.schedule.instance import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT,
+    Rows,
+    ScheduleInstance,
+)
 
-__all__ = ["Policy", "build", "refill", "reserve", "serial"]
+__all__ = ["Priorities", "build", "refill", "reserve", "serial"]
 
 SHARES = (
     2  # of a rank's slack, divided evenly over the microbatches to come, that one wait may take
@@ -21,7 +28,7 @@ SHARES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class Priorities:
     """What a free rank prefers.
 
     `depth[s]` is how many microbatches stage s may have between forward and backward. Among forwards and backwards
@@ -40,12 +47,12 @@ class Policy:
     thrifty: bool = False
 
 
-def build(instance: Instance, policy: Policy, goal_ns: int) -> Rows | None:
+def build(instance: ScheduleInstance, priorities: Priorities, goal_ns: int) -> Rows | None:
     """The order that `policy` makes; None if the caps may not let even one microbatch through in any order.
 
     What a rank has to spare is counted up to `goal_ns`, when the step should end.
     """
-    caps, builder = instance.problem.caps, _Builder(instance, policy, goal_ns)
+    caps, builder = instance.problem.caps, _Builder(instance, priorities, goal_ns)
     if caps is not None and any(
         need > cap for need, cap in zip(builder.reserves, caps, strict=True)
     ):
@@ -54,7 +61,7 @@ def build(instance: Instance, policy: Policy, goal_ns: int) -> Rows | None:
     return builder.rows
 
 
-def refill(instance: Instance, rows: Rows) -> Rows:
+def refill(instance: ScheduleInstance, rows: Rows) -> Rows:
     """The same forwards and backwards, with weight gradients where ranks would wait, or memory asks for them."""
     builder = _Refill(instance, rows)
     assert builder.run(), "an order that fits can be followed"
@@ -64,35 +71,37 @@ def refill(instance: Instance, rows: Rows) -> Rows:
 class _Builder:
     """A step in the making: per kind and stage how many are done, per rank the bytes held and when it is free."""
 
-    def __init__(self, instance: Instance, policy: Policy, goal_ns: int = 0) -> None:
+    def __init__(
+        self, instance: ScheduleInstance, priorities: Priorities, goal_ns: int = 0
+    ) -> None:
         problem = instance.problem
-        self.instance, self.policy, self.goal_ns = instance, policy, goal_ns
+        self.instance, self.priorities, self.goal_ns = instance, priorities, goal_ns
         self.microbatches, self.caps = problem.microbatches, problem.caps
-        self.lane_ns, self.lane_bytes, self.split = (
-            instance.lane_ns,
-            instance.lane_bytes,
+        self.task_ns, self.task_bytes, self.split = (
+            instance.task_ns,
+            instance.task_bytes,
             instance.split,
         )
         self.users = _users(instance)
         self.missing = [
-            [[len(w)] * self.microbatches for w in lanes] for lanes in instance.lane_sources[:2]
+            [[len(w)] * self.microbatches for w in lanes] for lanes in instance.task_inputs[:2]
         ]
         self.arrivals = [
-            [[0] * self.microbatches for _ in lanes] for lanes in instance.lane_sources[:2]
+            [[0] * self.microbatches for _ in lanes] for lanes in instance.task_inputs[:2]
         ]
         self.done = [[0] * problem.stages for _ in range(4)]
         self.held, self.free = [0] * problem.ranks, [0] * problem.ranks
-        self.todo_ns = [_work(instance, stages) for stages in instance.stages_of]
+        self.todo_ns = [_work(instance, stages) for stages in instance.stages_by_rank]
         self.forwarded = [False] * problem.ranks
         self.due: list[int | None] = [
             None
         ] * problem.ranks  # the stage whose backward follows its recompute
         self.reserves = [reserve(instance, rank) for rank in range(problem.ranks)]
         self.forwards = [
-            sorted(stages, reverse=policy.deep_forward) for stages in instance.stages_of
+            sorted(stages, reverse=priorities.deep_forward) for stages in instance.stages_by_rank
         ]
         self.backwards = [
-            sorted(stages, reverse=policy.deep_backward) for stages in instance.stages_of
+            sorted(stages, reverse=priorities.deep_backward) for stages in instance.stages_by_rank
         ]
         self.rows: Rows = [[] for _ in range(problem.ranks)]
         self.queue = [(0, rank) for rank in range(problem.ranks)]
@@ -113,9 +122,9 @@ class _Builder:
     def _perform(self, kind: int, stage: int, rank: int, now: int) -> None:
         microbatch = self.done[kind][stage]
         self.done[kind][stage] += 1
-        end = self.free[rank] = now + self.lane_ns[kind][stage]
-        self.todo_ns[rank] -= self.lane_ns[kind][stage]
-        self.held[rank] += self.lane_bytes[kind][stage]
+        end = self.free[rank] = now + self.task_ns[kind][stage]
+        self.todo_ns[rank] -= self.task_ns[kind][stage]
+        self.held[rank] += self.task_bytes[kind][stage]
         self.rows[rank].append(self.instance.operation(kind, stage, microbatch))
         heappush(self.queue, (end, rank))
         self.due[rank] = stage if kind == RECOMPUTE else None
@@ -156,7 +165,7 @@ class _Builder:
 
     def _forward(self, rank: int, now: int) -> tuple[int | None, int | None, bool]:
         """A stage whose forward could start; or when one will be there; and whether memory alone forbids one."""
-        done, depth, coming, blocked = self.done[FORWARD], self.policy.depth, None, False
+        done, depth, coming, blocked = self.done[FORWARD], self.priorities.depth, None, False
         for stage in self.forwards[rank]:
             microbatch = done[stage]
             if (
@@ -176,7 +185,7 @@ class _Builder:
         return None, coming, blocked
 
     def _prefers_backward(self, rank: int) -> bool:
-        prefer = self.policy.prefer
+        prefer = self.priorities.prefer
         return prefer == "backward" or (prefer == "turns" and self.forwarded[rank])
 
     def _with_recompute(self, rank: int, stage: int, now: int) -> tuple[int, int] | None:
@@ -185,26 +194,26 @@ class _Builder:
             return BACKWARD, stage
         room = (
             self.caps is None
-            or self.held[rank] + self.lane_bytes[RECOMPUTE][stage] <= self.caps[rank]
+            or self.held[rank] + self.task_bytes[RECOMPUTE][stage] <= self.caps[rank]
         )
         return (RECOMPUTE, stage) if room else self._weight(rank, now, None, True)
 
     def _yields(self, rank: int, stage: int, now: int, coming: int | None) -> bool:
         """Whether this forward would delay the first backward of its rank, which is known to come."""
         if (
-            not self.policy.courteous
+            not self.priorities.courteous
             or coming is None
-            or self.done[BACKWARD][self.instance.stages_of[rank][-1]]
+            or self.done[BACKWARD][self.instance.stages_by_rank[rank][-1]]
         ):
             return False
-        return coming - now < self.lane_ns[FORWARD][stage]
+        return coming - now < self.task_ns[FORWARD][stage]
 
     def _weight(
         self, rank: int, now: int, coming: int | None, blocked: bool
     ) -> tuple[int, int] | None:
         """The weight gradients of the stage that has most of them pending, if there is time for them."""
         done, pending = self.done, []
-        for stage in self.instance.stages_of[rank]:
+        for stage in self.instance.stages_by_rank[rank]:
             if self.split[stage] and done[WEIGHT][stage] < done[BACKWARD][stage]:
                 pending.append((done[BACKWARD][stage] - done[WEIGHT][stage], -stage))
         if not pending:
@@ -216,12 +225,12 @@ class _Builder:
 
     def _waits(self, rank: int, stage: int, now: int, coming: int) -> bool:
         """Whether a weight gradient would delay what is coming, and the rank may idle until then."""
-        if coming - now >= self.policy.patience * self.lane_ns[WEIGHT][stage]:
+        if coming - now >= self.priorities.patience * self.task_ns[WEIGHT][stage]:
             return False
-        if not self.policy.thrifty:
+        if not self.priorities.thrifty:
             return True
         waits = self.microbatches - min(
-            self.done[BACKWARD][s] for s in self.instance.stages_of[rank]
+            self.done[BACKWARD][s] for s in self.instance.stages_by_rank[rank]
         )
         return (coming - now) * waits <= SHARES * (self.goal_ns - now - self.todo_ns[rank])
 
@@ -229,7 +238,7 @@ class _Builder:
         """Whether there is room for one more forward of `stage`, and for the oldest microbatch besides."""
         if self.caps is None:
             return True
-        kept, stages = self.lane_bytes[FORWARD], self.instance.stages_of[rank]
+        kept, stages = self.task_bytes[FORWARD], self.instance.stages_by_rank[rank]
         held, cap = self.held[rank] + kept[stage], self.caps[rank]
         if held > cap:
             return False
@@ -241,27 +250,27 @@ class _Builder:
         return held - self._reclaimable(stages) - own + self.reserves[rank] <= cap
 
     def _reclaimable(self, stages: tuple[int, ...]) -> int:
-        backward, weight, freed = self.done[BACKWARD], self.done[WEIGHT], self.lane_bytes[WEIGHT]
+        backward, weight, freed = self.done[BACKWARD], self.done[WEIGHT], self.task_bytes[WEIGHT]
         return sum((weight[s] - backward[s]) * freed[s] for s in stages if self.split[s])
 
 
 class _Refill(_Builder):
     """Follows an order, but for its weight gradients."""
 
-    def __init__(self, instance: Instance, rows: Rows) -> None:
+    def __init__(self, instance: ScheduleInstance, rows: Rows) -> None:
         super().__init__(
-            instance, Policy((instance.problem.microbatches,) * instance.problem.stages)
+            instance, Priorities((instance.problem.microbatches,) * instance.problem.stages)
         )
-        self.script = [[o for o in row if instance.parts(o)[0] != WEIGHT] for row in rows]
+        self.script = [[o for o in row if instance.decode(o)[0] != WEIGHT] for row in rows]
         self.heads = [0] * len(rows)
 
     def choose(self, rank: int, now: int) -> tuple[int, int] | None:
         if self.heads[rank] == len(self.script[rank]):
             return self._weight(rank, now, None, False)
-        kind, stage, microbatch = self.instance.parts(self.script[rank][self.heads[rank]])
+        kind, stage, microbatch = self.instance.decode(self.script[rank][self.heads[rank]])
         arrival = self._arrival(kind, stage, microbatch)
         room = (
-            self.caps is None or self.held[rank] + self.lane_bytes[kind][stage] <= self.caps[rank]
+            self.caps is None or self.held[rank] + self.task_bytes[kind][stage] <= self.caps[rank]
         )
         if arrival is not None and arrival <= now and room:
             self.heads[rank] += 1
@@ -278,35 +287,36 @@ class _Refill(_Builder):
         )
 
 
-def _work(instance: Instance, stages: tuple[int, ...]) -> int:
+def _work(instance: ScheduleInstance, stages: tuple[int, ...]) -> int:
     """How long these stages compute in a step."""
     return instance.problem.microbatches * sum(
-        lane[stage] for lane in instance.lane_ns for stage in stages
+        lane[stage] for lane in instance.task_ns for stage in stages
     )
 
 
-def reserve(instance: Instance, rank: int) -> int:
+def reserve(instance: ScheduleInstance, rank: int) -> int:
     """The most that one microbatch alone comes to hold on a rank, in whatever order it is done, in bytes.
 
     As a stage recomputes, all others of the rank may be held but those whose backwards come before.
     """
-    kept, again, reach = (
-        instance.lane_bytes[FORWARD],
-        instance.lane_bytes[RECOMPUTE],
-        instance.reach,
+    kept, again, gradient_reach = (
+        instance.task_bytes[FORWARD],
+        instance.task_bytes[RECOMPUTE],
+        instance.gradient_reach,
     )
-    held = instance.stages_of[rank]
+    held = instance.stages_by_rank[rank]
     return max(
-        (again[s] + sum(kept[t] for t in held if not s < t <= reach[s]) for s in held), default=0
+        (again[s] + sum(kept[t] for t in held if not s < t <= gradient_reach[s]) for s in held),
+        default=0,
     )
 
 
-def serial(instance: Instance) -> Rows | None:
+def serial(instance: ScheduleInstance) -> Rows | None:
     """One microbatch after the other, in the order that holds least; None if no order at all fits."""
     steps = _alone(instance)
     if steps is None:
         return None
-    rows: Rows = [[] for _ in instance.stages_of]
+    rows: Rows = [[] for _ in instance.stages_by_rank]
     for microbatch in range(instance.problem.microbatches):
         for kind, stage in steps:
             rows[instance.problem.placement[stage]].append(
@@ -315,7 +325,7 @@ def serial(instance: Instance) -> Rows | None:
     return rows
 
 
-def _alone(instance: Instance) -> list[tuple[int, int]] | None:
+def _alone(instance: ScheduleInstance) -> list[tuple[int, int]] | None:
     """Kinds and stages of one microbatch: every backward as soon as there is room for its recompute.
 
     With that and its weight gradients it leaves less than it found, so no order can need it to be later.
@@ -327,11 +337,11 @@ def _alone(instance: Instance) -> list[tuple[int, int]] | None:
         rank = problem.placement[stage]
         return (
             problem.caps is None
-            or held[rank] + instance.lane_bytes[kind][stage] <= problem.caps[rank]
+            or held[rank] + instance.task_bytes[kind][stage] <= problem.caps[rank]
         )
 
     def ready(stage: int) -> bool:
-        waits = instance.lane_sources[BACKWARD][stage]
+        waits = instance.task_inputs[BACKWARD][stage]
         return (
             stage in todo
             and not any(source in todo for _, source, _ in waits)
@@ -347,7 +357,7 @@ def _alone(instance: Instance) -> list[tuple[int, int]] | None:
         else:
             todo.remove(stage)
             kinds = instance.kinds[stage][1:]
-        held[problem.placement[stage]] += sum(instance.lane_bytes[kind][stage] for kind in kinds)
+        held[problem.placement[stage]] += sum(instance.task_bytes[kind][stage] for kind in kinds)
         steps += [(kind, stage) for kind in kinds]
     return steps
 
@@ -362,11 +372,11 @@ def _sooner(first: int | None, second: int | None) -> int | None:
 Users = list[list[list[tuple[int, int, int, int]]]]
 
 
-def _users(instance: Instance) -> Users:
+def _users(instance: ScheduleInstance) -> Users:
     """Per kind (forward, backward) and stage who waits for it: kind, stage, time of the message, rank."""
     problem = instance.problem
     users: Users = [[[] for _ in range(problem.stages)] for _ in range(2)]
-    for kind, lanes in enumerate(instance.lane_sources[:2]):
+    for kind, lanes in enumerate(instance.task_inputs[:2]):
         for stage, waits in enumerate(lanes):
             for source_kind, source, hop in waits:
                 users[source_kind][source].append((kind, stage, hop, problem.placement[stage]))

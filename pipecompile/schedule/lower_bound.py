@@ -15,14 +15,14 @@ from heapq import heappop, heappush
 from itertools import combinations_with_replacement, pairwise
 from math import inf
 
-from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, Instance
+from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, ScheduleInstance
 
 __all__ = ["lower_bound"]
 
 Lanes = list[list[list[int]]]  # by kind, stage and microbatch
 
 
-def lower_bound(instance: Instance, objective: str) -> int:
+def lower_bound(instance: ScheduleInstance, objective: str) -> int:
     """No order has a smaller makespan, or largest span, in ns."""
     if objective == "span":
         return max(_rank_span(instance, rank) for rank in set(instance.problem.placement))
@@ -30,17 +30,19 @@ def lower_bound(instance: Instance, objective: str) -> int:
     return max(_rank_bound(instance, rank, heads, tails) for rank in range(instance.problem.ranks))
 
 
-def _rank_bound(instance: Instance, rank: int, heads: Lanes, tails: Lanes) -> int:
+def _rank_bound(instance: ScheduleInstance, rank: int, heads: Lanes, tails: Lanes) -> int:
     jobs = [
-        (heads[kind][stage][j], instance.lane_ns[kind][stage], tails[kind][stage][j])
-        for stage in instance.stages_of[rank]
+        (heads[kind][stage][j], instance.task_ns[kind][stage], tails[kind][stage][j])
+        for stage in instance.stages_by_rank[rank]
         for kind in instance.kinds[stage]
         for j in range(instance.problem.microbatches)
     ]
     return max(jackson(jobs), _drain(instance, rank, jobs, tails))
 
 
-def _drain(instance: Instance, rank: int, jobs: list[tuple[int, int, int]], tails: Lanes) -> int:
+def _drain(
+    instance: ScheduleInstance, rank: int, jobs: list[tuple[int, int, int]], tails: Lanes
+) -> int:
     """What a cap costs in the end: as the last microbatch enters, few bytes are held, so little work can be left.
 
     If no more than w ns of work can be left on the rank then, the others are done, which takes its time; and after it
@@ -48,7 +50,7 @@ def _drain(instance: Instance, rank: int, jobs: list[tuple[int, int, int]], tail
     """
     if instance.problem.caps is None:
         return 0
-    per_byte = _work_per_byte(instance, instance.stages_of[rank])
+    per_byte = _work_per_byte(instance, instance.stages_by_rank[rank])
     total = sum(time for _, time, _ in jobs)
     if per_byte == inf or instance.problem.caps[rank] * per_byte >= total:
         return 0
@@ -60,13 +62,13 @@ def _drain(instance: Instance, rank: int, jobs: list[tuple[int, int, int]], tail
         now, done = now + spent, done + spent
         if done >= total - left:
             break
-    return now + max(tails[FORWARD][instance.stages_of[rank][0]][-1], left)
+    return now + max(tails[FORWARD][instance.stages_by_rank[rank][0]][-1], left)
 
 
-def _work_per_byte(instance: Instance, stages: tuple[int, ...]) -> Fraction | float:
+def _work_per_byte(instance: ScheduleInstance, stages: tuple[int, ...]) -> Fraction | float:
     """The most work in ns that a byte held on a rank can stand for, once a microbatch has entered there."""
-    times, kept = instance.lane_ns, instance.lane_bytes[FORWARD]
-    weights = [(times[WEIGHT][s], -instance.lane_bytes[WEIGHT][s]) for s in stages]
+    times, kept = instance.task_ns, instance.task_bytes[FORWARD]
+    weights = [(times[WEIGHT][s], -instance.task_bytes[WEIGHT][s]) for s in stages]
     todo = sum(times[kind][s] for s in stages for kind in range(4))
     states, held = [], 0
     for stage in stages:
@@ -78,8 +80,10 @@ def _work_per_byte(instance: Instance, stages: tuple[int, ...]) -> Fraction | fl
             todo - sum(times[kind][stage] for kind in (RECOMPUTE, BACKWARD, WEIGHT)),
         )
         states.append((todo, held))
-    pairs = [(work, size) for work, size in [*states, *weights] if work]
-    return max((Fraction(work, size) if size else inf for work, size in pairs), default=Fraction(0))
+    pairs = [(costs, size) for costs, size in [*states, *weights] if costs]
+    return max(
+        (Fraction(costs, size) if size else inf for costs, size in pairs), default=Fraction(0)
+    )
 
 
 def jackson(jobs: list[tuple[int, int, int]]) -> int:
@@ -105,7 +109,7 @@ def jackson(jobs: list[tuple[int, int, int]]) -> int:
     return longest
 
 
-def _rooms(instance: Instance) -> list[list[tuple[int, int]]]:
+def _rooms(instance: ScheduleInstance) -> list[list[tuple[int, int]]]:
     """Per stage s pairs of a stage t on its rank and n: forward j of s comes after backward j − n of t.
 
     Let forward j of s come before backward i of t, which is s or a later stage. As that backward runs, all stages up
@@ -115,14 +119,14 @@ def _rooms(instance: Instance) -> list[list[tuple[int, int]]]:
     """
     problem, kept, again = (
         instance.problem,
-        instance.lane_bytes[FORWARD],
-        instance.lane_bytes[RECOMPUTE],
+        instance.task_bytes[FORWARD],
+        instance.task_bytes[RECOMPUTE],
     )
     rooms: list[list[tuple[int, int]]] = [[] for _ in range(problem.stages)]
-    reach = instance.reach
-    for stages, cap in zip(instance.stages_of, problem.caps or (), strict=False):
+    gradient_reach = instance.gradient_reach
+    for stages, cap in zip(instance.stages_by_rank, problem.caps or (), strict=False):
         for stage, last in combinations_with_replacement(stages, 2):
-            waiting = [s for s in stages if s <= last <= reach[s]]
+            waiting = [s for s in stages if s <= last <= gradient_reach[s]]
             each = sum(kept[s] for s in waiting if s <= stage)
             others = sum(kept[s] for s in waiting if s > stage) + again[last]
             if each and (cap - others) // each < problem.microbatches:
@@ -130,17 +134,17 @@ def _rooms(instance: Instance) -> list[list[tuple[int, int]]]:
     return rooms
 
 
-def _empty(instance: Instance) -> Lanes:
+def _empty(instance: ScheduleInstance) -> Lanes:
     return [
         [[0] * instance.problem.microbatches for _ in range(instance.problem.stages)]
         for _ in range(4)
     ]
 
 
-def _heads(instance: Instance) -> Lanes:
+def _heads(instance: ScheduleInstance) -> Lanes:
     """Microbatch after microbatch, forwards from the first stage on, backwards from the last."""
-    times, sources = instance.lane_ns, instance.lane_sources
-    rooms, heads, loads = _rooms(instance), _empty(instance), _Loads(instance)
+    times, sources = instance.task_ns, instance.task_inputs
+    rooms, heads, loads = _rooms(instance), _empty(instance), _RankLoads(instance)
     for j in range(instance.problem.microbatches):
         for kind, stage in _walk(instance):
             head = heads[kind][stage][j - 1] + times[kind][stage] if j else 0
@@ -156,7 +160,7 @@ def _heads(instance: Instance) -> Lanes:
     return heads
 
 
-def _walk(instance: Instance) -> list[tuple[int, int]]:
+def _walk(instance: ScheduleInstance) -> list[tuple[int, int]]:
     """Kinds and stages of a microbatch, each after all that it waits for."""
     stages = range(instance.problem.stages)
     back = [
@@ -168,19 +172,19 @@ def _walk(instance: Instance) -> list[tuple[int, int]]:
     return [*((FORWARD, stage) for stage in stages), *back]
 
 
-def _before(instance: Instance, kind: int, stage: int) -> int | None:
+def _before(instance: ScheduleInstance, kind: int, stage: int) -> int | None:
     kinds = instance.kinds[stage]
     index = kinds.index(kind)
     return kinds[index - 1] if index else None
 
 
-def _tails(instance: Instance) -> Lanes:
+def _tails(instance: ScheduleInstance) -> Lanes:
     """The other way round: from the last microbatch to the first, each after all that waits for it."""
     times, rooms, tails, loads = (
-        instance.lane_ns,
+        instance.task_ns,
         _freed_by(instance),
         _empty(instance),
-        _Loads(instance),
+        _RankLoads(instance),
     )
     users = _users(instance)
     last = instance.problem.microbatches - 1
@@ -193,12 +197,12 @@ def _tails(instance: Instance) -> Lanes:
                 if j + count <= last:
                     tail = max(tail, times[FORWARD][waiting] + tails[FORWARD][waiting][j + count])
             if j == last and kind == instance.kinds[stage][-1]:
-                tail = max(tail, instance.problem.work[stage].reduce_ns)
+                tail = max(tail, instance.problem.costs[stage].reduce_ns)
             tails[kind][stage][j] = max(tail, loads.after(kind, stage, last - j))
     return tails
 
 
-def _freed_by(instance: Instance) -> list[list[tuple[int, int]]]:
+def _freed_by(instance: ScheduleInstance) -> list[list[tuple[int, int]]]:
     """As `_rooms`, by the stage whose backward makes room."""
     freed: list[list[tuple[int, int]]] = [[] for _ in range(instance.problem.stages)]
     for stage, pairs in enumerate(_rooms(instance)):
@@ -207,9 +211,9 @@ def _freed_by(instance: Instance) -> list[list[tuple[int, int]]]:
     return freed
 
 
-def _users(instance: Instance) -> list[list[list[tuple[int, int, int]]]]:
+def _users(instance: ScheduleInstance) -> list[list[list[tuple[int, int, int]]]]:
     users: list[list[list[tuple[int, int, int]]]] = [[[] for _ in instance.kinds] for _ in range(4)]
-    for kind, lanes in enumerate(instance.lane_sources):
+    for kind, lanes in enumerate(instance.task_inputs):
         for stage, waits in enumerate(lanes):
             for source_kind, source, hop in waits:
                 users[source_kind][source].append((kind, stage, hop))
@@ -219,41 +223,42 @@ def _users(instance: Instance) -> list[list[list[tuple[int, int, int]]]]:
     return users
 
 
-class _Loads:
+class _RankLoads:
     """The work that a rank must have done before an operation, and must do after it, besides what chains say.
 
     `least` is that of each microbatch up to the operation's own, `most` that of each from its own on. Recomputes come
     before their backward, but as early as one likes: they count after a forward, not after another backward.
     """
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance, reach = instance, instance.reach
-        stages_of, placement = instance.stages_of, instance.problem.placement
-        forward, backward, weight, again = instance.lane_ns
-        self.first = [stages_of[rank][0] for rank in placement]
+    def __init__(self, instance: ScheduleInstance) -> None:
+        self.instance, gradient_reach = instance, instance.gradient_reach
+        stages_by_rank, placement = instance.stages_by_rank, instance.problem.placement
+        forward, backward, weight, again = instance.task_ns
+        self.first = [stages_by_rank[rank][0] for rank in placement]
         self.least: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
         self.most: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
         for stage, rank in enumerate(placement):
-            held = stages_of[rank]
+            held = stages_by_rank[rank]
             upto = sum(forward[s] for s in held if s <= stage)
             onward = sum(forward[s] + again[s] for s in held if s >= stage)
-            there = sum(forward[s] for s in held if s <= reach[stage])
+            there = sum(forward[s] for s in held if s <= gradient_reach[stage])
             self.least[FORWARD].append(upto)
             self.least[BACKWARD].append(
-                there + sum(again[s] + backward[s] for s in held if stage <= s <= reach[stage])
+                there
+                + sum(again[s] + backward[s] for s in held if stage <= s <= gradient_reach[stage])
             )
             self.most[FORWARD].append(
-                onward + sum(backward[s] + weight[s] for s in held if reach[s] >= stage)
+                onward + sum(backward[s] + weight[s] for s in held if gradient_reach[s] >= stage)
             )
             self.most[BACKWARD].append(
-                sum(backward[s] + weight[s] for s in held if s <= stage <= reach[s])
+                sum(backward[s] + weight[s] for s in held if s <= stage <= gradient_reach[s])
             )
 
     def before(self, kind: int, stage: int, microbatch: int, heads: Lanes) -> int:
         """From the first forward of the rank on, all that its microbatches up to this one need before."""
         if kind not in self.least:
             return 0
-        own = self.instance.lane_ns[kind][stage]
+        own = self.instance.task_ns[kind][stage]
         return (
             heads[FORWARD][self.first[stage]][0] + (microbatch + 1) * self.least[kind][stage] - own
         )
@@ -262,12 +267,12 @@ class _Loads:
         """All that its rank must do for this microbatch and the `later` ones after it, once it has ended."""
         if kind not in self.most:
             return 0
-        return (later + 1) * self.most[kind][stage] - self.instance.lane_ns[kind][stage]
+        return (later + 1) * self.most[kind][stage] - self.instance.task_ns[kind][stage]
 
 
-def _rank_span(instance: Instance, rank: int) -> int:
+def _rank_span(instance: ScheduleInstance, rank: int) -> int:
     """As the bound above, from the start of the rank's first forward to its last end."""
-    times, stages = instance.lane_ns, instance.stages_of[rank]
+    times, stages = instance.task_ns, instance.stages_by_rank[rank]
     first, count = stages[0], instance.problem.microbatches
     trip = _round_trip(instance, first)
     jobs = []
@@ -284,16 +289,16 @@ def _rank_span(instance: Instance, rank: int) -> int:
     return jackson(jobs)
 
 
-def _round_trip(instance: Instance, first: int) -> dict[int, int]:
+def _round_trip(instance: ScheduleInstance, first: int) -> dict[int, int]:
     """Per stage the time from the start of the forward in stage `first` to its backward there, for one microbatch."""
-    problem, times = instance.problem, instance.lane_ns
-    now = sum(times[FORWARD][first:]) + sum(problem.forward_hops[first:])
+    problem, times = instance.problem, instance.task_ns
+    now = sum(times[FORWARD][first:]) + sum(problem.forward_transfer_ns[first:])
     found = {}
     for stage in range(problem.stages - 1, first - 1, -1):
         found[stage] = now if _gradients(instance, stage) else 0
-        now += times[BACKWARD][stage] + (problem.backward_hops[stage - 1] if stage else 0)
+        now += times[BACKWARD][stage] + (problem.backward_transfer_ns[stage - 1] if stage else 0)
     return found
 
 
-def _gradients(instance: Instance, stage: int) -> bool:
+def _gradients(instance: ScheduleInstance, stage: int) -> bool:
     return all(instance.problem.gradient[stage:])

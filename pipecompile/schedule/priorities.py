@@ -7,24 +7,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from pipecompile.schedule.instance import BACKWARD, FORWARD, Instance
-from pipecompile.schedule.list_scheduling import Policy
+from pipecompile.schedule.instance import BACKWARD, FORWARD, ScheduleInstance
+from pipecompile.schedule.list_scheduling import Priorities
 
-__all__ = ["drawn", "systematic", "thrifty", "varied"]
+__all__ = ["random_priorities", "systematic_priorities", "thrifty", "varied_priorities"]
 
 _PREFER = ("turns", "forward", "backward")
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def thrifty(instance: Instance) -> Iterator[Policy]:
+def thrifty(instance: ScheduleInstance) -> Iterator[Priorities]:
     """The few that come near the bound by themselves where there are many microbatches, the best first."""
     behind = _behind(instance)
     for patience, quarters in product((0.75, 1.0), (7, 6, 8, 5)):
         depth = tuple(-(-quarters * ahead // 4) for ahead in behind)
-        yield Policy(depth, "turns", patience=patience, thrifty=True, courteous=True)
+        yield Priorities(depth, "turns", patience=patience, thrifty=True, courteous=True)
 
 
-def systematic(instance: Instance) -> Iterator[Policy]:
+def systematic_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
     """Every kind of policy at every natural depth, the simplest first."""
     problem = instance.problem
     several = ((True, False), (True, True), (False, False), (False, True))
@@ -32,12 +32,12 @@ def systematic(instance: Instance) -> Iterator[Policy]:
     for patience, depth, courteous, prefer in product(
         (0.0, 0.5, 1.0), _depths(instance), (True, False), _PREFER
     ):
-        yield Policy(depth, prefer, patience=patience, courteous=courteous)
+        yield Priorities(depth, prefer, patience=patience, courteous=courteous)
     for depth, (forward, backward), prefer in product(_depths(instance), deep[1:], _PREFER):
-        yield Policy(depth, prefer, forward, backward)
+        yield Priorities(depth, prefer, forward, backward)
 
 
-def _depths(instance: Instance) -> Iterator[tuple[int, ...]]:
+def _depths(instance: ScheduleInstance) -> Iterator[tuple[int, ...]]:
     """Twice what 1F1B has, as ZB-H2, and less; what round trips call for; 1F1B's; and as deep as memory allows."""
     problem = instance.problem
     behind = _behind(instance)
@@ -49,30 +49,30 @@ def _depths(instance: Instance) -> Iterator[tuple[int, ...]]:
     yield (problem.microbatches,) * problem.stages
 
 
-def _behind(instance: Instance) -> list[int]:
+def _behind(instance: ScheduleInstance) -> list[int]:
     """Per stage how many there are from it to the end."""
     return list(range(instance.problem.stages, 0, -1))
 
 
-def _round_trips(instance: Instance) -> Iterator[int]:
+def _round_trips(instance: ScheduleInstance) -> Iterator[int]:
     """How many microbatches the slowest rank performs while one goes from a stage to the end and back."""
-    forward, backward = instance.lane_ns[FORWARD], instance.lane_ns[BACKWARD]
+    forward, backward = instance.task_ns[FORWARD], instance.task_ns[BACKWARD]
     problem = instance.problem
     loads = [
-        sum(sum(lane[s] for lane in instance.lane_ns) for s in stages)
-        for stages in instance.stages_of
+        sum(sum(lane[s] for lane in instance.task_ns) for s in stages)
+        for stages in instance.stages_by_rank
     ]
     for stage in range(problem.stages):
-        hops = sum(problem.forward_hops[stage:]) + sum(problem.backward_hops[stage:])
+        hops = sum(problem.forward_transfer_ns[stage:]) + sum(problem.backward_transfer_ns[stage:])
         trip = sum(forward[stage:]) + sum(backward[stage:]) + hops
         yield 1 + -(-trip // max(*loads, 1))
 
 
-def drawn(instance: Instance, source: random.Random) -> Policy:
+def random_priorities(instance: ScheduleInstance, source: random.Random) -> Priorities:
     """Any policy whose depths fall evenly from the first stage to the last."""
     slope, least = source.uniform(0.3, 2.2), source.uniform(0, 5)
     stages = instance.problem.stages
-    return Policy(
+    return Priorities(
         tuple(max(1, round(slope * (stages - stage) + least)) for stage in range(stages)),
         source.choice(_PREFER),
         source.random() < 0.5,
@@ -82,21 +82,22 @@ def drawn(instance: Instance, source: random.Random) -> Policy:
     )
 
 
-def varied(policy: Policy, source: random.Random) -> Policy:
+def varied_priorities(priorities: Priorities, source: random.Random) -> Priorities:
     """One that is much like `policy`."""
     steps = (
-        source.choice((-2, -1, 0, 0, 1, 2)) if source.random() < 0.4 else 0 for _ in policy.depth
+        source.choice((-2, -1, 0, 0, 1, 2)) if source.random() < 0.4 else 0
+        for _ in priorities.depth
     )
-    depth = tuple(max(1, old + step) for old, step in zip(policy.depth, steps, strict=True))
-    changed = replace(policy, depth=depth)
+    depth = tuple(max(1, old + step) for old, step in zip(priorities.depth, steps, strict=True))
+    changed = replace(priorities, depth=depth)
     if source.random() < 0.2:
         changed = replace(changed, prefer=source.choice(_PREFER))
     if source.random() < 0.2:
         changed = replace(changed, patience=source.choice(_PATIENCE))
     if source.random() < 0.15:
-        changed = replace(changed, deep_forward=not policy.deep_forward)
+        changed = replace(changed, deep_forward=not priorities.deep_forward)
     return (
-        replace(changed, deep_backward=not policy.deep_backward)
+        replace(changed, deep_backward=not priorities.deep_backward)
         if source.random() < 0.15
         else changed
     )

@@ -12,11 +12,11 @@ from pipecompile.ir.schedule import BACKWARDS, Action, Kind
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.memory_model.rank import changes
 
-__all__ = ["Network", "Problem", "Skip", "Work", "problem_of"]
+__all__ = ["Network", "PlacedProblem", "Skip", "StageCosts", "placed_problem"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageCosts:
     """One stage and one microbatch: times in ns, and bytes held.
 
     `kept_bytes` from the forward on, `recomputed_bytes` more from the recompute on, until the backward;
@@ -36,9 +36,9 @@ class Work:
     recomputed_bytes: int = 0
     between_bytes: int = 0
     remade_bytes: int = 0
-    splits: bool = True
+    can_split: bool = True
     recompute: bool = False
-    but_last: bool = False
+    except_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacedProblem:
     """Stages on ranks. `placement[s]` is the rank of stage s, `caps` the bytes that each rank may hold, None for any.
 
     `forward_hops[s]` is the time from stage s to s + 1 in ns, `backward_hops[s]` that of the gradient back; both are
@@ -74,9 +74,9 @@ class Problem:
 
     placement: tuple[int, ...]
     microbatches: int
-    work: tuple[Work, ...]
-    forward_hops: tuple[int, ...]
-    backward_hops: tuple[int, ...]
+    costs: tuple[StageCosts, ...]
+    forward_transfer_ns: tuple[int, ...]
+    backward_transfer_ns: tuple[int, ...]
     gradient: tuple[bool, ...]
     caps: tuple[int, ...] | None = None
     skips: tuple[Skip, ...] = ()
@@ -84,9 +84,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         boundaries = len(self.placement) - 1
-        if len(self.work) != boundaries + 1:
-            raise InputError(f"{len(self.work)} stages, but a placement of {boundaries + 1}")
-        for row in (self.forward_hops, self.backward_hops, self.gradient):
+        if len(self.costs) != boundaries + 1:
+            raise InputError(f"{len(self.costs)} stages, but a placement of {boundaries + 1}")
+        for row in (self.forward_transfer_ns, self.backward_transfer_ns, self.gradient):
             assert len(row) == boundaries, "one entry for each boundary between stages"
 
     @property
@@ -102,17 +102,19 @@ class Problem:
     @cached_property
     def recompute(self) -> tuple[bool, ...]:
         """Which stages run their forward again."""
-        return tuple(work.recompute for work in self.work)
+        return tuple(costs.recompute for costs in self.costs)
 
     def recomputes(self, action: Action) -> bool:
         """Whether the stage of an action runs the forward of its microbatch again."""
-        work = self.work[action.stage]
-        return work.recompute and not (work.but_last and action.microbatch == self.microbatches - 1)
+        costs = self.costs[action.stage]
+        return costs.recompute and not (
+            costs.except_last and action.microbatch == self.microbatches - 1
+        )
 
     @cached_property
-    def splits(self) -> bool:
+    def can_split(self) -> bool:
         """Whether every stage can do its backward in two halves."""
-        return all(work.splits for work in self.work)
+        return all(costs.can_split for costs in self.costs)
 
     def held_bytes(self, row: Sequence[Action]) -> tuple[int, ...]:
         """What a rank holds as of each compute action of its row; where nothing goes back, nothing is kept for it."""
@@ -125,24 +127,24 @@ class Problem:
     def _durations(self) -> tuple[dict[Kind, int], ...]:
         return tuple(
             {
-                Kind.FORWARD: work.forward_ns,
-                Kind.BACKWARD: work.backward_ns,
-                Kind.BACKWARD_INPUT: work.backward_input_ns,
-                Kind.BACKWARD_WEIGHT: work.backward_weight_ns,
-                Kind.RECOMPUTE: work.recompute_ns,
+                Kind.FORWARD: costs.forward_ns,
+                Kind.BACKWARD: costs.backward_ns,
+                Kind.BACKWARD_INPUT: costs.backward_input_ns,
+                Kind.BACKWARD_WEIGHT: costs.backward_weight_ns,
+                Kind.RECOMPUTE: costs.recompute_ns,
             }
-            for work in self.work
+            for costs in self.costs
         )
 
     @cached_property
     def _changes(self) -> tuple[dict[Kind, int], ...]:
         return tuple(
             changes(
-                kept=work.kept_bytes + extra,
-                recomputed=work.recomputed_bytes,
-                between=work.between_bytes,
+                kept=costs.kept_bytes + extra,
+                recomputed=costs.recomputed_bytes,
+                between=costs.between_bytes,
             )
-            for work, extra in zip(self.work, self._skipped, strict=True)
+            for costs, extra in zip(self.costs, self._skipped, strict=True)
         )
 
     @cached_property
@@ -150,13 +152,13 @@ class Problem:
         """Those of the step's last microbatch."""
         return tuple(
             changes(
-                kept=work.recomputed_bytes + extra,
+                kept=costs.recomputed_bytes + extra,
                 recomputed=0,
-                between=work.between_bytes - work.kept_bytes + work.remade_bytes,
+                between=costs.between_bytes - costs.kept_bytes + costs.remade_bytes,
             )
-            if work.recompute and work.but_last
+            if costs.recompute and costs.except_last
             else plain
-            for work, extra, plain in zip(self.work, self._skipped, self._changes, strict=True)
+            for costs, extra, plain in zip(self.costs, self._skipped, self._changes, strict=True)
         )
 
     @cached_property
@@ -177,21 +179,21 @@ class Problem:
         return self._durations[action.stage][action.kind]
 
 
-def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -> Problem:
+def placed_problem(given: ScheduleProblem, placement: Sequence[int] | None = None) -> PlacedProblem:
     """The problem in a file, with its own placement or this one."""
     placement = tuple(placement) if placement is not None else given.placement
     if placement is None:
         raise InputError(
             "the problem leaves the placement open (rank: null); choose one of linear, loop and v"
         )
-    forward = [given.hop_ns(a, b) for a, b in pairwise(placement)]
-    backward = [given.hop_ns(b, a) for a, b in pairwise(placement)]
-    return Problem(
+    forward = [given.transfer_ns_between(a, b) for a, b in pairwise(placement)]
+    backward = [given.transfer_ns_between(b, a) for a, b in pairwise(placement)]
+    return PlacedProblem(
         placement=placement,
         microbatches=given.microbatches,
-        work=tuple(_work(given, index) for index in range(len(placement))),
-        forward_hops=tuple(forward),
-        backward_hops=tuple(backward),
+        costs=tuple(_work(given, index) for index in range(len(placement))),
+        forward_transfer_ns=tuple(forward),
+        backward_transfer_ns=tuple(backward),
         gradient=(True,) * len(forward),
         caps=given.memory_bytes,
         skips=tuple(
@@ -199,8 +201,8 @@ def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -
                 a,
                 b,
                 size,
-                given.hop_ns(placement[a], placement[b]),
-                given.hop_ns(placement[b], placement[a]),
+                given.transfer_ns_between(placement[a], placement[b]),
+                given.transfer_ns_between(placement[b], placement[a]),
             )
             for a, b, size in given.skips
         ),
@@ -208,11 +210,11 @@ def problem_of(given: ScheduleProblem, placement: Sequence[int] | None = None) -
     )
 
 
-def _work(given: ScheduleProblem, index: int) -> Work:
+def _work(given: ScheduleProblem, index: int) -> StageCosts:
     stage = given.stages[index]
     both = stage.backward_input_ns + stage.backward_weight_ns
     again = stage.recompute_ns > 0 and index + 1 < len(given.stages)
-    return Work(
+    return StageCosts(
         forward_ns=stage.forward_ns,
         backward_ns=both if stage.backward_ns is None else stage.backward_ns,
         backward_input_ns=stage.backward_input_ns,
@@ -222,6 +224,6 @@ def _work(given: ScheduleProblem, index: int) -> Work:
         kept_bytes=stage.activation_bytes + (0 if again else stage.recompute_bytes),
         recomputed_bytes=stage.recompute_bytes if again else 0,
         between_bytes=stage.weight_gradient_bytes,
-        splits=given.split_backward,
+        can_split=given.split_backward,
         recompute=again,
     )

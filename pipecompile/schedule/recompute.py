@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
-from pipecompile.schedule.execution import Run, Wait, perform
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.execution import Execution, Wait, execute
+from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["place_recompute", "recomputing", "with_recompute"]
+__all__ = ["move_recomputes", "insert_recomputes", "add_recomputes"]
 
 
-def recomputing(row: Iterable[Action], again: Callable[[Action], bool]) -> Iterator[Action]:
+def insert_recomputes(row: Iterable[Action], again: Callable[[Action], bool]) -> Iterator[Action]:
     """The row with a recompute right before each backward of what is computed `again`."""
     for action in row:
         if action.kind in BACKWARDS and again(action):
@@ -25,38 +25,40 @@ def recomputing(row: Iterable[Action], again: Callable[[Action], bool]) -> Itera
         yield action
 
 
-def with_recompute(problem: Problem, schedule: Schedule) -> Schedule:
+def add_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     """A schedule without recomputes, with one for each backward that needs it, as early as it may be."""
     if not any(problem.recompute):
         return schedule
-    rows = [list(recomputing(row, problem.recomputes)) for row in schedule.rows]
+    rows = [list(insert_recomputes(row, problem.recomputes)) for row in schedule.rows]
     lazy = Schedule.of(
         schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions
     )
-    return place_recompute(problem, lazy)
+    return move_recomputes(problem, lazy)
 
 
-def place_recompute(problem: Problem, schedule: Schedule) -> Schedule:
+def move_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     """`schedule` with each recompute that its rank does not wait behind anyway moved into the nearest earlier gap.
 
     A gap is a wait that is long enough for it, so that nothing else begins later than it does in the simulated step.
     No rank comes to hold more than its cap, or than it did before. The order of all other actions is kept. Where that
     shortens the step there are new gaps, and it is done again.
     """
-    run = perform(problem, schedule)
+    run = execute(problem, schedule)
     while True:
         placed = _placed(problem, schedule, run.waits)
-        after = perform(problem, placed)
+        after = execute(problem, placed)
         if _end(after) >= _end(run):
             return schedule
         schedule, run = placed, after
 
 
-def _end(run: Run) -> int:
+def _end(run: Execution) -> int:
     return max((row[-1].end_ns for row in run.events if row), default=0)
 
 
-def _placed(problem: Problem, schedule: Schedule, waits: Sequence[Sequence[Wait]]) -> Schedule:
+def _placed(
+    problem: PlacedProblem, schedule: Schedule, waits: Sequence[Sequence[Wait]]
+) -> Schedule:
     caps = problem.caps or (0,) * problem.ranks
     rows = [
         list(_rebuilt(row, _moves(problem, compute, waits[rank], caps[rank])))
@@ -68,7 +70,7 @@ def _placed(problem: Problem, schedule: Schedule, waits: Sequence[Sequence[Wait]
 
 
 def _moves(
-    problem: Problem, row: Sequence[Action], waits: Sequence[Wait], cap: int
+    problem: PlacedProblem, row: Sequence[Action], waits: Sequence[Wait], cap: int
 ) -> dict[int, int]:
     """By index of a recompute the index of the action that it goes in front of."""
     held = list(accumulate(map(problem.change_bytes, row)))

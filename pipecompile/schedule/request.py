@@ -14,22 +14,28 @@ from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order, ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
-from pipecompile.schedule.named import NAMES, SPLIT, generate, shape_needed
+from pipecompile.schedule.named import NAMES, SPLIT, generate, required_placement
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
-from pipecompile.schedule.problem import Problem, problem_of
-from pipecompile.schedule.recompute import with_recompute
-from pipecompile.schedule.search import OBJECTIVES, Named, bound_of, named_orders, search
+from pipecompile.schedule.problem import PlacedProblem, placed_problem
+from pipecompile.schedule.recompute import add_recomputes
+from pipecompile.schedule.search import (
+    OBJECTIVES,
+    NamedResult,
+    order_lower_bound,
+    search,
+    simulate_named,
+)
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.torch_csv import read_csv
+from pipecompile.schedule.transfers import add_transfers
 
-__all__ = ["PLACEMENTS", "Answer", "Request", "answer", "schedule"]
+__all__ = ["PLACEMENTS", "ScheduleAnswer", "ScheduleRequest", "answer", "schedule"]
 
 PLACEMENTS = (*SHAPES, "open")
 
 
 @dataclass(frozen=True)
-class Request:
+class ScheduleRequest:
     """What is asked of the scheduler: `search`, a schedule's name, or the order in a CSV of torch's.
 
     `placement` replaces the ranks in the file; with open the scheduler chooses, as where the file has no ranks.
@@ -61,7 +67,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScheduleAnswer:
     """The result for people and files, and what it is made of."""
 
     order: Order
@@ -70,7 +76,7 @@ class Answer:
     skips: bool
 
 
-def schedule(path: str | Path, request: Request) -> Order:
+def schedule(path: str | Path, request: ScheduleRequest) -> Order:
     """An order for the problem in a file; InfeasibleError if none can fit, `fits` false if the one asked for does not.
 
     ScheduleError if an order that was read is incomplete or can deadlock.
@@ -78,7 +84,7 @@ def schedule(path: str | Path, request: Request) -> Order:
     return answer(path, request).order
 
 
-def answer(path: str | Path, request: Request) -> Answer:
+def answer(path: str | Path, request: ScheduleRequest) -> ScheduleAnswer:
     """As `schedule`, with the timeline."""
     given, began = read(path, ScheduleProblem), time.perf_counter()
     candidates = _candidates(given, request)
@@ -110,19 +116,19 @@ def answer(path: str | Path, request: Request) -> Answer:
         named=named,
         seconds=round(time.perf_counter() - began, 3),
     )
-    return Answer(order, best.schedule, timeline, bool(given.skips))
+    return ScheduleAnswer(order, best.schedule, timeline, bool(given.skips))
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _PlacementCandidate:
     """A schedule on one placement, and what compares with it; no bound where there is nothing to bound."""
 
-    problem: Problem
+    problem: PlacedProblem
     schedule: Schedule
     timeline: Timeline
     objective: str
     bound_ns: int | None
-    named: tuple[Named, ...]
+    named: tuple[NamedResult, ...]
 
     @property
     def value_ns(self) -> int:
@@ -133,21 +139,21 @@ class _Candidate:
         return _over_bytes(self.problem, self.timeline.peak_bytes)
 
 
-def _candidates(given: ScheduleProblem, request: Request) -> list[_Candidate]:
+def _candidates(given: ScheduleProblem, request: ScheduleRequest) -> list[_PlacementCandidate]:
     """One for each placement in question; at least one."""
     if request.order is not None:
         found = _read_order(given, request, Path(request.order))
         try:
-            return [_simulated(problem_of(given, found.placement), found, request.objective)]
+            return [_simulated(placed_problem(given, found.placement), found, request.objective)]
         except ScheduleError as error:
             raise ScheduleError(f"{request.order}: {error}") from None
     placements = _placements(given, request)
     if request.name != "search":
-        return [_named(problem_of(given, placement), request) for placement in placements]
-    return _searched([problem_of(given, placement) for placement in placements], request)
+        return [_named(placed_problem(given, placement), request) for placement in placements]
+    return _searched([placed_problem(given, placement) for placement in placements], request)
 
 
-def _placements(given: ScheduleProblem, request: Request) -> list[tuple[int, ...]]:
+def _placements(given: ScheduleProblem, request: ScheduleRequest) -> list[tuple[int, ...]]:
     """That of the file, or of the request; all that differ and that the schedule can have, if it is left open."""
     if request.placement is None and given.placement is not None:
         return [given.placement]
@@ -157,7 +163,7 @@ def _placements(given: ScheduleProblem, request: Request) -> list[tuple[int, ...
             f"{len(given.stages)} stages cannot lie evenly on {given.ranks} ranks; "
             "give each stage its rank in the file, and leave --placement out"
         )
-    needed = "any" if request.name == "search" else shape_needed(request.name)[0]
+    needed = "any" if request.name == "search" else required_placement(request.name)[0]
     shapes: Sequence[str] = SHAPES if needed == "any" else (needed,)
     if request.placement not in (None, "open"):
         shapes = (str(request.placement),)
@@ -168,7 +174,7 @@ def _shape(placement: Sequence[int]) -> str:
     return next(iter(shapes_of(placement)), "own")
 
 
-def _read_order(given: ScheduleProblem, request: Request, path: Path) -> Schedule:
+def _read_order(given: ScheduleProblem, request: ScheduleRequest, path: Path) -> Schedule:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -217,27 +223,29 @@ def _missing(found: Schedule) -> Iterator[Action]:
         yield from sorted({Action(stage, Kind.FORWARD, microbatch), *backward} - there)
 
 
-def _named(problem: Problem, request: Request) -> _Candidate:
-    if request.name in SPLIT and not problem.splits:
+def _named(problem: PlacedProblem, request: ScheduleRequest) -> _PlacementCandidate:
+    if request.name in SPLIT and not problem.can_split:
         raise InputError(
             f"schedule {request.name!r} has backwards in halves, but the problem says split_backward false; "
             "choose one without, such as 1f1b"
         )
-    found = with_recompute(problem, generate(request.name, problem.placement, problem.microbatches))
+    found = add_recomputes(problem, generate(request.name, problem.placement, problem.microbatches))
     return _simulated(problem, found, request.objective)
 
 
-def _simulated(problem: Problem, found: Schedule, objective: str) -> _Candidate:
+def _simulated(problem: PlacedProblem, found: Schedule, objective: str) -> _PlacementCandidate:
     """With a bound if it is a whole step: without backwards less is done, and without a flush no step ends."""
     whole = found.weight_versions == "synchronous" and any(
         action.kind in BACKWARDS for _, action in found
     )
-    bound = bound_of(problem, objective) if whole else None
-    named = tuple(named_orders(problem, objective)) if whole else ()
-    return _Candidate(problem, found, simulate(problem, found), objective, bound, named)
+    bound = order_lower_bound(problem, objective) if whole else None
+    named = tuple(simulate_named(problem, objective)) if whole else ()
+    return _PlacementCandidate(problem, found, simulate(problem, found), objective, bound, named)
 
 
-def _searched(problems: Sequence[Problem], request: Request) -> list[_Candidate]:
+def _searched(
+    problems: Sequence[PlacedProblem], request: ScheduleRequest
+) -> list[_PlacementCandidate]:
     """What the search finds on each placement, but for those on which nothing fits."""
     candidates, refused = [], []
     for problem in problems:
@@ -252,7 +260,7 @@ def _searched(problems: Sequence[Problem], request: Request) -> list[_Candidate]
             continue
         timeline = simulate(problem, found.schedule)
         candidates.append(
-            _Candidate(
+            _PlacementCandidate(
                 problem, found.schedule, timeline, request.objective, found.bound, found.named
             )
         )
@@ -261,7 +269,7 @@ def _searched(problems: Sequence[Problem], request: Request) -> list[_Candidate]
     return candidates
 
 
-def _compared(candidate: _Candidate) -> Iterator[NamedOrder]:
+def _compared(candidate: _PlacementCandidate) -> Iterator[NamedOrder]:
     for order in candidate.named:
         yield NamedOrder(
             name=order.schedule.name,
@@ -278,15 +286,15 @@ def _best(named: Sequence[NamedOrder]) -> NamedOrder | None:
     return min(within, key=lambda order: (order.value_ns, order.peak_bytes), default=None)
 
 
-def _over_bytes(problem: Problem, peaks: Sequence[int]) -> int:
+def _over_bytes(problem: PlacedProblem, peaks: Sequence[int]) -> int:
     """By how much the rank that is most over its cap is over it."""
     return max(0, *(peak - cap for peak, cap in zip(peaks, problem.caps or peaks, strict=True)))
 
 
-def _violations(candidate: _Candidate) -> list[str]:
+def _violations(candidate: _PlacementCandidate) -> list[str]:
     """By how much which rank is over its cap, and nothing else: ScheduleError if there is more."""
     problem = _relayed(candidate.problem)
-    lowered = lower(problem, candidate.schedule)
+    lowered = add_transfers(problem, candidate.schedule)
     found = check(lowered, problem)
     faults = (
         check(lowered, replace(problem, caps=None)) if found and candidate.over_bytes else found
@@ -297,13 +305,13 @@ def _violations(candidate: _Candidate) -> list[str]:
     return found
 
 
-def _relayed(problem: Problem) -> Problem:
+def _relayed(problem: PlacedProblem) -> PlacedProblem:
     """`problem` without messages over skips, which cannot be lowered; what is held for them stays."""
     held = [0] * problem.stages
     for skip in problem.skips:
         held[skip.source] += skip.bytes
-    work = tuple(
+    costs = tuple(
         replace(w, kept_bytes=w.kept_bytes + size)
-        for w, size in zip(problem.work, held, strict=True)
+        for w, size in zip(problem.costs, held, strict=True)
     )
-    return replace(problem, skips=(), work=work)
+    return replace(problem, skips=(), costs=costs)

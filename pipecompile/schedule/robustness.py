@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from pipecompile.ir.schedule import Schedule
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.simulator import simulate
 
 __all__ = ["NOISE", "SURVIVES", "gain_survives"]
@@ -16,7 +16,7 @@ DRAWS = 24
 SURVIVES = 0.75  # of the draws
 
 
-def gain_survives(problem: Problem, searched: Schedule, named: Schedule) -> bool:
+def gain_survives(problem: PlacedProblem, searched: Schedule, named: Schedule) -> bool:
     """Whether `searched` makes the shorter step in three of four draws, every time of `problem` off by up to 10 %."""
     source = random.Random(0)
     draws = [_disturbed(problem, source) for _ in range(DRAWS)]
@@ -26,11 +26,11 @@ def gain_survives(problem: Problem, searched: Schedule, named: Schedule) -> bool
     return shorter >= SURVIVES * DRAWS
 
 
-def _disturbed(problem: Problem, source: random.Random) -> Problem:
+def _disturbed(problem: PlacedProblem, source: random.Random) -> PlacedProblem:
     def off(time: int) -> int:
         return round(time * source.uniform(1 - NOISE, 1 + NOISE))
 
-    def work(stage: Work) -> Work:
+    def costs(stage: StageCosts) -> StageCosts:
         return replace(
             stage,
             forward_ns=off(stage.forward_ns),
@@ -43,7 +43,7 @@ def _disturbed(problem: Problem, source: random.Random) -> Problem:
 
     return replace(
         problem,
-        work=tuple(map(work, problem.work)),
-        forward_hops=tuple(map(off, problem.forward_hops)),
-        backward_hops=tuple(map(off, problem.backward_hops)),
+        costs=tuple(map(costs, problem.costs)),
+        forward_transfer_ns=tuple(map(off, problem.forward_transfer_ns)),
+        backward_transfer_ns=tuple(map(off, problem.backward_transfer_ns)),
     )

@@ -15,23 +15,36 @@ from itertools import chain
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Schedule, Timeline
-from pipecompile.schedule.hill_climbing import climb, value
-from pipecompile.schedule.instance import Instance, Rows, Times
-from pipecompile.schedule.list_scheduling import Policy, build, refill, reserve, serial
+from pipecompile.schedule.hill_climbing import hill_climb, value
+from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
+from pipecompile.schedule.list_scheduling import Priorities, build, refill, reserve, serial
 from pipecompile.schedule.lower_bound import lower_bound
-from pipecompile.schedule.named import SPLIT, fitting, generate
-from pipecompile.schedule.priorities import drawn, systematic, thrifty, varied
-from pipecompile.schedule.problem import Network, Problem
-from pipecompile.schedule.recompute import place_recompute, with_recompute
+from pipecompile.schedule.named import SPLIT, fitting_names, generate
+from pipecompile.schedule.priorities import (
+    random_priorities,
+    systematic_priorities,
+    thrifty,
+    varied_priorities,
+)
+from pipecompile.schedule.problem import Network, PlacedProblem
+from pipecompile.schedule.recompute import add_recomputes, move_recomputes
 from pipecompile.schedule.simulator import simulate
-from pipecompile.schedule.weights import earlier, later
+from pipecompile.schedule.weight_gradients import earlier, later
 
-__all__ = ["OBJECTIVES", "Found", "Named", "best_named", "bound_of", "named_orders", "search"]
+__all__ = [
+    "OBJECTIVES",
+    "SearchResult",
+    "NamedResult",
+    "best_named",
+    "order_lower_bound",
+    "simulate_named",
+    "search",
+]
 
 OBJECTIVES = ("makespan", "span")
 PER_SECOND = 1_000_000  # operations that the searches look at in a second
 SOLVER_SECONDS = 7.0  # that a unit of CP-SAT's deterministic time takes, its set-up included
-WINDOW, WINDOW_WORK = 60, 0.05  # operations, and deterministic time, of a neighbourhood
+WINDOW, WINDOW_EFFORT = 60, 0.05  # operations, and deterministic time, of a neighbourhood
 WINDOW_SECONDS = 0.004  # besides, for its model
 IDLE_WINDOWS = 20  # without a gain, for each window's worth of operations, until it is given up
 BUILD = 4  # a step of list scheduling is so many looks
@@ -42,7 +55,7 @@ CLIMBERS = 4
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedResult:
     """A named schedule on a problem: its value in ns, what each rank holds, and whether that is within the caps."""
 
     schedule: Schedule
@@ -52,7 +65,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best schedule found (of compute actions), its value in ns, and a bound on that of all others.
 
     `named` are those that the placement allows, whether or not they fit.
@@ -62,14 +75,16 @@ class Found:
     objective: str
     value: int
     bound: int
-    named: tuple[Named, ...]
+    named: tuple[NamedResult, ...]
 
 
-def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.0) -> Found:
+def search(
+    problem: PlacedProblem, *, objective: str = "makespan", seconds: float = 5.0
+) -> SearchResult:
     """The best order found in `seconds` of work; InfeasibleError names the rank that cannot hold one microbatch."""
-    named = tuple(named_orders(problem, objective))
+    named = tuple(simulate_named(problem, objective))
     _refuse_what_never_fits(problem)
-    bound = bound_of(problem, objective)
+    bound = order_lower_bound(problem, objective)
     best = best_named(named)
     candidates = [] if best is None else [(best.value, best.schedule)]
     if best is None or best.value > bound:
@@ -80,28 +95,29 @@ def search(problem: Problem, *, objective: str = "makespan", seconds: float = 5.
         left = max(seconds / 2, seconds - spent)
         instances = _affordable(instances, left)
         for instance in instances:
-            found = place_recompute(
-                problem, _Search(instance, objective, bound, left / len(instances), named).run()
+            found = move_recomputes(
+                problem,
+                _OrderSearch(instance, objective, bound, left / len(instances), named).run(),
             )
             candidates.append((_value(problem, found, objective), found))
     least, schedule = min(candidates, key=lambda candidate: candidate[0])
-    return Found(schedule, objective, least, bound, named)
+    return SearchResult(schedule, objective, least, bound, named)
 
 
-def bound_of(problem: Problem, objective: str) -> int:
+def order_lower_bound(problem: PlacedProblem, objective: str) -> int:
     """No order of `problem` has a smaller value, in ns; caps count."""
     return lower_bound(_cheapest(problem), objective)
 
 
-def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
+def simulate_named(problem: PlacedProblem, objective: str) -> Iterator[NamedResult]:
     """Every named schedule that trains on this placement, simulated."""
-    for name in fitting(problem.placement, problem.microbatches):
-        if problem.splits or name not in SPLIT:
-            schedule = with_recompute(
+    for name in fitting_names(problem.placement, problem.microbatches):
+        if problem.can_split or name not in SPLIT:
+            schedule = add_recomputes(
                 problem, generate(name, problem.placement, problem.microbatches)
             )
             timeline = simulate(problem, schedule)
-            yield Named(
+            yield NamedResult(
                 schedule,
                 _measure(timeline, objective),
                 timeline.peak_bytes,
@@ -109,13 +125,13 @@ def named_orders(problem: Problem, objective: str) -> Iterator[Named]:
             )
 
 
-def best_named(named: tuple[Named, ...]) -> Named | None:
+def best_named(named: tuple[NamedResult, ...]) -> NamedResult | None:
     """The shortest of those that fit; of equals the one that holds least."""
     within = (order for order in named if order.fits)
     return min(within, key=lambda order: (order.value, max(order.peak_bytes)), default=None)
 
 
-def _value(problem: Problem, schedule: Schedule, objective: str) -> int:
+def _value(problem: PlacedProblem, schedule: Schedule, objective: str) -> int:
     return _measure(simulate(problem, schedule), objective)
 
 
@@ -123,15 +139,15 @@ def _measure(timeline: Timeline, objective: str) -> int:
     return timeline.makespan_ns if objective == "makespan" else timeline.span_ns
 
 
-def _within_caps(problem: Problem, timeline: Timeline) -> bool:
+def _within_caps(problem: PlacedProblem, timeline: Timeline) -> bool:
     return problem.caps is None or all(
         p <= cap for p, cap in zip(timeline.peak_bytes, problem.caps, strict=True)
     )
 
 
-def _refuse_what_never_fits(problem: Problem) -> None:
+def _refuse_what_never_fits(problem: PlacedProblem) -> None:
     """InfeasibleError if a microbatch alone is too much: on its way back it holds all its stages on a rank."""
-    instance = Instance(problem, tuple(work.splits for work in problem.work))
+    instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
     if problem.caps is None or serial(instance) is not None:
         return
     rank, needed = next(
@@ -145,82 +161,82 @@ def _refuse_what_never_fits(problem: Problem) -> None:
     )
 
 
-def _cheapest(problem: Problem) -> Instance:
+def _cheapest(problem: PlacedProblem) -> ScheduleInstance:
     """Every backward at the least that it takes, whole or in halves: a bound for this holds for all orders."""
-    work = [
+    costs = [
         replace(w, backward_input_ns=first, backward_weight_ns=min(whole, w.backward_ns) - first)
-        for w in problem.work
+        for w in problem.costs
         for whole in [w.backward_input_ns + w.backward_weight_ns]
         for first in [min(w.backward_input_ns, w.backward_ns)]
     ]
-    split = tuple(w.splits for w in problem.work)
-    return Instance(replace(problem, work=tuple(work)), split)
+    split = tuple(w.can_split for w in problem.costs)
+    return ScheduleInstance(replace(problem, costs=tuple(costs)), split)
 
 
-def _instances(problem: Problem) -> Iterator[Instance]:
+def _instances(problem: PlacedProblem) -> Iterator[ScheduleInstance]:
     """Backwards in halves wherever that may be; where halves take longer than the whole, also whole ones."""
-    split = tuple(work.splits for work in problem.work)
-    dear = tuple(w.backward_input_ns + w.backward_weight_ns > w.backward_ns for w in problem.work)
+    split = tuple(costs.can_split for costs in problem.costs)
+    dear = tuple(w.backward_input_ns + w.backward_weight_ns > w.backward_ns for w in problem.costs)
     cheap = tuple(s and not d for s, d in zip(split, dear, strict=True))
     for choice in dict.fromkeys(
         (split, cheap, (False,) * problem.stages) if any(dear) else (split,)
     ):
-        yield Instance(problem, choice)
+        yield ScheduleInstance(problem, choice)
 
 
-def _affordable(instances: list[Instance], seconds: float) -> list[Instance]:
+def _affordable(instances: list[ScheduleInstance], seconds: float) -> list[ScheduleInstance]:
     """As many as there is time to build and climb from an order for; one at the least."""
     return instances[: max(1, int(seconds * PER_SECOND / (LEAST * instances[0].operations)))]
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _OrderCandidate:
     """An order, what it is worth, and the policy that made it, if one did."""
 
     value: int
     rows: Rows
-    policy: Policy | None
+    priorities: Priorities | None
 
 
-class _Search:
+class _OrderSearch:
     """One search with its budget; `pool` holds the best orders, all of different value."""
 
     def __init__(
         self,
-        instance: Instance,
+        instance: ScheduleInstance,
         objective: str,
         bound: int,
         seconds: float,
-        named: tuple[Named, ...],
+        named: tuple[NamedResult, ...],
     ) -> None:
         self.instance, self.objective, self.bound = instance, objective, bound
         self.random = random.Random(0)
         self.named = named
-        self.work, self.size = seconds * PER_SECOND, instance.operations
-        self.pool: list[_Candidate] = []
+        self.budget, self.size = seconds * PER_SECOND, instance.operations
+        self.pool: list[_OrderCandidate] = []
 
     def run(self) -> Schedule:
         self._seed()
-        self._draw(self.work * (0.25 if self._climbs else 0.8))
+        self._draw(self.budget * (0.25 if self._climbs else 0.8))
         self._settle()
         for number, candidate in enumerate(self.pool[:CLIMBERS]):
-            self._climb(candidate, self.work * 0.35 / CLIMBERS, number)
-        self._windows(self.work * 0.2)
-        self._climb(self.pool[0], self.work * 0.2, CLIMBERS)
+            self._climb(candidate, self.budget * 0.35 / CLIMBERS, number)
+        self._windows(self.budget * 0.2)
+        self._climb(self.pool[0], self.budget * 0.2, CLIMBERS)
         return self.instance.schedule("search", self._best_on_network())
 
     @property
     def _done(self) -> bool:
         return bool(self.pool) and self.pool[0].value <= self.bound
 
-    def _add(self, rows: Rows | None, policy: Policy | None = None) -> None:
+    def _add(self, rows: Rows | None, priorities: Priorities | None = None) -> None:
         """Into the pool, if it fits and comes to its end."""
         times = None if rows is None or not self.instance.fits(rows) else self.instance.times(rows)
         if rows is None or times is None:
             return
         worth = value(times, self.objective)
         if all(worth != other.value for other in self.pool):
-            self.pool.append(_Candidate(worth, rows, policy))
+            self.pool.append(_OrderCandidate(worth, rows, priorities))
             self.pool.sort(key=lambda candidate: candidate.value)
             del self.pool[KEPT:]
 
@@ -232,22 +248,24 @@ class _Search:
             if self.instance.fits(rows) and self.instance.times(rows) is not None:
                 self._add(refill(self.instance, rows))
 
-    def _draw(self, work: float) -> None:
+    def _draw(self, budget: float) -> None:
         """List schedules: systematic ones first, then drawn and varied ones.
 
         Climbing gains most from starts that differ in kind; without it the best policies come first.
         """
-        waiting = chain(() if self._climbs else thrifty(self.instance), systematic(self.instance))
-        for number in range(max(1, int(work / (self.size * BUILD)))):
-            policy = next(waiting, None) or self._another(number)
-            self._add(build(self.instance, policy, self.bound), policy)
+        waiting = chain(
+            () if self._climbs else thrifty(self.instance), systematic_priorities(self.instance)
+        )
+        for number in range(max(1, int(budget / (self.size * BUILD)))):
+            priorities = next(waiting, None) or self._another(number)
+            self._add(build(self.instance, priorities, self.bound), priorities)
             if self._done:
                 return
 
     @property
     def _climbs(self) -> bool:
         """Whether there is time for so many steps that some of them help."""
-        return self.work * 0.35 / CLIMBERS > 200 * self.size
+        return self.budget * 0.35 / CLIMBERS > 200 * self.size
 
     def _settle(self) -> None:
         """Weight gradients of the best orders into waits and to the end, in turns, while that helps."""
@@ -258,18 +276,22 @@ class _Search:
                 times = self.instance.times(moved) if self.instance.fits(moved) else None
                 if times is not None and value(times, self.objective) <= worth:
                     rows, worth = moved, value(times, self.objective)
-            self._add(rows, candidate.policy)
+            self._add(rows, candidate.priorities)
 
-    def _another(self, number: int) -> Policy:
-        known = [candidate.policy for candidate in self.pool if candidate.policy is not None]
+    def _another(self, number: int) -> Priorities:
+        known = [
+            candidate.priorities for candidate in self.pool if candidate.priorities is not None
+        ]
         if number % 2 or not known:
-            return drawn(self.instance, self.random)
-        return varied(known[min(int(self.random.expovariate(0.5)), len(known) - 1)], self.random)
+            return random_priorities(self.instance, self.random)
+        return varied_priorities(
+            known[min(int(self.random.expovariate(0.5)), len(known) - 1)], self.random
+        )
 
-    def _climb(self, start: _Candidate, work: float, seed: int) -> None:
-        steps = int(work / self.size)
+    def _climb(self, start: _OrderCandidate, budget: float, seed: int) -> None:
+        steps = int(budget / self.size)
         if not self._done and steps:
-            rows = climb(
+            rows = hill_climb(
                 self.instance,
                 start.rows,
                 objective=self.objective,
@@ -279,14 +301,14 @@ class _Search:
             )
             self._add(rows)
 
-    def _windows(self, work: float) -> None:
+    def _windows(self, budget: float) -> None:
         """Neighbourhoods of the best order, drawn from all of its time; equal ones are taken too, to go on from."""
-        if self._done or self.objective != "makespan" or work < PER_SECOND / 10:
+        if self._done or self.objective != "makespan" or budget < PER_SECOND / 10:
             return
         # Imported here: CP-SAT takes longer to load than small problems to solve.
         from pipecompile.schedule.window import cut, improve
 
-        rows, left, idle = self.pool[0].rows, work / PER_SECOND, 0
+        rows, left, idle = self.pool[0].rows, budget / PER_SECOND, 0
         while left > 0 and idle < IDLE_WINDOWS * (1 + self.size // WINDOW):
             times = self._timed(rows)
             if times.makespan_ns <= self.bound:
@@ -294,7 +316,7 @@ class _Search:
             width = max(1, times.makespan_ns * WINDOW // self.size)
             start = self.random.randrange(-width // 2, times.makespan_ns)
             window = cut(self.instance, rows, times.ends, start, start + width)
-            found, spent = improve(self.instance, rows, times, window, work=WINDOW_WORK, seed=0)
+            found, spent = improve(self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0)
             left -= spent * SOLVER_SECONDS + WINDOW_SECONDS + self.size / PER_SECOND * 10
             gain = -1 if found is None else times.makespan_ns - self._timed(found).makespan_ns
             rows, idle = (
@@ -303,7 +325,7 @@ class _Search:
             )
         self._add(rows)
 
-    def _timed(self, rows: Rows) -> Times:
+    def _timed(self, rows: Rows) -> OrderTimes:
         times = self.instance.times(rows)
         assert times is not None, "orders of the pool come to their end"
         return times

@@ -15,34 +15,34 @@ from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.snapshots import Moment, moments
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import (
     ASYNCHRONOUS,
     NAMES,
     SPLIT,
-    fitting,
+    fitting_names,
     generate,
-    in_flight,
-    shape_needed,
+    peak_in_flight,
+    required_placement,
 )
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
-from pipecompile.schedule.problem import Problem
-from pipecompile.schedule.recompute import with_recompute
+from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.recompute import add_recomputes
 from pipecompile.schedule.robustness import gain_survives
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_stages
+from pipecompile.schedule.transfers import add_transfers
 
 if TYPE_CHECKING:
-    from pipecompile.schedule.search import Found, Named
+    from pipecompile.schedule.search import NamedResult, SearchResult
 
 __all__ = [
     "compared",
-    "flights",
-    "moments_of",
+    "in_flight_counts",
+    "snapshots_of",
     "named_schedule",
-    "named_within",
-    "ordered",
+    "named_schedule_within",
+    "schedule_plan",
     "placements",
-    "stand_in",
+    "representative_schedule",
 ]
 
 SEARCH_SECONDS = 3.0  # of work
@@ -63,7 +63,7 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
             "yet; choose a synchronous one such as '1f1b', or look at it with `pipecompile schedule`"
         )
     searched = options.schedule == "search"
-    shape, fixed = ("any", None) if searched else shape_needed(options.schedule)
+    shape, fixed = ("any", None) if searched else required_placement(options.schedule)
     each = options.stages_per_rank or fixed or (2 if shape == "loop" else 1)
     if options.k % each:
         raise InputError(
@@ -75,7 +75,7 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
     return (place(options.placement or ("linear" if shape == "any" else shape), ranks, each),)
 
 
-def stand_in(options: Options, placement: Sequence[int]) -> str:
+def representative_schedule(options: Options, placement: Sequence[int]) -> str:
     """The named schedule by which a cut is judged while the order is not searched yet."""
     if options.schedule != "search":
         return options.schedule
@@ -83,35 +83,37 @@ def stand_in(options: Options, placement: Sequence[int]) -> str:
     return "1f1b" if "linear" in shapes else "zb-v" if "v" in shapes else "interleaved-1f1b"
 
 
-def flights(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
+def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
     """Per stage how many microbatches it holds between forward and backward."""
-    return in_flight(stand_in(options, placement), placement, options.microbatches)
+    return peak_in_flight(
+        representative_schedule(options, placement), placement, options.microbatches
+    )
 
 
 @lru_cache(maxsize=8)
-def moments_of(
-    name: str, placement: tuple[int, ...], microbatches: int, again: bool, but_last: bool = False
+def snapshots_of(
+    name: str, placement: tuple[int, ...], microbatches: int, again: bool, except_last: bool = False
 ) -> tuple[tuple[Moment, ...], ...]:
     """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute.
 
     `but_last` if the step's last microbatch is not computed again.
     """
     return tuple(
-        map(moments, generate(name, placement, microbatches, again, but_last=but_last).rows)
+        map(moments, generate(name, placement, microbatches, again, except_last=except_last).rows)
     )
 
 
-def named_schedule(name: str, problem: Problem) -> Schedule:
+def named_schedule(name: str, problem: PlacedProblem) -> Schedule:
     """The compute actions of a named schedule, each recompute as early as its memory allows."""
-    if name in SPLIT and not problem.splits:
+    if name in SPLIT and not problem.can_split:
         raise InputError(
             f"schedule {name!r} splits backwards in two, but the costs do not say how long each half takes; choose "
-            f"other costs, or one of {', '.join(n for n in fitting(problem.placement, 1) if n not in SPLIT)}"
+            f"other costs, or one of {', '.join(n for n in fitting_names(problem.placement, 1) if n not in SPLIT)}"
         )
-    return with_recompute(problem, generate(name, problem.placement, problem.microbatches))
+    return add_recomputes(problem, generate(name, problem.placement, problem.microbatches))
 
 
-def ordered(
+def schedule_plan(
     options: Options,
     stages: Sequence[Stage],
     links: Links,
@@ -137,18 +139,18 @@ def ordered(
         )
         compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
     else:
-        compute = named_within(options.schedule, safe, excess)
-    lowered = lower(problem, compute)
+        compute = named_schedule_within(options.schedule, safe, excess)
+    lowered = add_transfers(problem, compute)
     found = check(lowered, problem)
     assert not found, f"the schedule is not sound: {found}"
     return lowered, ordering
 
 
-def named_within(name: str, problem: Problem, excess: Excess) -> Schedule:
+def named_schedule_within(name: str, problem: PlacedProblem, excess: Excess) -> Schedule:
     """The named order, recomputes as early as memory allows; InfeasibleError if it does not fit with late ones."""
-    but_last = [work.but_last for work in problem.work]
+    except_last = [costs.except_last for costs in problem.costs]
     late = generate(
-        name, problem.placement, problem.microbatches, problem.recompute, but_last=but_last
+        name, problem.placement, problem.microbatches, problem.recompute, except_last=except_last
     )
     for schedule in (named_schedule(name, problem), late):
         if not any(excess(schedule)):
@@ -158,13 +160,15 @@ def named_within(name: str, problem: Problem, excess: Excess) -> Schedule:
     )
 
 
-def _searched(problem: Problem, safe: Problem, excess: Excess) -> tuple[Schedule, Ordering]:
+def _searched(
+    problem: PlacedProblem, safe: PlacedProblem, excess: Excess
+) -> tuple[Schedule, Ordering]:
     """The best order found if what it gains over the best named one survives noise, else that one.
 
     The caps of `problem` are what no order that fits is over, those of `safe` leave room for any order.
     """
     # Imported here: it may need CP-SAT, which takes a while to load.
-    from pipecompile.schedule.search import best_named, bound_of
+    from pipecompile.schedule.search import best_named, order_lower_bound
 
     known = _named_within(problem, excess)
     named = best_named(known)
@@ -181,14 +185,14 @@ def _searched(problem: Problem, safe: Problem, excess: Excess) -> tuple[Schedule
     assert chosen is not None
     ordering = Ordering(
         searched_ns=min(order.value for order in (found, named) if order is not None),
-        bound_ns=bound_of(problem, "makespan"),
+        bound_ns=order_lower_bound(problem, "makespan"),
         named_ns=_fitting(known),
         kept=kept,
     )
     return chosen.schedule, ordering
 
 
-def _found(problem: Problem, safe: Problem, excess: Excess) -> Iterator[Found]:
+def _found(problem: PlacedProblem, safe: PlacedProblem, excess: Excess) -> Iterator[SearchResult]:
     """Orders that fit. One that is found within the caps may still need too much: then they are lowered by as much."""
     from pipecompile.schedule.search import search
 
@@ -216,20 +220,20 @@ def _found(problem: Problem, safe: Problem, excess: Excess) -> Iterator[Found]:
                 yield found
 
 
-def _named_within(problem: Problem, excess: Excess) -> tuple[Named, ...]:
+def _named_within(problem: PlacedProblem, excess: Excess) -> tuple[NamedResult, ...]:
     """The named orders of this placement; those fit whose ranks are within their memory."""
-    from pipecompile.schedule.search import named_orders
+    from pipecompile.schedule.search import simulate_named
 
-    orders = named_orders(problem, "makespan")
+    orders = simulate_named(problem, "makespan")
     return tuple(replace(order, fits=not any(excess(order.schedule))) for order in orders)
 
 
-def compared(problem: Problem, excess: Excess) -> tuple[dict[str, int], int]:
+def compared(problem: PlacedProblem, excess: Excess) -> tuple[dict[str, int], int]:
     """The steps in ns of the named orders that fit, and the bound on all orders: what a searched plan says of them."""
-    from pipecompile.schedule.search import bound_of
+    from pipecompile.schedule.search import order_lower_bound
 
-    return _fitting(_named_within(problem, excess)), bound_of(problem, "makespan")
+    return _fitting(_named_within(problem, excess)), order_lower_bound(problem, "makespan")
 
 
-def _fitting(named: Iterable[Named]) -> dict[str, int]:
+def _fitting(named: Iterable[NamedResult]) -> dict[str, int]:
     return {order.schedule.name: order.value for order in named if order.fits}

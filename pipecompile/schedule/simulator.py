@@ -21,23 +21,23 @@ from collections.abc import Iterator, Sequence
 
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import SUMS, Action, Event, Kind, Schedule, Timeline
-from pipecompile.schedule.execution import perform
+from pipecompile.ir.schedule import WEIGHT_GRADIENT_KINDS, Action, Event, Kind, Schedule, Timeline
+from pipecompile.schedule.execution import execute
 from pipecompile.schedule.idle import idle_of
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = ["simulate", "simulate_plan"]
 
 
-def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+def simulate(problem: PlacedProblem, schedule: Schedule) -> Timeline:
     """The timeline of `schedule`, lowered or not; ScheduleError if it cannot come to its end."""
     if (schedule.placement, schedule.microbatches) != (problem.placement, problem.microbatches):
         raise InputError(
             f"the schedule is for placement {list(schedule.placement)} and {schedule.microbatches} microbatches, "
             f"the problem for {list(problem.placement)} and {problem.microbatches}"
         )
-    run = perform(problem, schedule)
+    run = execute(problem, schedule)
     held = tuple(map(problem.held_bytes, schedule.compute))
     sums = tuple(tuple(_reductions(problem, row)) for row in run.events)
     timeline = Timeline(run.events, (), held, sums)
@@ -49,16 +49,16 @@ def simulate_plan(plan: Plan) -> Timeline:
     return simulate(problem_of_plan(plan), plan.schedule)
 
 
-def _reductions(problem: Problem, row: Sequence[Event]) -> Iterator[Event]:
+def _reductions(problem: PlacedProblem, row: Sequence[Event]) -> Iterator[Event]:
     """The sums of a rank's stages, one after another in the order in which they are ready."""
     ready: dict[int, int] = {}
     for (stage, kind, *_), _, end in row:
-        if kind in SUMS:
+        if kind in WEIGHT_GRADIENT_KINDS:
             ready.pop(stage, None)  # the last one counts, and comes last
             ready[stage] = end
     free = 0
     for stage, end in ready.items():
-        if problem.work[stage].reduce_ns:
+        if problem.costs[stage].reduce_ns:
             start = max(free, end)
-            free = start + problem.work[stage].reduce_ns
+            free = start + problem.costs[stage].reduce_ns
             yield Event(Action(stage, Kind.REDUCE), start, free)

@@ -14,12 +14,12 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import ceiling, rank_memory, room
 from pipecompile.memory_model.snapshots import moments
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 
-__all__ = ["activation_caps", "excess_of", "held_by_ranks", "problem_of_plan", "problem_of_stages"]
+__all__ = ["activation_caps", "excess_of", "memory_by_rank", "problem_of_plan", "problem_of_stages"]
 
 
-def problem_of_plan(plan: Plan) -> Problem:
+def problem_of_plan(plan: Plan) -> PlacedProblem:
     """What the schedule of `plan` answers."""
     placement = plan.schedule.placement
     given = plan.options.caps(plan.ranks)
@@ -33,7 +33,7 @@ def problem_of_stages(
     placement: Sequence[int],
     microbatches: int,
     caps: Sequence[int] | None = None,
-) -> Problem:
+) -> PlacedProblem:
     """Bytes are bounds, as caps are judged on; tensors that stages pass on travel with the boundary between them.
 
     Each tensor is a message: torch's runtime sends those of a boundary one by one. What a message takes of a rank's
@@ -52,16 +52,16 @@ def problem_of_stages(
     spent = [
         _spent_ns(links, stage, *sides) for stage, sides in zip(stages, pairwise(away), strict=True)
     ]
-    work = [
+    costs = [
         _work(stage, *own, is_first=stage is stages[0])
         for stage, own in zip(stages, spent, strict=True)
     ]
-    return Problem(
+    return PlacedProblem(
         placement=tuple(placement),
         microbatches=microbatches,
-        work=tuple(work),
-        forward_hops=tuple(forward),
-        backward_hops=tuple(backward),
+        costs=tuple(costs),
+        forward_transfer_ns=tuple(forward),
+        backward_transfer_ns=tuple(backward),
         # torch's runtime always waits for a message; where no tensor carries a gradient it is empty.
         gradient=(True,) * len(ends),
         caps=None if caps is None else tuple(caps),
@@ -79,7 +79,7 @@ def _spent_ns(links: Links, stage: Stage, before: bool, after: bool) -> tuple[in
     return forward, sum(backward) + sum(sent(tensor.gradient_bytes) for tensor in inputs)
 
 
-def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> Work:
+def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> StageCosts:
     """With what messages take in the forward and in the backward.
 
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
@@ -90,8 +90,8 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     packing = sum(run.forward_ns for run in stage.saving)
     unpacking = sum(run.backward_ns for run in stage.saving)
-    splits = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
-    return Work(
+    can_split = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
+    return StageCosts(
         forward_ns=stage.forward_ns + forward_ns + packing,
         backward_ns=stage.backward_ns + backward_ns + inside + unpacking,
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
@@ -103,9 +103,9 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         # torch keeps everything until the gradients of the weights
         between_bytes=held + bare + (footprint.between - footprint.dropped).bound - remade,
         remade_bytes=remade,
-        splits=splits,
+        can_split=can_split,
         recompute=again,
-        but_last=stage.recompute == "except-last",
+        except_last=stage.recompute == "except-last",
     )
 
 
@@ -145,11 +145,11 @@ def excess_of(
     """Per rank the bytes that it may hold over its cap."""
     if caps is None:
         return (0,) * schedule.ranks
-    held = held_by_ranks(stages, schedule, allocator)
+    held = memory_by_rank(stages, schedule, allocator)
     return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(held, caps, strict=True))
 
 
-def held_by_ranks(
+def memory_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
     """What each rank holds at its peak, by the plan's memory model."""

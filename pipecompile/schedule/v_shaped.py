@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipecompile.ir.schedule import Kind
-from pipecompile.schedule.turns import Layout, Turn
+from pipecompile.schedule.tasks import Layout, Task
 
 __all__ = ["dualpipe_v", "v_half", "v_min", "zb_v"]
 
@@ -22,7 +22,7 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.B
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BuildingBlock:
     """A building block.
 
     `offsets`: the slots from a rank to the next on each of the four ways: F there, F back, I there, I back. `turns`:
@@ -37,31 +37,33 @@ class Block:
     early: bool = True
 
 
-def v_min(layout: Layout, microbatches: int) -> list[list[Turn]]:
+def v_min(layout: Layout, microbatches: int) -> list[list[Task]]:
     """V-Min: every offset is one slot, the shortest block; about a third of 1F1B's memory for less than its bubble."""
     ranks = len(layout)
     turns = (0, 0, 0) if ranks % 3 else (2, 0, 2)
     return _repeated(
-        layout, microbatches, Block((1, 1, 1, 1), turns, 2 * ((ranks + 1) // 3 + 1), early=False)
+        layout,
+        microbatches,
+        BuildingBlock((1, 1, 1, 1), turns, 2 * ((ranks + 1) // 3 + 1), early=False),
     )
 
 
-def v_half(layout: Layout, microbatches: int) -> list[list[Turn]]:
+def v_half(layout: Layout, microbatches: int) -> list[list[Task]]:
     """V-Half: F and I of a stage add up to three slots a rank; about half of 1F1B's memory and of its bubble."""
     ranks = len(layout)
     turns = (1, 0, 0) if ranks % 2 else (3, 0, 4)
-    return _repeated(layout, microbatches, Block((2, 1, 2, 1), turns, 2 * (ranks // 2 + 1)))
+    return _repeated(layout, microbatches, BuildingBlock((2, 1, 2, 1), turns, 2 * (ranks // 2 + 1)))
 
 
-def zb_v(layout: Layout, microbatches: int) -> list[list[Turn]]:
+def zb_v(layout: Layout, microbatches: int) -> list[list[Task]]:
     """ZB-V (Qi et al., arXiv 2401.10241, section 6): six slots; 1F1B's memory, and no bubble if F, I and W are equal.
 
     With two microbatches a rank, every rank is busy from its first action to its last.
     """
-    return _repeated(layout, microbatches, Block((3, 3, 3, 3), (0, 0, 0), 2 * len(layout)))
+    return _repeated(layout, microbatches, BuildingBlock((3, 3, 3, 3), (0, 0, 0), 2 * len(layout)))
 
 
-def _repeated(layout: Layout, microbatches: int, block: Block) -> list[list[Turn]]:
+def _repeated(layout: Layout, microbatches: int, block: BuildingBlock) -> list[list[Task]]:
     rows = []
     for slots in _slots(layout, block):
         shifted = [(slot + _PERIOD * i, turn) for i in range(microbatches) for slot, turn in slots]
@@ -69,7 +71,7 @@ def _repeated(layout: Layout, microbatches: int, block: Block) -> list[list[Turn
     return _filled(rows, 2 * len(layout) - 1, block)
 
 
-def _slots(layout: Layout, block: Block) -> Iterator[list[tuple[int, Turn]]]:
+def _slots(layout: Layout, block: BuildingBlock) -> Iterator[list[tuple[int, Task]]]:
     """For each rank, when it performs F and I of its two stages for the first microbatch."""
     there, back, again, home = block.offsets
     way = len(layout) - 1
@@ -85,17 +87,17 @@ def _slots(layout: Layout, block: Block) -> Iterator[list[tuple[int, Turn]]]:
         ]
 
 
-def _filled(rows: Sequence[Sequence[Turn]], last: int, block: Block) -> list[list[Turn]]:
+def _filled(rows: Sequence[Sequence[Task]], last: int, block: BuildingBlock) -> list[list[Task]]:
     """The rows with each W in the first slot in which its rank has nothing better to do.
 
     A rank that waits for memory has a W to do, and no forward goes ahead that would leave too little: so this comes to
     its end if the rows do with every W right behind its I and within the block's limit.
     """
     queues = [deque(row) for row in rows]
-    waiting: list[deque[Turn]] = [deque() for _ in rows]
+    waiting: list[deque[Task]] = [deque() for _ in rows]
     held = [0] * len(rows)
     done = dict.fromkeys(((stage, kind) for stage in range(last + 1) for kind in (_F, _I)), 0)
-    filled: list[list[Turn]] = [[] for _ in rows]
+    filled: list[list[Task]] = [[] for _ in rows]
     while any(queues) or any(waiting):
         before = dict(done)
         for rank, queue in enumerate(queues):
@@ -112,13 +114,13 @@ def _filled(rows: Sequence[Sequence[Turn]], last: int, block: Block) -> list[lis
 
 
 def _next(
-    queue: deque[Turn],
-    waiting: deque[Turn],
-    done: dict[Turn, int],
+    queue: deque[Task],
+    waiting: deque[Task],
+    done: dict[Task, int],
     room: int,
     last: int,
     early: bool,
-) -> Turn | None:
+) -> Task | None:
     """What a rank takes in a slot: its next F or I if that can begin, else a W, else a forward ahead of its place."""
     if queue and _can_begin(queue[0], done, last) and (room or queue[0][1] is _I):
         return queue.popleft()
@@ -132,7 +134,7 @@ def _next(
     return turn
 
 
-def _early(queue: Iterable[Turn], done: dict[Turn, int], room: int) -> int | None:
+def _early(queue: Iterable[Task], done: dict[Task, int], room: int) -> int | None:
     """Where a forward stands that can begin ahead of its place and leaves memory for all that it overtakes."""
     for index, turn in enumerate(queue):
         if room < 1:
@@ -143,7 +145,7 @@ def _early(queue: Iterable[Turn], done: dict[Turn, int], room: int) -> int | Non
     return None
 
 
-def _can_begin(turn: Turn, done: dict[Turn, int], last: int) -> bool:
+def _can_begin(turn: Task, done: dict[Task, int], last: int) -> bool:
     """Whether all that the next microbatch of this turn needs was done."""
     stage, kind = turn
     if kind is _F:
@@ -151,7 +153,7 @@ def _can_begin(turn: Turn, done: dict[Turn, int], last: int) -> bool:
     return done[stage, _F] > done[turn] and (stage == last or done[stage + 1, _I] > done[turn])
 
 
-def dualpipe_v(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def dualpipe_v(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """DualPipeV (Sea AI Lab and DeepSeek, github.com/deepseek-ai/DualPipe, dualpipev.py, steps 1 to 8).
 
     DeepSeek runs an F and the B behind it as one, so that the messages of one hide behind the compute of the other;

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from pipecompile.ir.schedule import BACKWARDS, COMPUTE, SUMS, Action, Kind, Schedule
+from pipecompile.ir.schedule import (
+    BACKWARDS,
+    COMPUTE,
+    WEIGHT_GRADIENT_KINDS,
+    Action,
+    Kind,
+    Schedule,
+)
 
 __all__ = ["bare", "versions"]
 
@@ -98,7 +105,7 @@ def _stepped(schedule: Schedule) -> Iterator[str]:
         for action in row:
             if action.kind is Kind.STEP:
                 waiting[action.stage].clear()
-            elif action.kind in SUMS:
+            elif action.kind in WEIGHT_GRADIENT_KINDS:
                 waiting[action.stage].append(action)
                 if len(waiting[action.stage]) > 1 and schedule.weight_versions != "double-buffered":
                     yield f"rank {rank}: no step comes between {waiting[action.stage][-2]} and {action}"

@@ -20,9 +20,9 @@ from pipecompile.schedule.instance import (
     FORWARD,
     RECOMPUTE,
     WEIGHT,
-    Instance,
+    OrderTimes,
     Rows,
-    Times,
+    ScheduleInstance,
 )
 
 __all__ = ["Window", "cut", "improve"]
@@ -40,7 +40,9 @@ class Window:
         return sum(stop - start for start, stop in self.parts)
 
 
-def cut(instance: Instance, rows: Rows, ends: list[int], start_ns: int, stop_ns: int) -> Window:
+def cut(
+    instance: ScheduleInstance, rows: Rows, ends: list[int], start_ns: int, stop_ns: int
+) -> Window:
     """The operations that start in [start_ns, stop_ns)."""
     parts = []
     for row in rows:
@@ -51,18 +53,26 @@ def cut(instance: Instance, rows: Rows, ends: list[int], start_ns: int, stop_ns:
 
 
 def improve(
-    instance: Instance, rows: Rows, times: Times, window: Window, *, work: float, seed: int
+    instance: ScheduleInstance,
+    rows: Rows,
+    times: OrderTimes,
+    window: Window,
+    *,
+    effort: float,
+    seed: int,
 ) -> tuple[Rows | None, float]:
     """An order that computes no longer, if one is found, and the work that took, in CP-SAT's deterministic time."""
     if window.size < 2:
         return None, 0.0
-    return _Neighbourhood(instance, rows, times, window).solve(work, seed)
+    return _Neighbourhood(instance, rows, times, window).solve(effort, seed)
 
 
 class _Neighbourhood:
     """The model of a window: when each of its operations starts, counted from the first."""
 
-    def __init__(self, instance: Instance, rows: Rows, times: Times, window: Window) -> None:
+    def __init__(
+        self, instance: ScheduleInstance, rows: Rows, times: OrderTimes, window: Window
+    ) -> None:
         self.instance, self.rows, self.window, self.ends = instance, rows, window, times.ends
         self.durations = instance.durations
         self.free = [row[first:stop] for row, (first, stop) in zip(rows, window.parts, strict=True)]
@@ -103,7 +113,7 @@ class _Neighbourhood:
                 self._follows(operation, source)
 
     def _of_its_stage(self, operation: int) -> Iterator[int]:
-        kind, stage, microbatch = self.instance.parts(operation)
+        kind, stage, microbatch = self.instance.decode(operation)
         kinds = self.instance.kinds[stage]
         index = kinds.index(kind)
         if index:
@@ -140,8 +150,8 @@ class _Neighbourhood:
 
     def _lifetimes(self, free: list[int]) -> Iterator[tuple[int, int, int]]:
         """What takes bytes, what frees them, and how many, wherever one of both is in the window."""
-        operation, lanes = self.instance.operation, self.instance.lane_bytes
-        touched = {self.instance.parts(o)[1:]: None for o in free}
+        operation, lanes = self.instance.operation, self.instance.task_bytes
+        touched = {self.instance.decode(o)[1:]: None for o in free}
         for stage, microbatch in touched:
             between = -lanes[WEIGHT][stage]
             spans = (
@@ -192,10 +202,10 @@ class _Neighbourhood:
     def _moment(self, operation: int) -> tuple[int, int]:
         return self.ends[operation], self.ends[operation] - self.durations[operation]
 
-    def solve(self, work: float, seed: int) -> tuple[Rows | None, float]:
+    def solve(self, effort: float, seed: int) -> tuple[Rows | None, float]:
         """The rows with the window in the order found."""
         solver = cp_model.CpSolver()
-        solver.parameters.max_deterministic_time = work
+        solver.parameters.max_deterministic_time = effort
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         found = solver.solve(self.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)

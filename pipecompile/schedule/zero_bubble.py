@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipecompile.ir.schedule import Kind
-from pipecompile.schedule.turns import Layout, Turn
+from pipecompile.schedule.tasks import Layout, Task
 
 __all__ = ["zb_h1", "zb_h2"]
 
 
-def zb_h1(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def zb_h1(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """ZB-H1 (section 2.1, figure 3 top): 1F1B's forwards first, and on no rank more memory than 1F1B's first one needs.
 
     rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -24,7 +24,7 @@ def zb_h1(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
     return _lagging(layout[rank][0], microbatches, lead=len(layout) - rank, lag=rank)
 
 
-def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
+def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """ZB-H2 (section 2.2, figure 3 bottom): nearly twice the forwards first, and the memory, leave no rank idle.
 
     rank 0   F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
@@ -34,7 +34,7 @@ def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Turn]:
     return _lagging(layout[rank][0], microbatches, lead=2 * (len(layout) - rank) - 1, lag=2 * rank)
 
 
-def _lagging(stage: int, microbatches: int, *, lead: int, lag: int) -> Iterator[Turn]:
+def _lagging(stage: int, microbatches: int, *, lead: int, lag: int) -> Iterator[Task]:
     """`lead` forwards before the first I, and each W `lag` microbatches after the I of its own."""
     yield from [(stage, Kind.FORWARD)] * lead
     for microbatch in range(microbatches):

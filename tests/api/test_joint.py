@@ -26,7 +26,7 @@ from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.problem import Problem
 from pipecompile.partition.solver import solve
 from pipecompile.recompute.policies import StageSlice
-from pipecompile.schedule.selection import moments_of
+from pipecompile.schedule.selection import snapshots_of
 from tests.ir.cost_graphs import cost_graphs
 from tests.recompute.test_region_search import every_choice, extra_ns
 
@@ -59,7 +59,7 @@ def held(
     """The peak of the stage's rank, by the memory model."""
     before = [name for earlier in names[:stage] for name in earlier]
     footprint = footprint_of(lives, before, names[stage], regions)
-    at = moments_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
+    at = snapshots_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
     allocator = ALLOCATORS[lives.graph.memory]
     return rank_memory(
         {stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator

@@ -21,7 +21,7 @@ def test_rates_of_table_5_are_those_published(
 
 
 def test_what_is_worse_than_named_or_known_is_a_violation() -> None:
-    problem = schedules._linked((0, 1), 4, [schedules.Work(3, 6, 3, 3)] * 2, 1)
+    problem = schedules._linked((0, 1), 4, [schedules.StageCosts(3, 6, 3, 3)] * 2, 1)
     found = search(problem, seconds=0.1)
     best = best_named(found.named)
     assert best is not None

@@ -22,7 +22,7 @@ from pipecompile.memory_model.lower_bounds import floors
 from pipecompile.memory_model.rank import activation_curve, by_stage, rank_memory, room
 from pipecompile.memory_model.snapshots import _all_moments, moments
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.schedule.named import ASYNCHRONOUS, fitting, generate
+from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
 from tests.ir.cost_graphs import cost_graphs, regions_of, saving_of, stages_of
 from tests.memory_model.naive import highest
@@ -38,10 +38,10 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
     placement = place(draw(st.sampled_from(["linear", "loop", "v"])), stages // each, each)
     microbatches = draw(st.sampled_from([1, 2, 3, 4]))
     names = [
-        n for n in fitting(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")
+        n for n in fitting_names(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")
     ]
     again, but_last = draw(st.booleans()), draw(st.booleans())
-    return generate(draw(st.sampled_from(names)), placement, microbatches, again, but_last=but_last)
+    return generate(draw(st.sampled_from(names)), placement, microbatches, again, except_last=but_last)
 
 
 def _footprints(
@@ -204,7 +204,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     cut = data.draw(stages_of(graph))
     microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
     again, but_last = recompute != "none", recompute == "except-last"
-    schedule = generate("1f1b", range(stages), microbatches, again, but_last=but_last)
+    schedule = generate("1f1b", range(stages), microbatches, again, except_last=but_last)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
     resident, saved = floors(graph, recompute, gradients=summed)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from pipecompile.ir.schedule import BACKWARDS, SUMS, Action, Kind
-from pipecompile.schedule.problem import Problem
+from pipecompile.ir.schedule import BACKWARDS, WEIGHT_GRADIENT_KINDS, Action, Kind
+from pipecompile.schedule.problem import PlacedProblem
 
 Halves = Callable[
     [int], tuple[bool, ...]
@@ -57,7 +57,7 @@ def either(stage: int) -> tuple[bool, ...]:
 
 
 def best(
-    problem: Problem, objective: str, halves: Halves = either, *, in_turn: bool = False
+    problem: PlacedProblem, objective: str, halves: Halves = either, *, in_turn: bool = False
 ) -> int | None:
     """The least makespan or largest span of all orders within the caps; None if there are none.
 
@@ -67,7 +67,9 @@ def best(
 
 
 class _Table:
-    def __init__(self, problem: Problem, objective: str, halves: Halves, in_turn: bool) -> None:
+    def __init__(
+        self, problem: PlacedProblem, objective: str, halves: Halves, in_turn: bool
+    ) -> None:
         self.problem, self.objective, self.in_turn = problem, objective, in_turn
         each = product(range(problem.stages), range(problem.microbatches))
         self.moves = [
@@ -101,12 +103,12 @@ class _Table:
         )
 
     def _kinds(self, stage: int, halves: Halves) -> list[Kind]:
-        work = self.problem.work[stage]
-        both = {half and work.splits for half in halves(stage)}
+        costs = self.problem.costs[stage]
+        both = {half and costs.can_split for half in halves(stage)}
         split = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if True in both else []
         return [
             Kind.FORWARD,
-            *[Kind.RECOMPUTE] * work.recompute,
+            *[Kind.RECOMPUTE] * costs.recompute,
             *[Kind.BACKWARD] * (False in both),
             *split,
         ]
@@ -123,16 +125,16 @@ class _Table:
         problem = self.problem
         if lane == "F":
             if stage:
-                yield stage - 1, "F", problem.forward_hops[stage - 1]
+                yield stage - 1, "F", problem.forward_transfer_ns[stage - 1]
             yield from (
                 (skip.source, "F", skip.forward_ns)
                 for skip in problem.skips
                 if skip.destination == stage
             )
         elif lane == "B":
-            yield stage, "R" if problem.work[stage].recompute else "F", 0
+            yield stage, "R" if problem.costs[stage].recompute else "F", 0
             if stage + 1 < problem.stages and problem.gradient[stage]:
-                yield stage + 1, "B", problem.backward_hops[stage]
+                yield stage + 1, "B", problem.backward_transfer_ns[stage]
             yield from (
                 (skip.destination, "B", skip.backward_ns)
                 for skip in problem.skips
@@ -170,9 +172,9 @@ class _Table:
     def _summed(self, way: Way, move: Move, end: int, after: frozenset[Mark]) -> tuple[int, ...]:
         """A stage's data-parallel sum starts once its last gradient is there."""
         stage, rank = move.action.stage, move.rank
-        reduce_ns = self.problem.work[stage].reduce_ns
+        reduce_ns = self.problem.costs[stage].reduce_ns
         closed = all((stage, "W", j) in after for j in range(self.problem.microbatches))
-        if not reduce_ns or not closed or move.action.kind not in SUMS:
+        if not reduce_ns or not closed or move.action.kind not in WEIGHT_GRADIENT_KINDS:
             return way.summed
         return _put(way.summed, rank, max(way.summed[rank], end) + reduce_ns)
 

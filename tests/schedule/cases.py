@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipecompile.ir.schedule import Action, Schedule, Versions
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.ir.schedule import Action, Schedule, WeightVersions
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 
 
 def equal(
     placement: Sequence[int], microbatches: int, time: int = 1, hop: int = 0, **more: object
-) -> Problem:
+) -> PlacedProblem:
     """Stages of which every action takes `time`; messages between ranks take `hop`."""
     apart = [left != right for left, right in pairwise(placement)]
     fields = {
-        "work": (Work(time, time, time, time, recompute_ns=time),) * len(placement),
-        "forward_hops": tuple(hop * away for away in apart),
-        "backward_hops": tuple(hop * away for away in apart),
+        "costs": (StageCosts(time, time, time, time, recompute_ns=time),) * len(placement),
+        "forward_transfer_ns": tuple(hop * away for away in apart),
+        "backward_transfer_ns": tuple(hop * away for away in apart),
         "gradient": (True,) * len(apart),
     }
-    return Problem(placement=tuple(placement), microbatches=microbatches, **{**fields, **more})  # type: ignore[arg-type]
+    return PlacedProblem(
+        placement=tuple(placement), microbatches=microbatches, **{**fields, **more}
+    )  # type: ignore[arg-type]
 
 
 def order(
-    rows: Sequence[str], placement: Sequence[int], microbatches: int, rule: Versions = "synchronous"
+    rows: Sequence[str],
+    placement: Sequence[int],
+    microbatches: int,
+    rule: WeightVersions = "synchronous",
 ) -> Schedule:
     """A schedule from rows such as "0F0 0B0"."""
     actions = [[Action.parse(text) for text in row.split()] for row in rows]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from pipecompile.ir.schedule import Schedule
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
+from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal
 
 Lowered = Callable[..., Schedule]
@@ -17,7 +17,7 @@ def lowered() -> Lowered:
     """Makes a named schedule of unit times, lowered."""
 
     def make(name: str, stages: int, microbatches: int, recompute: bool = False) -> Schedule:
-        return lower(
+        return add_transfers(
             equal(range(stages), microbatches),
             generate(name, range(stages), microbatches, recompute),
         )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from pipecompile.schedule.instance import Instance, Rows, Times
-from pipecompile.schedule.problem import Network, Problem
+from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
+from pipecompile.schedule.problem import Network, PlacedProblem
 from tests.schedule.naive import naive_times
 from tests.schedule.strategies import problems
 
@@ -15,7 +15,7 @@ FREE = st.builds(Network)
 
 
 @st.composite
-def capped(draw: st.DrawFn, problem: Problem) -> Problem:
+def capped(draw: st.DrawFn, problem: PlacedProblem) -> PlacedProblem:
     """With less memory, often too little."""
     if problem.caps is None or draw(st.booleans()):
         return problem
@@ -23,13 +23,15 @@ def capped(draw: st.DrawFn, problem: Problem) -> Problem:
 
 
 @st.composite
-def instances(draw: st.DrawFn) -> Instance:
+def instances(draw: st.DrawFn) -> ScheduleInstance:
     problem = draw(capped(draw(problems(max_microbatches=6))))
-    return Instance(problem, tuple(work.splits and draw(st.booleans()) for work in problem.work))
+    return ScheduleInstance(
+        problem, tuple(costs.can_split and draw(st.booleans()) for costs in problem.costs)
+    )
 
 
 @st.composite
-def tiny_problems(draw: st.DrawFn) -> Problem:
+def tiny_problems(draw: st.DrawFn) -> PlacedProblem:
     """So few actions that all orders can be looked at; links are free."""
     one = draw(
         problems(max_microbatches=1, networks=FREE).filter(lambda problem: _marks(problem) <= 16)
@@ -38,11 +40,11 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     return draw(capped(several))
 
 
-def _marks(problem: Problem) -> int:
-    return sum(3 + work.recompute for work in problem.work)
+def _marks(problem: PlacedProblem) -> int:
+    return sum(3 + costs.recompute for costs in problem.costs)
 
 
-def sound(instance: Instance, rows: Rows) -> Times:
+def sound(instance: ScheduleInstance, rows: Rows) -> OrderTimes:
     """The times of an order that is complete, fits, keeps the microbatches' order, and means what it says."""
     times, problem = instance.times(rows), instance.problem
     assert times is not None

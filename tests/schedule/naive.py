@@ -6,13 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.problem import PlacedProblem
 
 Messages = list[tuple[Action, int, int]]  # receiver, its rank, time on the way
 
 
 @dataclass
-class Times:
+class OrderTimes:
     starts: dict[Action, int]
     ends: dict[Action, int]
     reduced: dict[int, int]
@@ -23,7 +23,7 @@ class Times:
         return max([*self.ends.values(), *self.reduced.values()], default=0)
 
 
-def naive_times(problem: Problem, schedule: Schedule) -> Times:
+def naive_times(problem: PlacedProblem, schedule: Schedule) -> OrderTimes:
     starts = {action: 0 for row in schedule.compute for action in row}
     ends = dict(starts)
     arrivals: dict[tuple[Action, Action], int] = defaultdict(int)
@@ -32,11 +32,13 @@ def naive_times(problem: Problem, schedule: Schedule) -> Times:
         for rank, row in enumerate(schedule.compute):
             _sweep(problem, rank, row, starts, ends, arrivals)
         if before == (starts, ends, arrivals):
-            return Times(starts, ends, _reduced(problem, schedule, ends), _peaks(problem, schedule))
+            return OrderTimes(
+                starts, ends, _reduced(problem, schedule, ends), _peaks(problem, schedule)
+            )
 
 
 def _sweep(
-    problem: Problem,
+    problem: PlacedProblem,
     rank: int,
     row: tuple[Action, ...],
     starts: dict[Action, int],
@@ -60,7 +62,7 @@ def _sweep(
             arrivals[action, receiver] = begin + hop
 
 
-def _messages(problem: Problem, action: Action) -> Messages:
+def _messages(problem: PlacedProblem, action: Action) -> Messages:
     found: Messages = []
     stage, place = action.stage, problem.placement
 
@@ -72,20 +74,20 @@ def _messages(problem: Problem, action: Action) -> Messages:
 
     if action.kind is Kind.FORWARD:
         if stage + 1 < problem.stages:
-            send((Kind.FORWARD,), stage + 1, problem.forward_hops[stage])
+            send((Kind.FORWARD,), stage + 1, problem.forward_transfer_ns[stage])
         for skip in problem.skips:
             if skip.source == stage:
                 send((Kind.FORWARD,), skip.destination, skip.forward_ns)
     if action.kind in BACKWARDS:
         if stage and problem.gradient[stage - 1]:
-            send(tuple(BACKWARDS), stage - 1, problem.backward_hops[stage - 1])
+            send(tuple(BACKWARDS), stage - 1, problem.backward_transfer_ns[stage - 1])
         for skip in problem.skips:
             if skip.destination == stage:
                 send(tuple(BACKWARDS), skip.source, skip.backward_ns)
     return found
 
 
-def _reduced(problem: Problem, schedule: Schedule, ends: dict[Action, int]) -> dict[int, int]:
+def _reduced(problem: PlacedProblem, schedule: Schedule, ends: dict[Action, int]) -> dict[int, int]:
     """By stage, when its sum over the replicas is done."""
     found = {}
     for row in schedule.compute:
@@ -95,12 +97,12 @@ def _reduced(problem: Problem, schedule: Schedule, ends: dict[Action, int]) -> d
                 done[action.stage] = (ends[action], place)
         clock = 0
         for stage in sorted(done, key=done.__getitem__):
-            clock = max(clock, done[stage][0]) + problem.work[stage].reduce_ns
+            clock = max(clock, done[stage][0]) + problem.costs[stage].reduce_ns
             found[stage] = clock
     return found
 
 
-def _peaks(problem: Problem, schedule: Schedule) -> list[int]:
+def _peaks(problem: PlacedProblem, schedule: Schedule) -> list[int]:
     """Per rank the most bytes, counted anew after each action from what has been done so far."""
     peaks = []
     for row in schedule.compute:
@@ -108,16 +110,16 @@ def _peaks(problem: Problem, schedule: Schedule) -> list[int]:
     return peaks
 
 
-def _held(problem: Problem, done: tuple[Action, ...]) -> int:
+def _held(problem: PlacedProblem, done: tuple[Action, ...]) -> int:
     total = 0
     for stage, microbatch in {(a.stage, a.microbatch) for a in done}:
         kinds = {a.kind for a in done if (a.stage, a.microbatch) == (stage, microbatch)}
-        work = problem.work[stage]
+        costs = problem.costs[stage]
         over = sum(skip.bytes for skip in problem.skips if skip.source == stage)
         if Kind.BACKWARD_INPUT in kinds:
-            total += work.between_bytes if Kind.BACKWARD_WEIGHT not in kinds else 0
+            total += costs.between_bytes if Kind.BACKWARD_WEIGHT not in kinds else 0
         elif Kind.BACKWARD not in kinds:
             total += (
-                work.kept_bytes + over + (work.recomputed_bytes if Kind.RECOMPUTE in kinds else 0)
+                costs.kept_bytes + over + (costs.recomputed_bytes if Kind.RECOMPUTE in kinds else 0)
             )
     return total

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.placement import place
-from pipecompile.schedule.problem import Network, Problem, Skip, Work
+from pipecompile.schedule.problem import Network, PlacedProblem, Skip, StageCosts
 
 TIMES = st.integers(0, 9)
 BYTES = st.integers(0, 20)
@@ -29,11 +29,11 @@ def placements(draw: st.DrawFn, max_ranks: int = 4, max_stages: int = 6) -> tupl
 
 
 @st.composite
-def works(draw: st.DrawFn, splits: bool) -> Work:
+def works(draw: st.DrawFn, can_split: bool) -> StageCosts:
     """The costs of a stage; a full backward may take any time beside that of its halves."""
     kept, recompute = draw(BYTES), draw(st.booleans())
     recomputed = draw(BYTES) if recompute else 0
-    return Work(
+    return StageCosts(
         forward_ns=draw(TIMES),
         backward_ns=draw(TIMES),
         backward_input_ns=draw(TIMES),
@@ -43,7 +43,7 @@ def works(draw: st.DrawFn, splits: bool) -> Work:
         kept_bytes=kept,
         recomputed_bytes=recomputed,
         between_bytes=draw(st.integers(0, kept + recomputed)),
-        splits=splits,
+        can_split=can_split,
         recompute=recompute,
     )
 
@@ -59,17 +59,17 @@ def problems(
     max_microbatches: int = 4,
     skips: bool = True,
     networks: st.SearchStrategy[Network] = NETWORKS,
-) -> Problem:
+) -> PlacedProblem:
     """Any schedule problem of a few stages; caps, where there are any, let the largest microbatch through alone."""
     on = draw(placement or placements())
     stages, apart = len(on), [left != right for left, right in pairwise(on)]
-    splits = draw(st.booleans())
-    problem = Problem(
+    can_split = draw(st.booleans())
+    problem = PlacedProblem(
         placement=on,
         microbatches=draw(st.integers(1, max_microbatches)),
-        work=tuple(draw(works(splits)) for _ in on),
-        forward_hops=tuple(draw(TIMES) * away for away in apart),
-        backward_hops=tuple(draw(TIMES) * away for away in apart),
+        costs=tuple(draw(works(can_split)) for _ in on),
+        forward_transfer_ns=tuple(draw(TIMES) * away for away in apart),
+        backward_transfer_ns=tuple(draw(TIMES) * away for away in apart),
         gradient=tuple(draw(st.sampled_from([True, True, True, False])) for _ in apart),
         skips=tuple(_skips(draw, on)) if skips and stages > 2 else (),
         network=draw(networks),
@@ -84,7 +84,7 @@ def _skips(draw: st.DrawFn, on: tuple[int, ...]) -> Iterator[Skip]:
         yield Skip(source, destination, draw(BYTES), draw(TIMES) * away, draw(TIMES) * away)
 
 
-def _capped(problem: Problem, more: int | None) -> Problem:
+def _capped(problem: PlacedProblem, more: int | None) -> PlacedProblem:
     if more is None:
         return problem
     alone = [0] * problem.ranks
@@ -95,7 +95,7 @@ def _capped(problem: Problem, more: int | None) -> Problem:
 
 
 @st.composite
-def orders(draw: st.DrawFn, problem: Problem, *, tidy: bool = False) -> Schedule:
+def orders(draw: st.DrawFn, problem: PlacedProblem, *, tidy: bool = False) -> Schedule:
     """Any order in which the actions of `problem` can happen, with halved backwards where it splits.
 
     With `tidy` each stage takes its microbatches in order, in forwards, in backwards and in weight gradients, as
@@ -108,11 +108,11 @@ def orders(draw: st.DrawFn, problem: Problem, *, tidy: bool = False) -> Schedule
         for m in range(problem.microbatches)
         if rng.random() < 0.5
     }
-    return random_order(problem, rng, halved if problem.splits else set(), tidy=tidy)
+    return random_order(problem, rng, halved if problem.can_split else set(), tidy=tidy)
 
 
 def random_order(
-    problem: Problem, rng: random.Random, halved: set[tuple[int, int]], *, tidy: bool
+    problem: PlacedProblem, rng: random.Random, halved: set[tuple[int, int]], *, tidy: bool
 ) -> Schedule:
     """One order of many: whatever can happen next, happens next."""
     rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
@@ -135,10 +135,10 @@ def random_order(
     return Schedule.of("random", problem.microbatches, problem.placement, rows)
 
 
-def _of_stage(problem: Problem, stage: int, halved: set[tuple[int, int]]) -> Iterator[Action]:
+def _of_stage(problem: PlacedProblem, stage: int, halved: set[tuple[int, int]]) -> Iterator[Action]:
     for microbatch in range(problem.microbatches):
         half = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        again = (Kind.RECOMPUTE,) if problem.work[stage].recompute else ()
+        again = (Kind.RECOMPUTE,) if problem.costs[stage].recompute else ()
         for kind in (
             Kind.FORWARD,
             *again,
@@ -158,7 +158,7 @@ def _same_lane(one: Action, other: Action) -> bool:
     return one.stage == other.stage and (both or _lane(one) == _lane(other))
 
 
-def _can_happen(problem: Problem, action: Action, done: set[tuple[int, str, int]]) -> bool:
+def _can_happen(problem: PlacedProblem, action: Action, done: set[tuple[int, str, int]]) -> bool:
     stage, _, microbatch, _ = action
     lane = _lane(action)
     needs: list[tuple[int, str]] = []
@@ -170,7 +170,7 @@ def _can_happen(problem: Problem, action: Action, done: set[tuple[int, str, int]
     elif lane == "R":
         needs.append((stage, "F"))
     else:
-        needs += [(stage, "F"), *[(stage, "R")] * problem.work[stage].recompute]
+        needs += [(stage, "F"), *[(stage, "R")] * problem.costs[stage].recompute]
         needs += [(stage + 1, "B")] * (stage + 1 < problem.stages and problem.gradient[stage])
         needs += [(skip.destination, "B") for skip in problem.skips if skip.source == stage]
     return all((stage, lane, microbatch) in done for stage, lane in needs)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Action, Kind, Schedule, Versions
+from pipecompile.ir.schedule import Action, Kind, Schedule, WeightVersions
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import Work
+from pipecompile.schedule.problem import StageCosts
 from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal, order
 from tests.schedule.strategies import orders, problems
 
@@ -191,8 +191,8 @@ def test_another_problem_is_named(lowered: Lowered) -> None:
 
 
 def test_an_order_over_its_cap_is_named_with_the_action_and_the_excess(lowered: Lowered) -> None:
-    work = (Work(1, 1, kept_bytes=10),) * 2
-    problem = equal([0, 1], 3, work=work, caps=(30, 25))
+    costs = (StageCosts(1, 1, kept_bytes=10),) * 2
+    problem = equal([0, 1], 3, costs=costs, caps=(30, 25))
     assert check(lowered("gpipe", 2, 3), problem) == [
         "rank 1: from 1F2 on it holds up to 30 bytes, 5 over its cap of 25",
     ]
@@ -200,8 +200,8 @@ def test_an_order_over_its_cap_is_named_with_the_action_and_the_excess(lowered: 
 
 
 def test_a_recompute_that_the_memory_counts_on_is_missed(lowered: Lowered) -> None:
-    work = (Work(1, 1, recompute=True, recomputed_bytes=1), Work(1, 1))
-    problem = equal([0, 1], 1, work=work)
+    costs = (StageCosts(1, 1, recompute=True, recomputed_bytes=1), StageCosts(1, 1))
+    problem = equal([0, 1], 1, costs=costs)
     assert check(lowered("1f1b", 2, 1), problem) == ["rank 0: 0R0 is missing"]
     assert check(lowered("1f1b", 2, 1, recompute=True), problem) == []
 
@@ -227,8 +227,8 @@ def test_optimizer_steps_are_the_training_loops_where_all_step_together() -> Non
     ]
 
 
-def _asynchronous(rows: list[str], rule: Versions) -> Schedule:
-    return lower(equal([0, 1], 3), order(rows, [0, 1], 3, rule))
+def _asynchronous(rows: list[str], rule: WeightVersions) -> Schedule:
+    return add_transfers(equal([0, 1], 3), order(rows, [0, 1], 3, rule))
 
 
 PIPEDREAM = [
@@ -281,7 +281,7 @@ def test_old_weights_and_gradients_without_a_step_are_named() -> None:
 @pytest.mark.parametrize("microbatches", [2, 5, 8])
 def test_two_buffers_are_the_weights_before_the_last_update(microbatches: int) -> None:
     problem = equal([0, 1], microbatches)
-    sound = lower(problem, generate("pipedream-2bw", [0, 1], microbatches))
+    sound = add_transfers(problem, generate("pipedream-2bw", [0, 1], microbatches))
     assert check(sound, problem) == []
     rows = [
         [a._replace(version=0) if a.version and a.kind is not Kind.STEP else a for a in r]
@@ -298,8 +298,8 @@ def test_two_buffers_are_the_weights_before_the_last_update(microbatches: int) -
 
 def test_an_evaluation_holds_one_forward_at_a_time() -> None:
     problem = replace(equal([0, 1], 4), caps=(1, 1))
-    problem = replace(problem, work=tuple(replace(w, kept_bytes=1) for w in problem.work))
-    evaluation = lower(problem, generate("forward-only", [0, 1], 4))
+    problem = replace(problem, costs=tuple(replace(w, kept_bytes=1) for w in problem.costs))
+    evaluation = add_transfers(problem, generate("forward-only", [0, 1], 4))
     assert check(evaluation, problem) == []
     assert simulate(problem, evaluation).peak_bytes == (1, 1)
 
@@ -327,7 +327,7 @@ def test_any_order_of_any_problem_is_sound_once_it_is_lowered(data: st.DataObjec
         for rank, (row, cap) in enumerate(zip(schedule.rows, problem.caps or (), strict=False))
         if timeline.peak_bytes[rank] > cap
     ]
-    found = check(lower(problem, schedule), problem)
+    found = check(add_transfers(problem, schedule), problem)
     assert [line[: line.index(" it holds")] for line in found] == over
     if all(problem.gradient) and not over:
-        assert check(lower(problem, schedule)) == []
+        assert check(add_transfers(problem, schedule)) == []

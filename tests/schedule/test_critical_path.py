@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.ir.schedule import Critical, Kind
+from pipecompile.ir.schedule import CriticalEvent, Kind
 from pipecompile.schedule.critical_path import critical_path
-from pipecompile.schedule.problem import Network, Problem, Skip, Work
+from pipecompile.schedule.problem import Network, PlacedProblem, Skip, StageCosts
 from pipecompile.schedule.simulator import simulate
 from tests.schedule.cases import equal, order
 from tests.schedule.strategies import orders, problems
@@ -22,7 +22,7 @@ FIELDS = {
 }
 
 
-def _text(path: tuple[Critical, ...]) -> str:
+def _text(path: tuple[CriticalEvent, ...]) -> str:
     return " ".join(f"{step.why}:{step.event.action}" for step in path)
 
 
@@ -54,10 +54,10 @@ def test_what_is_on_the_path_makes_the_step_longer_if_it_takes_longer(data: st.D
         assert slower.makespan_ns >= timeline.makespan_ns + times
 
 
-def _slower(problem: Problem, stage: int, field: str) -> Problem:
-    work = list(problem.work)
-    work[stage] = replace(work[stage], **{field: getattr(work[stage], field) + 1})
-    return replace(problem, work=tuple(work))
+def _slower(problem: PlacedProblem, stage: int, field: str) -> PlacedProblem:
+    costs = list(problem.costs)
+    costs[stage] = replace(costs[stage], **{field: getattr(costs[stage], field) + 1})
+    return replace(problem, costs=tuple(costs))
 
 
 def test_a_step_is_as_long_as_one_microbatch_there_and_back_and_all_of_them_on_one_rank() -> None:
@@ -83,7 +83,7 @@ def test_a_rank_that_blocks_while_it_sends_is_on_the_path() -> None:
 
 
 def test_reductions_can_be_what_a_step_ends_with() -> None:
-    problem = equal([0, 0], 1, work=(Work(10, 10, reduce_ns=15),) * 2)
+    problem = equal([0, 0], 1, costs=(StageCosts(10, 10, reduce_ns=15),) * 2)
     path = critical_path(problem, simulate(problem, order(["0F0 1F0 1B0 0B0"], [0, 0], 1)))
     assert (
         _text(path) == "start:0F0 rank:1F0 rank:1B0 reduction:1REDUCE_GRAD reduction:0REDUCE_GRAD"

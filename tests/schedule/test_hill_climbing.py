@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.schedule.hill_climbing import climb, value
-from pipecompile.schedule.instance import BACKWARD, FORWARD, WEIGHT, Instance
+from pipecompile.schedule.hill_climbing import hill_climb, value
+from pipecompile.schedule.instance import BACKWARD, FORWARD, WEIGHT, ScheduleInstance
 from pipecompile.schedule.list_scheduling import serial
 from pipecompile.schedule.search import OBJECTIVES
 from tests.schedule.cases import equal
@@ -13,17 +13,17 @@ from tests.schedule.instances import instances, sound
 
 @given(instances(), st.sampled_from(OBJECTIVES), st.integers(0, 9))
 def test_an_order_never_gets_worse_and_keeps_within_the_caps(
-    instance: Instance, objective: str, seed: int
+    instance: ScheduleInstance, objective: str, seed: int
 ) -> None:
     rows = serial(instance)
     if rows is not None:
-        found = climb(instance, rows, objective=objective, steps=60, seed=seed, enough=0)
+        found = hill_climb(instance, rows, objective=objective, steps=60, seed=seed, enough=0)
         assert value(sound(instance, found), objective) <= value(sound(instance, rows), objective)
 
 
 def test_weight_gradients_climb_out_of_the_way() -> None:
     """One microbatch after the other takes 2 × 6; the best is the bound of 7 for two ranks of unit times."""
-    instance = Instance(equal([0, 1], 2), (True, True))
+    instance = ScheduleInstance(equal([0, 1], 2), (True, True))
     rows = [
         [
             instance.operation(kind, stage, j)
@@ -32,12 +32,12 @@ def test_weight_gradients_climb_out_of_the_way() -> None:
         ]
         for stage in range(2)
     ]
-    found = climb(instance, rows, objective="makespan", steps=500, seed=0, enough=0)
+    found = hill_climb(instance, rows, objective="makespan", steps=500, seed=0, enough=0)
     assert sound(instance, found).makespan_ns == 7
 
 
 def test_it_stops_at_what_is_enough() -> None:
-    instance = Instance(equal([0], 2), (True,))
+    instance = ScheduleInstance(equal([0], 2), (True,))
     rows = serial(instance)
     assert rows is not None
-    assert climb(instance, rows, objective="makespan", steps=10**9, seed=0, enough=6) == rows
+    assert hill_climb(instance, rows, objective="makespan", steps=10**9, seed=0, enough=6) == rows

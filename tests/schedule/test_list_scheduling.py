@@ -5,23 +5,30 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.schedule.instance import WEIGHT, Instance, Rows
-from pipecompile.schedule.list_scheduling import Policy, build, refill, reserve, serial
-from pipecompile.schedule.priorities import drawn, systematic, thrifty, varied
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.schedule.instance import WEIGHT, Rows, ScheduleInstance
+from pipecompile.schedule.list_scheduling import Priorities, build, refill, reserve, serial
+from pipecompile.schedule.priorities import (
+    random_priorities,
+    systematic_priorities,
+    thrifty,
+    varied_priorities,
+)
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from tests.schedule.brute import best
 from tests.schedule.instances import instances, sound, tiny_problems
 
 
 @st.composite
-def policies(draw: st.DrawFn, instance: Instance) -> Policy:
+def policies(draw: st.DrawFn, instance: ScheduleInstance) -> Priorities:
     source = random.Random(draw(st.integers(0, 99)))
-    known = [*thrifty(instance), *systematic(instance)]
-    policy = draw(st.sampled_from(known)) if draw(st.booleans()) else drawn(instance, source)
-    return varied(policy, source) if draw(st.booleans()) else policy
+    known = [*thrifty(instance), *systematic_priorities(instance)]
+    priorities = (
+        draw(st.sampled_from(known)) if draw(st.booleans()) else random_priorities(instance, source)
+    )
+    return varied_priorities(priorities, source) if draw(st.booleans()) else priorities
 
 
-def _roomy(instance: Instance) -> bool:
+def _roomy(instance: ScheduleInstance) -> bool:
     caps = instance.problem.caps
     return caps is None or all(reserve(instance, rank) <= cap for rank, cap in enumerate(caps))
 
@@ -50,15 +57,15 @@ def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataO
         assert _without_weights(instance, filled) == _without_weights(instance, rows)
 
 
-def _without_weights(instance: Instance, rows: Rows) -> Rows:
+def _without_weights(instance: ScheduleInstance, rows: Rows) -> Rows:
     return [
-        [operation for operation in row if instance.parts(operation)[0] != WEIGHT] for row in rows
+        [operation for operation in row if instance.decode(operation)[0] != WEIGHT] for row in rows
     ]
 
 
 @given(tiny_problems())
-def test_one_microbatch_after_the_other_fits_if_any_order_does(problem: Problem) -> None:
-    instance = Instance(problem, tuple(work.splits for work in problem.work))
+def test_one_microbatch_after_the_other_fits_if_any_order_does(problem: PlacedProblem) -> None:
+    instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
     rows = serial(instance)
     assert (rows is None) == (best(problem, "makespan") is None)
     if rows is not None:
@@ -67,11 +74,17 @@ def test_one_microbatch_after_the_other_fits_if_any_order_does(problem: Problem)
 
 def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_enters() -> None:
     """Two stages of 5 bytes on one rank of 5: F B of one, then of the other."""
-    problem = Problem(
-        (0, 0), 2, (Work(1, 1, kept_bytes=5, splits=False),) * 2, (0,), (0,), (False,), caps=(5,)
+    problem = PlacedProblem(
+        (0, 0),
+        2,
+        (StageCosts(1, 1, kept_bytes=5, can_split=False),) * 2,
+        (0,),
+        (0,),
+        (False,),
+        caps=(5,),
     )
-    instance = Instance(problem, (False, False))
-    assert build(instance, Policy((1, 1)), 4) is None
+    instance = ScheduleInstance(problem, (False, False))
+    assert build(instance, Priorities((1, 1)), 4) is None
     rows = serial(instance)
     assert rows is not None
     sound(instance, rows)
@@ -79,10 +92,12 @@ def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_ente
 
 def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
     """All 10 bytes of the cap are stage 2's until its W; only then can stage 0 compute its forward again."""
-    work = Work(1, 2, 1, 1, recompute_ns=1, recomputed_bytes=10, between_bytes=10, recompute=True)
-    problem = Problem((0, 1, 0), 2, (work,) * 3, (0, 0), (0, 0), (True, True), caps=(10, 10))
-    instance = Instance(problem, (True,) * 3)
-    for policy in systematic(instance):
-        rows = build(instance, policy, 100)
+    costs = StageCosts(
+        1, 2, 1, 1, recompute_ns=1, recomputed_bytes=10, between_bytes=10, recompute=True
+    )
+    problem = PlacedProblem((0, 1, 0), 2, (costs,) * 3, (0, 0), (0, 0), (True, True), caps=(10, 10))
+    instance = ScheduleInstance(problem, (True,) * 3)
+    for priorities in systematic_priorities(instance):
+        rows = build(instance, priorities, 100)
         assert rows is not None
         sound(instance, rows)

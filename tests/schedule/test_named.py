@@ -13,10 +13,10 @@ from pipecompile.schedule.named import (
     ASYNCHRONOUS,
     NAMES,
     SPLIT,
-    fitting,
+    fitting_names,
     generate,
-    in_flight,
-    shape_needed,
+    peak_in_flight,
+    required_placement,
 )
 from pipecompile.schedule.placement import place
 
@@ -70,7 +70,7 @@ def test_every_stage_but_the_last_recomputes_right_before_its_backward() -> None
 
 def test_the_last_microbatch_of_a_step_may_be_left_out() -> None:
     """As `except_last` in torchgpipe."""
-    rows = generate("gpipe", range(2), 3, True, but_last=True).actions
+    rows = generate("gpipe", range(2), 3, True, except_last=True).actions
     assert [" ".join(row) for row in rows] == [
         "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2",
         "1F0 1F1 1F2 1B0 1B1 1B2",
@@ -134,15 +134,15 @@ def test_what_does_not_fit_is_named_with_what_would(
 
 def test_no_microbatch_is_too_few() -> None:
     with pytest.raises(InputError, match="needs at least 1 microbatches"):
-        in_flight("pipedream-2bw", range(2), 0)
+        peak_in_flight("pipedream-2bw", range(2), 0)
 
 
 def test_what_fits_a_placement_can_be_generated_there() -> None:
-    assert fitting([0, 1, 1, 0], 3) == ("gpipe", "zb-v", "v-half", "v-min")
-    assert fitting([0, 1, 1, 0], 4) == ("gpipe", "zb-v", "v-half", "v-min", "dualpipe-v")
-    assert fitting([0, 1, 0, 1], 1) == ("gpipe", "interleaved-1f1b", "looped-bfs")
-    assert fitting([0, 0, 1, 1], 1) == ("gpipe", "1f1b")
-    assert fitting([2, 0, 1], 1) == (
+    assert fitting_names([0, 1, 1, 0], 3) == ("gpipe", "zb-v", "v-half", "v-min")
+    assert fitting_names([0, 1, 1, 0], 4) == ("gpipe", "zb-v", "v-half", "v-min", "dualpipe-v")
+    assert fitting_names([0, 1, 0, 1], 1) == ("gpipe", "interleaved-1f1b", "looped-bfs")
+    assert fitting_names([0, 0, 1, 1], 1) == ("gpipe", "1f1b")
+    assert fitting_names([2, 0, 1], 1) == (
         "gpipe",
         "1f1b",
         "interleaved-1f1b",
@@ -150,13 +150,13 @@ def test_what_fits_a_placement_can_be_generated_there() -> None:
         "zb-h1",
         "zb-h2",
     )
-    assert fitting([0, 1, 0], 9) == ("gpipe",)
+    assert fitting_names([0, 1, 0], 9) == ("gpipe",)
 
 
 @st.composite
 def _asked(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, tuple[int, ...], int]:
     name = draw(st.sampled_from(names))
-    shape, held = shape_needed(name)
+    shape, held = required_placement(name)
     ranks, stages = draw(st.integers(1, 8)), held or draw(st.integers(1, 4))
     called = draw(st.permutations(range(ranks)))
     placement = [called[rank] for rank in place("loop" if shape == "any" else shape, ranks, stages)]
@@ -165,10 +165,10 @@ def _asked(draw: st.DrawFn, names: Sequence[str]) -> tuple[str, tuple[int, ...],
 
 @given(_asked(SYNCHRONOUS), st.booleans(), st.booleans())
 def test_each_stage_takes_each_microbatch_once_and_in_order(
-    asked: tuple[str, tuple[int, ...], int], recompute: bool, but_last: bool
+    asked: tuple[str, tuple[int, ...], int], recompute: bool, except_last: bool
 ) -> None:
     name, placement, microbatches = asked
-    schedule = generate(*asked, recompute, but_last=but_last)
+    schedule = generate(*asked, recompute, except_last=except_last)
     orders: dict[tuple[int, Kind], list[int | None]] = {}
     for _, action in schedule:
         orders.setdefault((action.stage, action.kind), []).append(action.microbatch)
@@ -181,7 +181,7 @@ def test_each_stage_takes_each_microbatch_once_and_in_order(
         backwards = sorted([*kinds[Kind.BACKWARD], *kinds[Kind.BACKWARD_INPUT]], key=every.index)
         assert backwards == ([] if name == "forward-only" else every)
         again = (
-            backwards[: len(backwards) - but_last]
+            backwards[: len(backwards) - except_last]
             if recompute and stage < len(placement) - 1
             else []
         )
@@ -204,24 +204,24 @@ def test_a_recompute_stands_right_before_its_backward(
 @given(_asked(NAMES))
 def test_in_flight_is_the_most_that_a_stage_holds(asked: tuple[str, tuple[int, ...], int]) -> None:
     _, placement, microbatches = asked
-    assert len(in_flight(*asked)) == len(placement)
-    assert all(1 <= held <= microbatches for held in in_flight(*asked))
+    assert len(peak_in_flight(*asked)) == len(placement)
+    assert all(1 <= held <= microbatches for held in peak_in_flight(*asked))
 
 
 def test_in_flight_of_the_schedules_whose_memory_is_published() -> None:
     """GPipe: all. 1F1B: one for each stage from here on. ZB-H1: 1F1B's first everywhere. ZB-H2: nearly twice that."""
-    assert in_flight("gpipe", range(4), 9) == (9, 9, 9, 9)
-    assert in_flight("1f1b", [2, 3, 0, 1], 9) == (4, 3, 2, 1)
-    assert in_flight("1f1b", [0, 0, 1, 1], 9) == (2, 2, 1, 1)
-    assert in_flight("zb-h1", range(4), 9) == (4, 4, 4, 4)
-    assert in_flight("zb-h2", range(4), 9) == (7, 7, 7, 7)
-    assert in_flight("1f1b", range(4), 2) == (2, 2, 2, 1)
-    assert in_flight("forward-only", range(4), 9) == (1, 1, 1, 1)
+    assert peak_in_flight("gpipe", range(4), 9) == (9, 9, 9, 9)
+    assert peak_in_flight("1f1b", [2, 3, 0, 1], 9) == (4, 3, 2, 1)
+    assert peak_in_flight("1f1b", [0, 0, 1, 1], 9) == (2, 2, 1, 1)
+    assert peak_in_flight("zb-h1", range(4), 9) == (4, 4, 4, 4)
+    assert peak_in_flight("zb-h2", range(4), 9) == (7, 7, 7, 7)
+    assert peak_in_flight("1f1b", range(4), 2) == (2, 2, 2, 1)
+    assert peak_in_flight("forward-only", range(4), 9) == (1, 1, 1, 1)
 
 
 def test_every_name_is_generated() -> None:
     for name in NAMES:
-        shape, held = shape_needed(name)
+        shape, held = required_placement(name)
         placement = place("linear" if shape == "any" else shape, 2, held or 1)
         assert generate(name, placement, 4).name == name
 

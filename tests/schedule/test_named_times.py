@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules  # noqa: TID251
 
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.named import NAMES, generate, shape_needed
+from pipecompile.schedule.named import NAMES, generate, required_placement
 from pipecompile.schedule.placement import place
 
 F, I, W, B, R = (Kind(letter) for letter in "FIWBR")  # noqa: E741
@@ -25,10 +25,10 @@ UNIT = {F: 1, R: 1, I: 1, W: 1, B: 2}
 TABLE = json.loads((Path(__file__).parents[1] / "golden" / "zero_bubble_table5.json").read_text())[
     "rows"
 ]
-Times = Mapping[Kind, Any]
+OrderTimes = Mapping[Kind, Any]
 
 
-def _times(schedule: Schedule, time: Times = UNIT, transfer: Any = 0) -> tuple[Any, Any]:
+def _times(schedule: Schedule, time: OrderTimes = UNIT, transfer: Any = 0) -> tuple[Any, Any]:
     """Makespan and the largest span of a rank; an action starts when its rank is free and what it needs has arrived."""
     ends: dict[tuple[int, Kind, int | None], Any] = {}
     rows = [[action for action in row if action.kind in time] for row in schedule.rows]
@@ -79,13 +79,13 @@ def _held(schedule: Schedule) -> list[int]:
 
 
 def _placed(name: str, ranks: int, held: int = 2) -> tuple[int, ...]:
-    shape, needed = shape_needed(name)
+    shape, needed = required_placement(name)
     return place("loop" if shape == "any" else shape, ranks, needed or held)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_comes_to_its_end(name: str) -> None:
-    chunks = (1, 2, 3, 4) if shape_needed(name)[1] is None else (1,)
+    chunks = (1, 2, 3, 4) if required_placement(name)[1] is None else (1,)
     for ranks, held, microbatches in product(
         range(1, 9 if len(chunks) == 1 else 7), chunks, range(1, 14)
     ):
@@ -128,7 +128,7 @@ def _bubble_rate(name: str, row: dict[str, Any], chunks: int = 1) -> float:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("time", [{F: 1, B: 1}, {F: 5, B: 11}])
-def test_the_bubble_of_equal_stages_is_that_of_gpipe(name: str, time: Times) -> None:
+def test_the_bubble_of_equal_stages_is_that_of_gpipe(name: str, time: OrderTimes) -> None:
     """(K − 1) / (M + K − 1): Huang et al., section 2.3; 1F1B has the same one for M ≥ K."""
     for stages, more in product(range(1, 7), (0, 1, 5)):
         microbatches = stages + more

@@ -15,16 +15,16 @@ from pipecompile.errors import InfeasibleError, InputError, ScheduleError
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.schedule_problem import Order, ScheduleProblem
 from pipecompile.ir.serialization import decode, encode, read
-from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, generate, shape_needed
+from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, generate, required_placement
 from pipecompile.schedule.placement import SHAPES, place
-from pipecompile.schedule.problem import problem_of
-from pipecompile.schedule.request import Request, answer, schedule
-from pipecompile.schedule.search import bound_of
+from pipecompile.schedule.problem import placed_problem
+from pipecompile.schedule.request import ScheduleRequest, answer, schedule
+from pipecompile.schedule.search import order_lower_bound
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.torch_csv import write_csv
 
 INSTANCES = Path(__file__).parents[3] / "shared" / "instances" / "schedule"
-QUICK = Request(seconds=0.3)
+QUICK = ScheduleRequest(seconds=0.3)
 
 
 def stage(rank: int | None, **more: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def unplaced(tmp_path: Path) -> Path:
 
 def simulated(path: Path, order: Order) -> tuple[int, int]:
     """What the order gives by the rules of the simulator."""
-    problem = problem_of(read(path, ScheduleProblem), order.placement)
+    problem = placed_problem(read(path, ScheduleProblem), order.placement)
     row = Schedule(
         name="again",
         microbatches=order.microbatches,
@@ -116,10 +116,10 @@ def test_the_same_problem_has_the_same_answer(loop: Path) -> None:
 
 def test_the_span_is_what_is_asked_for(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(rank) for rank in range(3)], 3, 6)
-    found = schedule(path, Request(name="zb-h2", objective="span"))
+    found = schedule(path, ScheduleRequest(name="zb-h2", objective="span"))
     assert found.value_ns == found.span_ns < found.makespan_ns
-    problem = problem_of(read(path, ScheduleProblem))
-    assert found.lower_bound_ns == bound_of(problem, "span")
+    problem = placed_problem(read(path, ScheduleProblem))
+    assert found.lower_bound_ns == order_lower_bound(problem, "span")
     assert schedule(path, replace(QUICK, objective="span")).span_ns <= found.span_ns
 
 
@@ -128,7 +128,9 @@ def test_an_open_placement_is_the_best_of_three_and_its_bound_holds_for_all(unpl
     found = schedule(unplaced, replace(QUICK, seconds=0.9))
     each = [schedule(unplaced, replace(QUICK, placement=shape)) for shape in SHAPES]
     assert found.makespan_ns == min(order.makespan_ns for order in each)
-    bounds = [bound_of(problem_of(given, place(shape, 2, 2)), "makespan") for shape in SHAPES]
+    bounds = [
+        order_lower_bound(placed_problem(given, place(shape, 2, 2)), "makespan") for shape in SHAPES
+    ]
     assert found.lower_bound_ns == min(bounds)
     assert {other.shape for other in found.named} == set(SHAPES)
     assert [order.placement for order in each] == [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)]
@@ -141,25 +143,26 @@ def test_with_one_stage_a_rank_there_is_one_placement(tmp_path: Path) -> None:
 
 
 def test_a_placement_replaces_the_ranks_of_the_file(loop: Path) -> None:
-    assert schedule(loop, Request(name="zb-v", placement="v")).placement == (0, 1, 1, 0)
-    assert schedule(loop, Request(name="zb-v", placement="open")).placement == (0, 1, 1, 0)
+    assert schedule(loop, ScheduleRequest(name="zb-v", placement="v")).placement == (0, 1, 1, 0)
+    assert schedule(loop, ScheduleRequest(name="zb-v", placement="open")).placement == (0, 1, 1, 0)
     with pytest.raises(InputError, match="schedule 'zb-v' needs the stages placed as v"):
-        schedule(loop, Request(name="zb-v"))
+        schedule(loop, ScheduleRequest(name="zb-v"))
 
 
 def test_a_named_schedule_without_a_shape_takes_the_best_placement(unplaced: Path) -> None:
-    found = schedule(unplaced, Request(name="gpipe"))
+    found = schedule(unplaced, ScheduleRequest(name="gpipe"))
     values = [
-        schedule(unplaced, Request(name="gpipe", placement=shape)).makespan_ns for shape in SHAPES
+        schedule(unplaced, ScheduleRequest(name="gpipe", placement=shape)).makespan_ns
+        for shape in SHAPES
     ]
     assert found.makespan_ns == min(values)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_named_schedule_can_be_asked_for(tmp_path: Path, name: str) -> None:
-    per_rank = shape_needed(name)[1] or 2
+    per_rank = required_placement(name)[1] or 2
     path = write_problem(tmp_path, [stage(None) for _ in range(2 * per_rank)], 2, 4)
-    found = schedule(path, Request(name=name))
+    found = schedule(path, ScheduleRequest(name=name))
     assert (found.asked, found.name) == (name, name)
     assert found.orders == generate(name, found.placement, 4).actions
     # Without backwards less is done, and without a flush there is no end of a step: no bound compares.
@@ -172,7 +175,7 @@ def test_a_named_schedule_over_the_caps_is_answered_with_where_and_by_how_much(
     tmp_path: Path,
 ) -> None:
     path = write_problem(tmp_path, [stage(0), stage(1)], 2, 4, memory_bytes=[6, 4])
-    found = schedule(path, Request(name="1f1b"))
+    found = schedule(path, ScheduleRequest(name="1f1b"))
     assert (found.fits, found.proven) == (False, False)
     assert found.violations == ("rank 0: from 0F1 on it holds up to 8 bytes, 2 over its cap of 6",)
     assert {other.name: other.over_bytes for other in found.named} == {
@@ -208,7 +211,7 @@ def test_an_open_placement_leaves_out_what_cannot_fit(tmp_path: Path) -> None:
 
 def test_the_last_stage_keeps_what_others_recompute(tmp_path: Path) -> None:
     stages = [stage(rank, recompute_ns=9, recompute_bytes=3) for rank in (0, 1)]
-    found = schedule(write_problem(tmp_path, stages, 2, 1), Request(name="1f1b"))
+    found = schedule(write_problem(tmp_path, stages, 2, 1), ScheduleRequest(name="1f1b"))
     assert found.orders == (("0F0", "0R0", "0B0"), ("1F0", "1B0"))
     assert found.peak_bytes == (7, 7)
     assert schedule(write_problem(tmp_path, stages, 2, 4), QUICK).fits
@@ -216,13 +219,13 @@ def test_the_last_stage_keeps_what_others_recompute(tmp_path: Path) -> None:
 
 def test_what_skips_keep_counts(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(rank) for rank in range(3)], 3, 4, skips=[[0, 2, 5]])
-    assert schedule(path, Request(name="gpipe")).peak_bytes == (4 * 9, 4 * 4, 4 * 4)
+    assert schedule(path, ScheduleRequest(name="gpipe")).peak_bytes == (4 * 9, 4 * 4, 4 * 4)
     capped = write_problem(
         tmp_path, [stage(r) for r in range(3)], 3, 4, skips=[[0, 2, 5]], memory_bytes=[18] * 3
     )
     assert schedule(capped, QUICK).fits
     assert (
-        schedule(capped, Request(name="gpipe"))
+        schedule(capped, ScheduleRequest(name="gpipe"))
         .violations[0]
         .startswith("rank 0: from 0F2 on it holds up to 36")
     )
@@ -236,7 +239,7 @@ def csv_of(folder: Path, found: Schedule) -> Path:
 
 def test_an_order_is_read_checked_and_simulated(loop: Path, tmp_path: Path) -> None:
     made = answer(loop, QUICK)
-    found = schedule(loop, Request(order=csv_of(tmp_path, made.schedule)))
+    found = schedule(loop, ScheduleRequest(order=csv_of(tmp_path, made.schedule)))
     assert (found.asked, found.name, found.orders) == ("csv", "csv", made.order.orders)
     assert (found.makespan_ns, found.lower_bound_ns) == (
         made.order.makespan_ns,
@@ -248,18 +251,18 @@ def test_the_ranks_of_an_order_are_taken_where_the_file_leaves_them_open(
     unplaced: Path, tmp_path: Path
 ) -> None:
     order = csv_of(tmp_path, generate("gpipe", [0, 1, 1, 1], 4))
-    found = schedule(unplaced, Request(order=order))
+    found = schedule(unplaced, ScheduleRequest(order=order))
     assert (found.placement, found.shape) == ((0, 1, 1, 1), "own")
     with pytest.raises(
         InputError,
         match="the stages on ranks 0 1 1 1, but the problem has not; use --placement open",
     ):
-        schedule(unplaced, Request(order=order, placement="v"))
+        schedule(unplaced, ScheduleRequest(order=order, placement="v"))
 
 
 def test_an_order_over_the_caps_is_simulated_all_the_same(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(0), stage(1)], 2, 4, memory_bytes=[6, 4])
-    found = schedule(path, Request(order=csv_of(tmp_path, generate("gpipe", [0, 1], 4))))
+    found = schedule(path, ScheduleRequest(order=csv_of(tmp_path, generate("gpipe", [0, 1], 4))))
     assert [line.split(":")[0] for line in found.violations] == ["rank 0", "rank 1"]
 
 
@@ -280,7 +283,7 @@ def test_an_order_that_cannot_be_run_is_refused(tmp_path: Path, rows: str, messa
 def read_order(tmp_path: Path, rows: str) -> Order:
     path, order = write_problem(tmp_path, [stage(0), stage(1)], 2, 2), tmp_path / "order.csv"
     order.write_text(rows)
-    return schedule(path, Request(order=order))
+    return schedule(path, ScheduleRequest(order=order))
 
 
 @pytest.mark.parametrize(
@@ -308,9 +311,9 @@ def test_halves_are_refused_where_the_backward_is_whole(tmp_path: Path) -> None:
         InputError,
         match="'zb-h1' has backwards in halves, but the problem says split_backward false",
     ):
-        schedule(path, Request(name="zb-h1"))
+        schedule(path, ScheduleRequest(name="zb-h1"))
     with pytest.raises(ScheduleError, match="the backward of stage 0 is not split; use B instead"):
-        schedule(path, Request(order=csv_of(tmp_path, generate("zb-h1", [0, 1], 4))))
+        schedule(path, ScheduleRequest(order=csv_of(tmp_path, generate("zb-h1", [0, 1], 4))))
 
 
 def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
@@ -318,7 +321,7 @@ def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
     found = schedule(path, QUICK)
     assert (found.shape, [other.name for other in found.named]) == ("own", ["gpipe"])
     with pytest.raises(InputError, match="3 stages cannot lie evenly on 2 ranks"):
-        schedule(path, Request(placement="loop"))
+        schedule(path, ScheduleRequest(placement="loop"))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +343,7 @@ def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
 )
 def test_requests_that_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Request(**options)
+        ScheduleRequest(**options)
 
 
 @st.composite
@@ -391,7 +394,7 @@ def test_any_problem_has_a_sound_answer_or_none(
     """Soundness is checked before an answer is given; here it is also between its bound and the named ones."""
     path = write_problem(tmp_path, **fields)
     try:
-        found = schedule(path, Request(objective=objective, seconds=0.02))
+        found = schedule(path, ScheduleRequest(objective=objective, seconds=0.02))
     except InfeasibleError:
         assert fields["memory_bytes"] is not None
         return
@@ -411,6 +414,6 @@ def _known() -> dict[str, int]:
 @pytest.mark.skipif(not _known(), reason="the schedule instances are not here")
 @pytest.mark.parametrize("name", _known())
 def test_published_instances_are_solved_as_well_as_is_known(name: str) -> None:
-    found = schedule(INSTANCES / f"{name}.json", Request(seconds=2.0))
+    found = schedule(INSTANCES / f"{name}.json", ScheduleRequest(seconds=2.0))
     assert found.fits
     assert found.makespan_ns <= 1.005 * _known()[name]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Kind
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.placement import place
-from pipecompile.schedule.problem import Problem, Work
-from pipecompile.schedule.search import OBJECTIVES, Found, named_orders, search
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
+from pipecompile.schedule.search import OBJECTIVES, SearchResult, search, simulate_named
+from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.brute import best
 from tests.schedule.cases import equal
 from tests.schedule.instances import capped, tiny_problems
@@ -24,14 +24,14 @@ from tests.schedule.naive import naive_times
 from tests.schedule.strategies import problems
 
 
-def _found(problem: Problem, objective: str, seconds: float) -> Found | None:
+def _found(problem: PlacedProblem, objective: str, seconds: float) -> SearchResult | None:
     try:
         return search(problem, objective=objective, seconds=seconds)
     except InfeasibleError:
         return None
 
 
-def _naive_value(problem: Problem, found: Found) -> int:
+def _naive_value(problem: PlacedProblem, found: SearchResult) -> int:
     times = naive_times(problem, found.schedule)
     assert problem.caps is None or all(
         a <= b for a, b in zip(times.peaks, problem.caps, strict=True)
@@ -44,7 +44,7 @@ def _naive_value(problem: Problem, found: Found) -> int:
 @settings(max_examples=200)
 @given(tiny_problems(), st.sampled_from(OBJECTIVES))
 def test_an_order_is_found_wherever_there_is_one_and_no_better_one_than_there_is(
-    problem: Problem, objective: str
+    problem: PlacedProblem, objective: str
 ) -> None:
     least, found = best(problem, objective), _found(problem, objective, 0.02)
     assert (found is None) == (least is None)
@@ -70,17 +70,17 @@ def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
         )
         assert found == search(problem, objective=objective, seconds=0.02)
         if not problem.skips:  # skips travel on links of their own
-            assert check(lower(problem, found.schedule), problem) == []
+            assert check(add_transfers(problem, found.schedule), problem) == []
 
 
-def _uneven(microbatches: int, unit: int = 1000) -> Problem:
+def _uneven(microbatches: int, unit: int = 1000) -> PlacedProblem:
     """Eight unequal stages in a V that may hold little."""
     times = [7, 5, 6, 9, 4, 8, 5, 6]
-    work = tuple(
-        Work(t * unit, 2 * t * unit, t * unit, t * unit, kept_bytes=t, between_bytes=t // 2)
+    costs = tuple(
+        StageCosts(t * unit, 2 * t * unit, t * unit, t * unit, kept_bytes=t, between_bytes=t // 2)
         for t in times
     )
-    return replace(equal(place("v", 4, 2), microbatches, hop=unit), work=work, caps=(40,) * 4)
+    return replace(equal(place("v", 4, 2), microbatches, hop=unit), costs=costs, caps=(40,) * 4)
 
 
 _PRINT = """
@@ -114,8 +114,8 @@ def test_a_better_order_than_any_named_one_is_found_in_any_unit(unit: int) -> No
 
 def test_named_orders_recompute_wherever_the_problem_says() -> None:
     """In the last stage too, though named schedules by themselves never do."""
-    work = Work(1, 2, recompute_ns=1, splits=False, recompute=True)
-    for named in named_orders(replace(equal([0, 1], 3), work=(work, work)), "makespan"):
+    costs = StageCosts(1, 2, recompute_ns=1, can_split=False, recompute=True)
+    for named in simulate_named(replace(equal([0, 1], 3), costs=(costs, costs)), "makespan"):
         recomputes = [
             action for row in named.schedule.rows for action in row if action.kind is Kind.RECOMPUTE
         ]
@@ -123,7 +123,7 @@ def test_named_orders_recompute_wherever_the_problem_says() -> None:
 
 
 def test_an_error_says_which_rank_cannot_hold_one_microbatch() -> None:
-    problem = replace(equal([0, 1], 2), work=(Work(1, 2, kept_bytes=5),) * 2, caps=(5, 4))
+    problem = replace(equal([0, 1], 2), costs=(StageCosts(1, 2, kept_bytes=5),) * 2, caps=(5, 4))
     with pytest.raises(
         InfeasibleError, match="holds 5 bytes on rank 1, whose cap is 4; allow more memory"
     ):
@@ -139,6 +139,8 @@ def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
     """Random costs, and time for a few builds alone: ranks with slack wait rather than delay the others."""
     draw = random.Random(0)
     times = [[draw.randrange(800, 1201) for _ in range(3)] for _ in range(16)]
-    work = tuple(Work(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times)
-    found = search(replace(equal(range(16), 128, hop=50), work=work, caps=(32,) * 16), seconds=0.4)
+    costs = tuple(StageCosts(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times)
+    found = search(
+        replace(equal(range(16), 128, hop=50), costs=costs, caps=(32,) * 16), seconds=0.4
+    )
     assert found.value <= 1.005 * found.bound

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.ir.schedule import Action, Event, Kind, Schedule, Timeline
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import Network, Problem, Skip, Work
+from pipecompile.schedule.problem import Network, PlacedProblem, Skip, StageCosts
 from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal, order
 from tests.schedule.naive import naive_times
 from tests.schedule.strategies import orders, problems
@@ -34,7 +34,7 @@ def test_a_naive_simulator_agrees(data: st.DataObject) -> None:
     assert timeline.makespan_ns == naive.makespan_ns
     assert list(timeline.peak_bytes) == naive.peaks
     sums = {event.action.stage: event.end_ns for row in timeline.reductions for event in row}
-    assert sums == {s: end for s, end in naive.reduced.items() if problem.work[s].reduce_ns}
+    assert sums == {s: end for s, end in naive.reduced.items() if problem.costs[s].reduce_ns}
 
 
 @given(st.data())
@@ -53,9 +53,9 @@ def test_without_transfers_and_reductions_no_rank_idles_for_them(data: st.DataOb
     problem = data.draw(problems())
     free = replace(
         problem,
-        work=tuple(replace(work, reduce_ns=0) for work in problem.work),
-        forward_hops=(0,) * len(problem.forward_hops),
-        backward_hops=(0,) * len(problem.backward_hops),
+        costs=tuple(replace(costs, reduce_ns=0) for costs in problem.costs),
+        forward_transfer_ns=(0,) * len(problem.forward_transfer_ns),
+        backward_transfer_ns=(0,) * len(problem.backward_transfer_ns),
         skips=tuple(replace(skip, forward_ns=0, backward_ns=0) for skip in problem.skips),
     )
     assert all(idle.transfer_ns == 0 for idle in simulate(free, data.draw(orders(free))).idle)
@@ -76,7 +76,7 @@ def test_the_memory_curve_ends_at_zero_and_never_goes_back_in_time(data: st.Data
 def test_a_lowered_schedule_has_the_timeline_of_its_compute_actions(data: st.DataObject) -> None:
     problem = data.draw(problems(skips=False))
     schedule = data.draw(orders(problem))
-    assert simulate(problem, lower(problem, schedule)) == simulate(problem, schedule)
+    assert simulate(problem, add_transfers(problem, schedule)) == simulate(problem, schedule)
 
 
 def test_waits_for_messages_and_for_work_are_told_apart() -> None:
@@ -88,15 +88,15 @@ def test_waits_for_messages_and_for_work_are_told_apart() -> None:
 
 
 def test_a_rank_with_less_to_do_idles_for_imbalance_first() -> None:
-    problem = replace(equal([0, 1], 1, time=10), work=(Work(10, 10), Work(4, 10)))
+    problem = replace(equal([0, 1], 1, time=10), costs=(StageCosts(10, 10), StageCosts(4, 10)))
     timeline = simulate(problem, order(["0F0 0B0", "1F0 1B0"], [0, 1], 1))
     assert [(idle.dependency_ns, idle.imbalance_ns) for idle in timeline.idle] == [(14, 0), (14, 6)]
 
 
 def test_a_forward_that_does_not_fit_makes_its_rank_idle_for_memory() -> None:
     """Rank 0 could start F1 at 10, but has room for one microbatch only until B0 ends at 40."""
-    work = (Work(10, 10, kept_bytes=5),) * 2
-    problem = replace(equal([0, 1], 2, time=10), work=work, caps=(5, 10))
+    costs = (StageCosts(10, 10, kept_bytes=5),) * 2
+    problem = replace(equal([0, 1], 2, time=10), costs=costs, caps=(5, 10))
     timeline = simulate(problem, order(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"], [0, 1], 2))
     assert [idle.memory_ns for idle in timeline.idle] == [20, 0]
     assert (
@@ -147,8 +147,8 @@ def test_skips_share_a_link_with_what_goes_to_the_next_stage() -> None:
 
 
 def test_reductions_overlap_compute_and_follow_each_other() -> None:
-    work = (Work(10, 10, reduce_ns=15), Work(10, 10, reduce_ns=15))
-    problem = replace(equal([0, 0], 1), work=work)
+    costs = (StageCosts(10, 10, reduce_ns=15), StageCosts(10, 10, reduce_ns=15))
+    problem = replace(equal([0, 0], 1), costs=costs)
     timeline = simulate(problem, order(["0F0 1F0 1B0 0B0"], [0, 0], 1))
     reduce = [Action(stage, Kind.REDUCE) for stage in range(2)]
     assert timeline.reductions == ((Event(reduce[1], 30, 45), Event(reduce[0], 45, 60)),)
@@ -184,7 +184,9 @@ def test_weight_gradients_follow_input_gradients_and_release_nobody() -> None:
 
 
 def test_stages_on_one_rank_transfer_nothing() -> None:
-    problem = replace(equal([0, 0], 1, time=10), forward_hops=(99,), network=Network(blocking=True))
+    problem = replace(
+        equal([0, 0], 1, time=10), forward_transfer_ns=(99,), network=Network(blocking=True)
+    )
     assert simulate(problem, order(["0F0 1F0 1B0 0B0"], [0, 0], 1)).makespan_ns == 40
 
 
@@ -201,7 +203,7 @@ def test_an_action_whose_input_nobody_makes_is_a_deadlock_too() -> None:
 
 
 def test_halves_of_a_backward_that_does_not_split_are_refused() -> None:
-    problem = replace(equal([0], 1), work=(Work(1, 2, splits=False),))
+    problem = replace(equal([0], 1), costs=(StageCosts(1, 2, can_split=False),))
     with pytest.raises(
         ScheduleError, match="0I0: the backward of stage 0 is not split; use B instead"
     ):
@@ -222,6 +224,6 @@ def test_the_span_is_that_of_one_rank() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    problem = Problem((0,), 1, (Work(1, 1),), (), (), ())
+    problem = PlacedProblem((0,), 1, (StageCosts(1, 1),), (), (), ())
     timeline = simulate(problem, Schedule.of("nothing", 1, [0], [[]]))
     assert (timeline.makespan_ns, timeline.bubble, timeline.peak_bytes) == (0, 0.0, (0,))

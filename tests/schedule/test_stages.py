@@ -69,26 +69,26 @@ def _stages(
 
 def test_each_tensor_of_a_boundary_is_a_message_and_one_without_a_gradient_has_none_back() -> None:
     problem = problem_of_stages(_stages(), LINK, range(3), 2)
-    assert problem.forward_hops == (100 + 8 + 2 * 5, 200 + 8 + 2 * 5)
-    assert problem.backward_hops == (50 + 5, 60 + 5)
+    assert problem.forward_transfer_ns == (100 + 8 + 2 * 5, 200 + 8 + 2 * 5)
+    assert problem.backward_transfer_ns == (50 + 5, 60 + 5)
     assert problem.gradient == (True, True)
 
 
 def test_within_a_rank_nothing_is_sent() -> None:
     problem = problem_of_stages(_stages(), LINK, [0, 0, 1], 2)
-    assert (problem.forward_hops[0], problem.backward_hops[0]) == (0, 0)
-    assert problem.forward_hops[1] > 0
+    assert (problem.forward_transfer_ns[0], problem.backward_transfer_ns[0]) == (0, 0)
+    assert problem.forward_transfer_ns[1] > 0
 
 
 def test_the_first_stage_has_no_gradients_of_inputs_to_compute() -> None:
-    first, second, _ = problem_of_stages(_stages(), LINK, range(3), 2).work
+    first, second, _ = problem_of_stages(_stages(), LINK, range(3), 2).costs
     assert (first.backward_input_ns, first.backward_weight_ns, first.backward_ns) == (0, 10, 10)
     assert (second.backward_input_ns, second.backward_weight_ns) == (6, 6)
 
 
 def test_a_backward_whose_halves_were_not_measured_does_not_split() -> None:
-    assert problem_of_stages(_stages(), LINK, range(3), 2).splits
-    assert not problem_of_stages(_stages(halves=None), LINK, range(3), 2).splits
+    assert problem_of_stages(_stages(), LINK, range(3), 2).can_split
+    assert not problem_of_stages(_stages(halves=None), LINK, range(3), 2).can_split
 
 
 @given(
@@ -100,8 +100,8 @@ def test_the_peak_is_that_of_the_memory_model(
     name: str, microbatches: int, recompute: Literal["none", "stage", "except-last"]
 ) -> None:
     stages = _stages(recompute=recompute)
-    but_last = recompute == "except-last"
-    schedule = generate(name, range(3), microbatches, recompute != "none", but_last=but_last)
+    except_last = recompute == "except-last"
+    schedule = generate(name, range(3), microbatches, recompute != "none", except_last=except_last)
     timeline = simulate(problem_of_stages(stages, LINK, range(3), microbatches), schedule)
     for rank, row in enumerate(schedule.rows):
         curve = activation_curve({rank: stages[rank].footprint}, row)
@@ -130,11 +130,11 @@ def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_eve
 ) -> None:
     """And until then copies of the buffers that it writes to."""
     stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
-    work = problem_of_stages(stages, LINK, range(3), 2).work[1]
+    costs = problem_of_stages(stages, LINK, range(3), 2).costs[1]
     wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10 + 3, 41, 10 + 3 + 41 + 7 - 5 - 2)}[
         recompute
     ]
-    assert (work.kept_bytes, work.recomputed_bytes, work.between_bytes) == wanted
+    assert (costs.kept_bytes, costs.recomputed_bytes, costs.between_bytes) == wanted
 
 
 def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
@@ -142,8 +142,8 @@ def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
     links = Links(bandwidth_bytes_per_s=None, latency_ns=delays)
     problem = problem_of_stages(_stages(), links, [0, 2, 1], 2)
     # Two tensors forward, of which one has a gradient: stage 0 to 1 is rank 0 to 2, stage 1 to 2 is rank 2 to 1.
-    assert problem.forward_hops == (2 * 20, 2 * 600000)
-    assert problem.backward_hops == (50000, 4000)
+    assert problem.forward_transfer_ns == (2 * 20, 2 * 600000)
+    assert problem.backward_transfer_ns == (50000, 4000)
 
 
 def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:
@@ -151,17 +151,17 @@ def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:
     problem, without = (
         problem_of_stages(_stages(), given, [0, 1, 1], 2) for given in (links, LINK)
     )
-    assert problem.forward_hops == (without.forward_hops[0] - 2 * (2 + 1), 0)
-    assert problem.backward_hops == (without.backward_hops[0] - (2 + 1), 0)
+    assert problem.forward_transfer_ns == (without.forward_transfer_ns[0] - 2 * (2 + 1), 0)
+    assert problem.backward_transfer_ns == (without.backward_transfer_ns[0] - (2 + 1), 0)
     # Stage 0 sends two tensors and receives a gradient, stage 1 the other way round; stage 2 is on stage 1's rank.
     spent = [
-        (work.forward_ns - other.forward_ns)
-        for work, other in zip(problem.work, without.work, strict=True)
+        (costs.forward_ns - other.forward_ns)
+        for costs, other in zip(problem.costs, without.costs, strict=True)
     ]
     assert spent == [2 * 2, 2 * 1, 0]
     for kind in ("backward_ns", "backward_input_ns"):
-        pairs = zip(problem.work, without.work, strict=True)
-        assert [getattr(work, kind) - getattr(other, kind) for work, other in pairs] == [1, 2, 0]
-    assert [work.backward_weight_ns for work in problem.work] == [
-        work.backward_weight_ns for work in without.work
+        pairs = zip(problem.costs, without.costs, strict=True)
+        assert [getattr(costs, kind) - getattr(other, kind) for costs, other in pairs] == [1, 2, 0]
+    assert [costs.backward_weight_ns for costs in problem.costs] == [
+        costs.backward_weight_ns for costs in without.costs
     ]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.schedule.instance import Instance
+from pipecompile.schedule.instance import ScheduleInstance
 from pipecompile.schedule.list_scheduling import serial
-from pipecompile.schedule.problem import Problem, Work
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.window import cut, improve
 from tests.schedule.brute import best
 from tests.schedule.cases import equal
@@ -17,14 +17,14 @@ from tests.schedule.instances import instances, sound
 
 @given(instances(), st.integers(-5, 200), st.integers(1, 60))
 def test_a_window_is_ordered_anew_within_the_caps_and_computes_no_longer(
-    instance: Instance, start: int, width: int
+    instance: ScheduleInstance, start: int, width: int
 ) -> None:
     rows = serial(instance)
     if rows is None:
         return
     times = sound(instance, rows)
     window = cut(instance, rows, times.ends, start, start + width)
-    found, spent = improve(instance, rows, times, window, work=0.02, seed=0)
+    found, spent = improve(instance, rows, times, window, effort=0.02, seed=0)
     assert spent >= 0
     if found is not None:
         sound(instance, found)
@@ -33,32 +33,32 @@ def test_a_window_is_ordered_anew_within_the_caps_and_computes_no_longer(
             assert (before[:first], before[stop:]) == (after[:first], after[stop:])
 
 
-def _computing(instance: Instance, rows: list[list[int]]) -> int:
+def _computing(instance: ScheduleInstance, rows: list[list[int]]) -> int:
     return max(sound(instance, rows).ends)
 
 
-def _whole(problem: Problem) -> int | None:
+def _whole(problem: PlacedProblem) -> int | None:
     """What a window over all of it makes of one microbatch after the other."""
-    instance = Instance(problem, tuple(work.splits for work in problem.work))
+    instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
     rows = serial(instance)
     assert rows is not None
     times = sound(instance, rows)
     window = cut(instance, rows, times.ends, 0, times.makespan_ns + 1)
-    found, _ = improve(instance, rows, times, window, work=1.0, seed=0)
+    found, _ = improve(instance, rows, times, window, effort=1.0, seed=0)
     return None if found is None else sound(instance, found).makespan_ns
 
 
 def test_a_window_over_everything_finds_the_best_of_all_orders() -> None:
-    work = (
-        Work(2, 5, 3, 2, kept_bytes=3, between_bytes=1),
-        Work(3, 4, 2, 2, kept_bytes=2, between_bytes=2),
+    costs = (
+        StageCosts(2, 5, 3, 2, kept_bytes=3, between_bytes=1),
+        StageCosts(3, 4, 2, 2, kept_bytes=2, between_bytes=2),
     )
-    problem = replace(equal([0, 1], 3, hop=1), work=work, caps=(7, 4))
+    problem = replace(equal([0, 1], 3, hop=1), costs=costs, caps=(7, 4))
     assert _whole(problem) == best(problem, "makespan")
 
 
 @pytest.mark.parametrize("unit", [1, 10**12])
 def test_hours_and_terabytes_are_no_larger_than_the_solver_takes(unit: int) -> None:
-    work = Work(unit, unit * 2, unit, unit, kept_bytes=unit, between_bytes=unit // 2)
-    problem = replace(equal([0, 1], 3), work=(work, work), caps=(3 * unit, 2 * unit))
+    costs = StageCosts(unit, unit * 2, unit, unit, kept_bytes=unit, between_bytes=unit // 2)
+    problem = replace(equal([0, 1], 3), costs=(costs, costs), caps=(3 * unit, 2 * unit))
     assert _whole(problem) == best(problem, "makespan")

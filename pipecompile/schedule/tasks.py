@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pipecompile.ir.schedule import Action, Kind
 
-__all__ = ["Layout", "Turn", "backwards", "forwards", "layout_of", "numbered"]
+__all__ = ["Layout", "Task", "backwards", "forwards", "layout_of", "numbered"]
 
-Turn = tuple[int, Kind]
+Task = tuple[int, Kind]
 Layout = tuple[tuple[int, ...], ...]
 """For each rank the stages that it holds, ascending; ranks in the order in which a microbatch first meets them."""
 
@@ -27,23 +27,23 @@ def layout_of(placement: Sequence[int]) -> Layout:
     return tuple(map(tuple, held.values()))
 
 
-def forwards(stages: Sequence[int]) -> Iterator[Turn]:
+def forwards(stages: Sequence[int]) -> Iterator[Task]:
     """The forwards of neighbouring stages, in the order in which a microbatch meets them."""
     return ((stage, Kind.FORWARD) for stage in stages)
 
 
-def backwards(stages: Sequence[int]) -> Iterator[Turn]:
+def backwards(stages: Sequence[int]) -> Iterator[Task]:
     """Their backwards, from the last to the first."""
     return ((stage, Kind.BACKWARD) for stage in reversed(stages))
 
 
-def numbered(turns: Iterable[Turn], microbatches: int) -> tuple[Action, ...]:
+def numbered(turns: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
     """The actions of one rank; a turn that finds no microbatch left is skipped, and B counts as both its halves.
 
     Skipping is safe: microbatches wait for each other in no other way than in the order of a rank, so a schedule that
     comes to its end does so without some of them, too.
     """
-    taken: Counter[Turn] = Counter()
+    taken: Counter[Task] = Counter()
     row = []
     for stage, kind in turns:
         halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check
-from pipecompile.schedule.lowering import lower
 from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import Skip, Work
+from pipecompile.schedule.problem import Skip, StageCosts
+from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal, order
 
 
@@ -30,11 +30,11 @@ def test_what_is_lowered_is_sound(
     """Whatever the times, zero included, and wherever gradients flow."""
     problem = replace(
         equal(range(stages), microbatches),
-        work=tuple(Work(*(rng.choice([0, 1, 7]) for _ in range(5))) for _ in range(stages)),
+        costs=tuple(StageCosts(*(rng.choice([0, 1, 7]) for _ in range(5))) for _ in range(stages)),
         gradient=tuple(rng.random() < 0.8 for _ in range(stages - 1)),
     )
     schedule = generate(name, range(stages), microbatches, recompute)
-    lowered = lower(problem, schedule)
+    lowered = add_transfers(problem, schedule)
     assert check(lowered, problem) == []
     assert check(lowered) == []
     assert lowered.compute == schedule.compute
@@ -75,7 +75,7 @@ def test_steps_stay_behind_what_they_follow_and_schedules_without_a_common_one_r
         "1F0@0 1B0@0 1STEP0@1 1F1@1 1B1@1 1STEP1@2",
     ]
     schedule = order(rows, [0, 1], 2, "stashed")
-    lowered = lower(equal([0, 1], 2), schedule)
+    lowered = add_transfers(equal([0, 1], 2), schedule)
     assert lowered.weight_versions == "stashed"
     assert " ".join(lowered.actions[1]) == (
         "1RECV_F0 1F0@0 1B0@0 1SEND_B0 1STEP0@1 1RECV_F1 1F1@1 1B1@1 1SEND_B1 1STEP1@2"
@@ -84,7 +84,9 @@ def test_steps_stay_behind_what_they_follow_and_schedules_without_a_common_one_r
 
 def test_a_stage_is_reduced_once_its_last_gradient_is_there() -> None:
     """While another stage of its rank still computes, so that the sum over the replicas overlaps with it."""
-    lowered = lower(equal([0, 0], 2), order(["0F0 1F0 0F1 1F1 1I0 1I1 1W0 1W1 0B0 0B1"], [0, 0], 2))
+    lowered = add_transfers(
+        equal([0, 0], 2), order(["0F0 1F0 0F1 1F1 1I0 1I1 1W0 1W1 0B0 0B1"], [0, 0], 2)
+    )
     assert " ".join(lowered.actions[0]).endswith("1W1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD")
 
 
@@ -93,7 +95,7 @@ def test_a_message_that_passes_stages_by_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"from stage 0 to 2 passes stages by, .* let the stages between relay"
     ):
-        lower(problem, generate("gpipe", range(3), 1, False))
+        add_transfers(problem, generate("gpipe", range(3), 1, False))
 
 
 def test_an_evaluation_reduces_nothing(lowered: Callable[..., Schedule]) -> None:
@@ -102,12 +104,12 @@ def test_an_evaluation_reduces_nothing(lowered: Callable[..., Schedule]) -> None
 
 def test_no_gradient_is_sent_where_none_flows() -> None:
     schedule = generate("gpipe", range(2), 1, False)
-    lowered = lower(replace(equal(range(2), 1), gradient=(False,)), schedule)
+    lowered = add_transfers(replace(equal(range(2), 1), gradient=(False,)), schedule)
     assert "0RECV_B0" not in lowered.actions[0]
     assert "1SEND_B0" not in lowered.actions[1]
 
 
 def test_stages_on_one_rank_exchange_no_messages() -> None:
-    lowered = lower(equal([0, 0], 1), order(["0F0 1F0 1B0 0B0"], [0, 0], 1))
+    lowered = add_transfers(equal([0, 0], 1), order(["0F0 1F0 1B0 0B0"], [0, 0], 1))
     assert lowered.actions == (("0F0", "1F0", "1B0", "1REDUCE_GRAD", "0B0", "0REDUCE_GRAD"),)
     assert check(lowered) == []

@@ -6,18 +6,18 @@ the end. On large problems, where every other step of a search is dear, this alo
 
 from __future__ import annotations
 
-from pipecompile.schedule.instance import BACKWARD, WEIGHT, Instance, Rows, Times
+from pipecompile.schedule.instance import BACKWARD, WEIGHT, OrderTimes, Rows, ScheduleInstance
 
 __all__ = ["earlier", "later"]
 
 
-def later(instance: Instance, rows: Rows, times: Times) -> Rows:
+def later(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
     """From before each rank's last backward to behind it, as many as there is time for until the step ends."""
     return [_row_later(instance, row, times) for row in rows]
 
 
-def _row_later(instance: Instance, row: list[int], times: Times) -> list[int]:
-    kinds = [instance.parts(operation)[0] for operation in row]
+def _row_later(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
+    kinds = [instance.decode(operation)[0] for operation in row]
     if WEIGHT not in kinds:
         return row
     last = len(kinds) - 1 - kinds[::-1].index(BACKWARD)
@@ -32,29 +32,29 @@ def _row_later(instance: Instance, row: list[int], times: Times) -> list[int]:
     return [*before, *(row[index] for index in sorted(moved)), *row[last + 1 :]]
 
 
-def earlier(instance: Instance, rows: Rows, times: Times) -> Rows:
+def earlier(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
     """Into the waits of each rank, where they delay nothing."""
     return [_row_earlier(instance, row, times) for row in rows]
 
 
-def _row_earlier(instance: Instance, row: list[int], times: Times) -> list[int]:
+def _row_earlier(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
     found: list[int] = []
     pending: dict[int, list[int]] = {}  # by stage, microbatches after their backward, in order
     ahead: dict[int, int] = {}  # by stage, how many are done before their place
     free = times.ends[row[0]] if row else 0
     for operation in row:
-        kind, stage, microbatch = instance.parts(operation)
+        kind, stage, microbatch = instance.decode(operation)
         wait = times.ends[operation] - instance.durations[operation] - free
         while wait > 0:
-            fitting = [
+            fitting_names = [
                 s
                 for s, waiting in pending.items()
-                if waiting and instance.lane_ns[WEIGHT][s] <= wait
+                if waiting and instance.task_ns[WEIGHT][s] <= wait
             ]
-            if not fitting:
+            if not fitting_names:
                 break
-            chosen = max(fitting, key=lambda s: (len(pending[s]), -s))
-            wait -= instance.lane_ns[WEIGHT][chosen]
+            chosen = max(fitting_names, key=lambda s: (len(pending[s]), -s))
+            wait -= instance.task_ns[WEIGHT][chosen]
             found.append(instance.operation(WEIGHT, chosen, pending[chosen].pop(0)))
             ahead[chosen] = ahead.get(chosen, 0) + 1
         free = times.ends[operation]

@@ -8,15 +8,15 @@ cannot deadlock even if every send blocks until it is received.
 from __future__ import annotations
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import COMPUTE, SUMS, Action, Event, Kind, Schedule
+from pipecompile.ir.schedule import COMPUTE, WEIGHT_GRADIENT_KINDS, Action, Event, Kind, Schedule
 from pipecompile.schedule.dependencies import message
-from pipecompile.schedule.execution import perform
-from pipecompile.schedule.problem import Problem
+from pipecompile.schedule.execution import execute
+from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["lower"]
+__all__ = ["add_transfers"]
 
 
-def lower(problem: Problem, schedule: Schedule) -> Schedule:
+def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     """`schedule` with its messages, and a reduction of each stage once its gradients are complete.
 
     Stages on one rank pass their tensors on directly. A receive stands where the message can first be there: it is
@@ -43,9 +43,9 @@ def lower(problem: Problem, schedule: Schedule) -> Schedule:
     )
 
 
-def _by_completion(problem: Problem, schedule: Schedule) -> list[tuple[int, Event]]:
+def _by_completion(problem: PlacedProblem, schedule: Schedule) -> list[tuple[int, Event]]:
     """The compute actions of all ranks by their ends; those that end together follow what they need."""
-    run = perform(problem, schedule)
+    run = execute(problem, schedule)
     events = [iter(row) for row in run.events]
     return sorted(
         ((rank, next(events[rank])) for rank in run.turns), key=lambda item: item[1].end_ns
@@ -57,7 +57,11 @@ def _behind(schedule: Schedule) -> dict[Action, list[Action]]:
     found: dict[Action, list[Action]] = {}
     for row in schedule.rows:
         reduced = schedule.weight_versions == "synchronous"
-        last = {action.stage: action for action in row if reduced and action.kind in SUMS}
+        last = {
+            action.stage: action
+            for action in row
+            if reduced and action.kind in WEIGHT_GRADIENT_KINDS
+        }
         found |= {action: [Action(stage, Kind.REDUCE)] for stage, action in last.items()}
         before: Action | None = None
         for action in row:

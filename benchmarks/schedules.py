@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import read
-from pipecompile.schedule.check import check
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import PlacedProblem, StageCosts, placed_problem
@@ -114,10 +114,10 @@ def _compare(name: str, problem: PlacedProblem, known: int) -> Row:
     best = best_named(found.named)
     return {
         "name": name,
-        "bound_ns": found.bound,
-        "searched_ns": found.value,
-        "searched": round(found.value / found.bound, 4),
-        "best_known": round(known / found.bound, 4),
+        "bound_ns": found.bound_ns,
+        "searched_ns": found.value_ns,
+        "searched": round(found.value_ns / found.bound_ns, 4),
+        "best_known": round(known / found.bound_ns, 4),
         "named": {order.schedule.name: _entry(order, found) for order in found.named},
         "seconds": seconds,
         "violations": list(_violations(name, found, best, known, seconds)),
@@ -125,18 +125,18 @@ def _compare(name: str, problem: PlacedProblem, known: int) -> Row:
 
 
 def _entry(order: NamedResult, found: SearchResult) -> Row:
-    return {"ratio": round(order.value / found.bound, 4), "fits": order.fits}
+    return {"ratio": round(order.value_ns / found.bound_ns, 4), "fits": order.fits}
 
 
 def _violations(
     name: str, found: SearchResult, best: NamedResult | None, known: int, seconds: float
 ) -> Iterator[str]:
-    if best is not None and found.value > best.value:
-        yield f"{name}: searched {found.value}, but {best.schedule.name} has {best.value}"
-    if found.value > known * ALLOWED_OVER_KNOWN:
-        yield f"{name}: searched {found.value}, but {known} is known"
-    if found.value < found.bound:
-        yield f"{name}: searched {found.value}, below the bound {found.bound}"
+    if best is not None and found.value_ns > best.value_ns:
+        yield f"{name}: searched {found.value_ns}, but {best.schedule.name} has {best.value_ns}"
+    if found.value_ns > known * ALLOWED_OVER_KNOWN:
+        yield f"{name}: searched {found.value_ns}, but {known} is known"
+    if found.value_ns < found.bound_ns:
+        yield f"{name}: searched {found.value_ns}, below the bound {found.bound_ns}"
     if seconds > ALLOWED_SECONDS:
         yield f"{name}: {seconds} s"
 
@@ -262,14 +262,14 @@ def _measure(problem: PlacedProblem) -> Row:
     found, searching = _timed(lambda: search(problem, seconds=SECONDS))
     _, simulating = _timed(lambda: simulate(problem, found.schedule))
     lowered, lowering = _timed(lambda: add_transfers(problem, found.schedule))
-    faults, checking = _timed(lambda: check(lowered, problem))
+    faults, checking = _timed(lambda: check_schedule(lowered, problem))
     best = best_named(found.named)
     assert not faults, faults
     assert best is not None, "1F1B fits"
     return {
-        "bound_ns": found.bound,
-        "named": round(best.value / found.bound, 4),
-        "searched": round(found.value / found.bound, 4),
+        "bound_ns": found.bound_ns,
+        "named": round(best.value_ns / found.bound_ns, 4),
+        "searched": round(found.value_ns / found.bound_ns, 4),
         "seconds": {
             "search": searching,
             "simulate": simulating,

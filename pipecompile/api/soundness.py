@@ -11,7 +11,7 @@ from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import budgets
-from pipecompile.schedule.check import check as check_schedule
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipecompile.ir.schedule import Action, Kind, WeightVersions
 
-__all__ = ["DOUBLE_BUFFERED", "STASHED", "VERTICAL_SYNC", "VersionRule", "versioned"]
+__all__ = ["DOUBLE_BUFFERED", "STASHED", "VERTICAL_SYNC", "VersionRule", "with_versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ VERTICAL_SYNC = VersionRule("vertical-sync", _vertical_sync, _each)
 DOUBLE_BUFFERED = VersionRule("double-buffered", _double_buffered, _coalesced)
 
 
-def versioned(
+def with_versions(
     row: Iterable[Action], version_rule: VersionRule, ranks: int, microbatches: int
 ) -> Iterator[Action]:
     """The actions of a rank with their versions, and an optimizer step behind the last backward of each update."""

@@ -22,11 +22,16 @@ from pipecompile.ir.schedule import (
     Kind,
     Schedule,
 )
-from pipecompile.schedule.dependencies import Needs, compute_dependencies, dependency_order, message
+from pipecompile.schedule.dependencies import (
+    Dependencies,
+    compute_dependencies,
+    dependency_order,
+    message_of,
+)
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
-from pipecompile.schedule.weight_versions import bare, versions
+from pipecompile.schedule.weight_versions import version_violations, without_versions
 
-__all__ = ["check"]
+__all__ = ["check_schedule"]
 
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
@@ -37,7 +42,7 @@ _PARTNERS = {
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
-def check(schedule: Schedule, problem: PlacedProblem | None = None) -> list[str]:
+def check_schedule(schedule: Schedule, problem: PlacedProblem | None = None) -> list[str]:
     """Every violation, one line each, naming rank, action and peer; empty if the schedule is sound.
 
     Without a problem nothing is said of memory, and a boundary over which no gradient is sent or received at all
@@ -50,14 +55,14 @@ def check(schedule: Schedule, problem: PlacedProblem | None = None) -> list[str]
         return [
             "the schedule has another placement or another number of microbatches than its problem"
         ]
-    subject = _CheckedSchedule(bare(schedule), problem or _seen(schedule))
+    subject = _CheckedSchedule(without_versions(schedule), problem or _seen(schedule))
     # Each step speaks only where the one before found nothing: it relies on it.
     return (
         list(_counts(subject))
         or [
             *_orders(subject),
             *_in_microbatch_order(subject),
-            *versions(schedule),
+            *version_violations(schedule),
             *_memory(subject),
         ]
         or [*_links(subject), *_deadlocks(subject)]
@@ -89,7 +94,7 @@ class _CheckedSchedule:
         """By compute action the send and the receive of what it hands to another rank."""
         stages = len(self.schedule.placement)
         pairs = (
-            (a, message(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE
+            (a, message_of(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE
         )
         return {a: pair for a, pair in pairs if pair and self.rank(pair[0]) != self.rank(pair[1])}
 
@@ -260,7 +265,7 @@ def _deadlocks(subject: _CheckedSchedule) -> Iterator[str]:
             yield f"deadlock even if sends are buffered: {buffered}"
 
 
-def _stuck(subject: _CheckedSchedule, needs: Needs) -> str | None:
+def _stuck(subject: _CheckedSchedule, needs: Dependencies) -> str | None:
     """What each rank waits for in the end, if not all of them come to theirs."""
     try:
         for _ in dependency_order(subject.schedule.rows, needs):
@@ -270,7 +275,7 @@ def _stuck(subject: _CheckedSchedule, needs: Needs) -> str | None:
     return None
 
 
-def _rendezvous(subject: _CheckedSchedule) -> Needs:
+def _rendezvous(subject: _CheckedSchedule) -> Dependencies:
     """A transfer ends once its partner is reached, that is, once the action before the partner is done."""
     before = {b: a for row in subject.schedule.rows for a, b in pairwise(row)}
 

@@ -11,7 +11,7 @@ from pipecompile.ir.schedule import (
     StartReason,
     Timeline,
 )
-from pipecompile.schedule.dependencies import PARTS, dependents
+from pipecompile.schedule.dependencies import TASK_KINDS, dependents
 from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = ["critical_path"]
@@ -82,7 +82,7 @@ def _before(
 
 
 def _code(problem: PlacedProblem, action: Action) -> int:
-    task = PARTS[action.kind] * problem.stages + action.stage
+    task = TASK_KINDS[action.kind] * problem.stages + action.stage
     return task * problem.microbatches + (action.microbatch or 0)
 
 

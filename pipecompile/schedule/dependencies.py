@@ -11,20 +11,20 @@ from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
 from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = [
-    "PARTS",
+    "TASK_KINDS",
     "Dependent",
-    "Needs",
+    "Dependencies",
     "compute_dependencies",
     "dependents",
     "dependency_order",
-    "message",
+    "message_of",
 ]
 
-Needs = Callable[[Action], Sequence[Action]]
+Dependencies = Callable[[Action], Sequence[Action]]
 
 # The parts of a microbatch's work in a stage. I and B share one: a microbatch has either in each stage.
 _FORWARD, _BACKWARD, _WEIGHT, _AGAIN = range(4)
-PARTS = {
+TASK_KINDS = {
     Kind.FORWARD: _FORWARD,
     Kind.BACKWARD: _BACKWARD,
     Kind.BACKWARD_INPUT: _BACKWARD,
@@ -69,7 +69,7 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
     return found
 
 
-def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Action, Action] | None:
+def message_of(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Action, Action] | None:
     """The send and the receive that carry what a compute action made to the next or the previous stage.
 
     `gradient[s]` says whether a gradient flows from stage s + 1 back to stage s.
@@ -86,11 +86,11 @@ def message(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Acti
     return None
 
 
-def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Needs:
+def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Dependencies:
     """For each compute action of `schedule` the compute actions, on any rank, whose results it uses."""
     stages = problem.stages
     there = {
-        (PARTS[action.kind] * stages + action.stage, action.microbatch): action
+        (TASK_KINDS[action.kind] * stages + action.stage, action.microbatch): action
         for row in schedule.compute
         for action in row
     }
@@ -100,7 +100,7 @@ def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Needs:
             sources[handover.target].append(task)
 
     def needs(action: Action) -> list[Action]:
-        task = PARTS[action.kind] * stages + action.stage
+        task = TASK_KINDS[action.kind] * stages + action.stage
         # What is not in the schedule is still waited for; its backward is then called by its full name.
         return [
             there.get((source, action.microbatch)) or named(source, action.microbatch)
@@ -115,7 +115,7 @@ def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Needs:
 
 
 def dependency_order(
-    rows: Sequence[Sequence[Action]], needs: Needs
+    rows: Sequence[Sequence[Action]], needs: Dependencies
 ) -> Iterator[tuple[int, Action]]:
     """Each (rank, action) after all before it on its rank and all that it needs.
 

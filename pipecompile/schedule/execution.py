@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import Action, Event, Kind, Schedule
 from pipecompile.schedule.dependencies import (
-    PARTS,
+    TASK_KINDS,
     compute_dependencies,
     dependency_order,
     dependents,
@@ -29,7 +29,7 @@ class Wait(NamedTuple):
 
     position: int
     start_ns: int
-    made_ns: int
+    produced_ns: int
     end_ns: int
 
 
@@ -43,18 +43,18 @@ class Execution:
 
     events: tuple[tuple[Event, ...], ...]
     waits: list[list[Wait]]
-    turns: list[int]
+    rank_order: list[int]
     arrivals: list[int]
-    free: list[int]
-    sending: list[int]
+    free_ns: list[int]
+    sending_ns: list[int]
 
 
 def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
     """What happens; ScheduleError names what every rank waits for if the actions cannot come to their end."""
     rows = schedule.compute
     floor = _Executor(problem, rows)
-    turns = floor.run()
-    if len(turns) < sum(map(len, rows)):
+    rank_order = floor.run()
+    if len(rank_order) < sum(map(len, rows)):
         for _ in dependency_order(
             rows, compute_dependencies(problem, schedule)
         ):  # slower, but it names who waits for what
@@ -67,7 +67,7 @@ def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
     events = tuple(
         tuple(map(Event, *columns)) for columns in zip(rows, floor.starts, ends, strict=True)
     )
-    return Execution(events, floor.waits, turns, floor.arrivals, floor.free, floor.sending)
+    return Execution(events, floor.waits, rank_order, floor.arrivals, floor.free_ns, floor.sending_ns)
 
 
 class _Executor:
@@ -78,7 +78,7 @@ class _Executor:
         self.network = problem.network
         self.given = dependents(problem)
         self.tasks = [
-            [PARTS[action.kind] * problem.stages + action.stage for action in row] for row in rows
+            [TASK_KINDS[action.kind] * problem.stages + action.stage for action in row] for row in rows
         ]
         self.durations = [list(_durations(problem, row)) for row in rows]
         self.numbers = [[action.microbatch or 0 for action in row] for row in rows]
@@ -87,7 +87,7 @@ class _Executor:
         self.made = [0] * len(self.pending)
         ranks = range(len(rows))
         self.links = [[0] * len(rows) for _ in ranks]
-        self.free, self.sending = [0 for _ in ranks], [0 for _ in ranks]
+        self.free_ns, self.sending_ns = [0 for _ in ranks], [0 for _ in ranks]
         self.starts: list[list[int]] = [[] for _ in ranks]
         self.waits: list[list[Wait]] = [[] for _ in ranks]
         self.waiting: dict[int, int] = {}
@@ -107,13 +107,13 @@ class _Executor:
     def run(self) -> list[int]:
         """The rank of each action in the order in which they were performed, as far as they could be."""
         ready = deque(range(len(self.tasks)))
-        turns: list[int] = []
+        rank_order: list[int] = []
         while ready:
             rank = ready.popleft()
             before = len(self.starts[rank])
             ready.extend(self.advance(rank))
-            turns += [rank] * (len(self.starts[rank]) - before)
-        return turns
+            rank_order += [rank] * (len(self.starts[rank]) - before)
+        return rank_order
 
     def advance(self, rank: int) -> list[int]:
         """Performs what `rank` has inputs for, and returns the ranks that waited for what it made."""
@@ -126,19 +126,19 @@ class _Executor:
             if self.pending[code] > 0:
                 self.waiting[code] = rank
                 break
-            start, now = self.arrivals[code], self.free[rank]
+            start, now = self.arrivals[code], self.free_ns[rank]
             if start > now:
                 self.waits[rank].append(Wait(index, now, max(now, self.made[code]), start))
             else:
                 start = now
             starts.append(start)
-            self.free[rank] = start + durations[index]
+            self.free_ns[rank] = start + durations[index]
             self.hand_over(rank, tasks[index], numbers[index], woken)
         return woken
 
     def hand_over(self, rank: int, task: int, number: int, woken: list[int]) -> None:
         """Gives what a task has just made to those that need it; adds to `woken` the ranks that waited for it."""
-        pending, end = self.pending, self.free[rank]
+        pending, end = self.pending, self.free_ns[rank]
         for target, peer, hop in self.given[task]:
             code = target * self.microbatches + number
             if pending[code] <= 0:  # the schedule does not have it
@@ -155,9 +155,9 @@ class _Executor:
     def send(self, rank: int, peer: int, end: int, hop: int) -> int:
         """When a message that was made at `end` arrives."""
         if self.network.blocking:
-            self.sending[rank] += hop
-            self.free[rank] += hop
-            return self.free[rank]
+            self.sending_ns[rank] += hop
+            self.free_ns[rank] += hop
+            return self.free_ns[rank]
         if self.network.shared:
             links = self.links[rank]
             links[peer] = max(end, links[peer]) + hop

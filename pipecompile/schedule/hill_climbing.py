@@ -10,13 +10,13 @@ import random
 
 from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
 
-__all__ = ["hill_climb", "value"]
+__all__ = ["hill_climb", "objective_ns"]
 
 MEMORY = 200  # steps that the acceptance looks back
 FARTHEST = 8
 
 
-def value(times: OrderTimes, objective: str) -> int:
+def objective_ns(times: OrderTimes, objective: str) -> int:
     """What is minimised, in ns: the makespan or the largest span."""
     return times.makespan_ns if objective == "makespan" else times.span_ns
 
@@ -42,7 +42,7 @@ class _Climb:
         self._accept(times)
 
     def _accept(self, times: OrderTimes) -> None:
-        self.now = value(times, self.objective)
+        self.now = objective_ns(times, self.objective)
         self.ends = times.ends
         self.path = self._critical_path()
 
@@ -66,7 +66,7 @@ class _Climb:
         before = row[first : first + len(segment)]
         row[first : first + len(segment)] = segment
         times = self.instance.times(self.rows)
-        if times is None or value(times, self.objective) > max(allowed, self.now):
+        if times is None or objective_ns(times, self.objective) > max(allowed, self.now):
             row[first : first + len(segment)] = before
             return
         for index, operation in enumerate(segment, first):
@@ -101,7 +101,7 @@ class _Climb:
         return False
 
     def _fits(self, rank: int, first: int, segment: list[int]) -> bool:
-        caps, changes = self.instance.problem.caps, self.instance.changes
+        caps, changes = self.instance.problem.caps, self.instance.byte_changes
         if caps is None:
             return True
         held = sum(changes[operation] for operation in self.rows[rank][:first])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipecompile.ir.schedule import Action, Idle, Kind, Timeline
-from pipecompile.schedule.dependencies import PARTS
+from pipecompile.schedule.dependencies import TASK_KINDS
 from pipecompile.schedule.execution import Execution
 from pipecompile.schedule.problem import PlacedProblem
 
@@ -24,16 +24,16 @@ def _idle(
     problem: PlacedProblem, run: Execution, timeline: Timeline, rank: int, less_ns: int
 ) -> Idle:
     """The causes of one rank, which has `less_ns` less to do than the busiest."""
-    tail = timeline.makespan_ns - run.free[rank]
-    summing = max((event.end_ns - run.free[rank] for event in timeline.reductions[rank]), default=0)
+    tail = timeline.makespan_ns - run.free_ns[rank]
+    summing = max((event.end_ns - run.free_ns[rank] for event in timeline.reductions[rank]), default=0)
     transfer = (
-        run.sending[rank]
+        run.sending_ns[rank]
         + max(0, summing)
-        + sum(wait.end_ns - wait.made_ns for wait in run.waits[rank])
+        + sum(wait.end_ns - wait.produced_ns for wait in run.waits[rank])
     )
     memory = sum(_held_back(problem, run, timeline, rank))
     rest = (
-        sum(wait.made_ns - wait.start_ns for wait in run.waits[rank])
+        sum(wait.produced_ns - wait.start_ns for wait in run.waits[rank])
         - memory
         + tail
         - max(0, summing)
@@ -62,12 +62,12 @@ def _held_back(
         for event in row[wait.position : seen]:
             stage, kind, microbatch, _ = event.action
             if kind is Kind.FORWARD:
-                code = (PARTS[kind] * problem.stages + stage) * problem.microbatches + (
+                code = (TASK_KINDS[kind] * problem.stages + stage) * problem.microbatches + (
                     microbatch or 0
                 )
                 ready[stage] = min(run.arrivals[code], ready.get(stage, run.arrivals[code]))
         seen = wait.position
         room = problem.caps[rank] - (held[wait.position - 1] if wait.position else 0)
         too_large = (s for s in ready if problem.change_bytes(Action(s, Kind.FORWARD)) > room)
-        first = min((ready[s] for s in too_large), default=wait.made_ns)
-        yield max(0, wait.made_ns - max(wait.start_ns, first))
+        first = min((ready[s] for s in too_large), default=wait.produced_ns)
+        yield max(0, wait.produced_ns - max(wait.start_ns, first))

@@ -48,12 +48,12 @@ class ScheduleInstance:
         return kind, stage, microbatch
 
     @property
-    def size(self) -> int:
+    def code_count(self) -> int:
         """One more than the largest number."""
         return 4 * self.problem.stages * self.problem.microbatches
 
     @property
-    def operations(self) -> int:
+    def operation_count(self) -> int:
         """How many there are in an order."""
         return sum(map(len, self.kinds)) * self.problem.microbatches
 
@@ -131,7 +131,7 @@ class ScheduleInstance:
         ]
 
     @cached_property
-    def changes(self) -> list[int]:
+    def byte_changes(self) -> list[int]:
         """By operation what it adds to the bytes its rank holds."""
         repeat = range(self.problem.microbatches)
         return [size for lanes in self.task_bytes for size in lanes for _ in repeat]
@@ -157,7 +157,7 @@ class ScheduleInstance:
     def times(self, rows: Sequence[Sequence[int]]) -> OrderTimes | None:
         """The order performed as early as possible on links that are free and do not block; None if it deadlocks."""
         durations, sources = self.durations, self.sources
-        ends = [-1] * self.size
+        ends = [-1] * self.code_count
         free, heads, lengths = [0] * len(rows), [0] * len(rows), [len(row) for row in rows]
         waiting: dict[int, list[int]] = {}
         ready = list(range(len(rows)))
@@ -206,9 +206,9 @@ class ScheduleInstance:
                 done[rank] = max(done[rank], end) + reduce_ns if reduce_ns else done[rank]
         return max(done)
 
-    def peaks(self, rows: Sequence[Sequence[int]]) -> list[int]:
+    def peak_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The most bytes that each rank holds; memory depends on a rank's own order alone."""
-        changes, peaks = self.changes, []
+        changes, peaks = self.byte_changes, []
         for row in rows:
             held = peak = 0
             for operation in row:
@@ -222,10 +222,10 @@ class ScheduleInstance:
         """Whether every rank stays within its cap."""
         caps = self.problem.caps
         return caps is None or all(
-            peak <= cap for peak, cap in zip(self.peaks(rows), caps, strict=True)
+            peak <= cap for peak, cap in zip(self.peak_bytes(rows), caps, strict=True)
         )
 
-    def rows_of(self, schedule: Schedule) -> Rows:
+    def rows_of_schedule(self, schedule: Schedule) -> Rows:
         """The compute actions of a schedule as operations; where both halves are wanted, one follows the other."""
         return [[o for action in row for o in self._operations(action)] for row in schedule.compute]
 
@@ -237,7 +237,7 @@ class ScheduleInstance:
             return [number, self.operation(WEIGHT, stage, microbatch)]
         return [] if kind is Kind.BACKWARD_WEIGHT and not self.split[stage] else [number]
 
-    def schedule(self, name: str, rows: Sequence[Sequence[int]]) -> Schedule:
+    def to_schedule(self, name: str, rows: Sequence[Sequence[int]]) -> Schedule:
         """The order as a schedule of compute actions."""
         actions = [[self._action(operation) for operation in row] for row in rows]
         return Schedule.of(name, self.problem.microbatches, self.problem.placement, actions)

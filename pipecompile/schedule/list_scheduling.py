@@ -20,7 +20,7 @@ from pipecompile.schedule.instance import (
     ScheduleInstance,
 )
 
-__all__ = ["Priorities", "build", "refill", "reserve", "serial"]
+__all__ = ["Priorities", "build_order", "refill_weight_gradients", "single_microbatch_peak", "serial_order"]
 
 SHARES = (
     2  # of a rank's slack, divided evenly over the microbatches to come, that one wait may take
@@ -40,14 +40,14 @@ class Priorities:
 
     depth: tuple[int, ...]
     prefer: str = "backward"
-    deep_forward: bool = True
-    deep_backward: bool = False
+    deep_forward_first: bool = True
+    deep_backward_first: bool = False
     patience: float = 0.0
-    courteous: bool = False
-    thrifty: bool = False
+    yields_to_backward: bool = False
+    waits_within_slack: bool = False
 
 
-def build(instance: ScheduleInstance, priorities: Priorities, goal_ns: int) -> Rows | None:
+def build_order(instance: ScheduleInstance, priorities: Priorities, goal_ns: int) -> Rows | None:
     """The order that `policy` makes; None if the caps may not let even one microbatch through in any order.
 
     What a rank has to spare is counted up to `goal_ns`, when the step should end.
@@ -61,7 +61,7 @@ def build(instance: ScheduleInstance, priorities: Priorities, goal_ns: int) -> R
     return builder.rows
 
 
-def refill(instance: ScheduleInstance, rows: Rows) -> Rows:
+def refill_weight_gradients(instance: ScheduleInstance, rows: Rows) -> Rows:
     """The same forwards and backwards, with weight gradients where ranks would wait, or memory asks for them."""
     builder = _Refill(instance, rows)
     assert builder.run(), "an order that fits can be followed"
@@ -96,12 +96,12 @@ class _Builder:
         self.due: list[int | None] = [
             None
         ] * problem.ranks  # the stage whose backward follows its recompute
-        self.reserves = [reserve(instance, rank) for rank in range(problem.ranks)]
+        self.reserves = [single_microbatch_peak(instance, rank) for rank in range(problem.ranks)]
         self.forwards = [
-            sorted(stages, reverse=priorities.deep_forward) for stages in instance.stages_by_rank
+            sorted(stages, reverse=priorities.deep_forward_first) for stages in instance.stages_by_rank
         ]
         self.backwards = [
-            sorted(stages, reverse=priorities.deep_backward) for stages in instance.stages_by_rank
+            sorted(stages, reverse=priorities.deep_backward_first) for stages in instance.stages_by_rank
         ]
         self.rows: Rows = [[] for _ in range(problem.ranks)]
         self.queue = [(0, rank) for rank in range(problem.ranks)]
@@ -201,7 +201,7 @@ class _Builder:
     def _yields(self, rank: int, stage: int, now: int, coming: int | None) -> bool:
         """Whether this forward would delay the first backward of its rank, which is known to come."""
         if (
-            not self.priorities.courteous
+            not self.priorities.yields_to_backward
             or coming is None
             or self.done[BACKWARD][self.instance.stages_by_rank[rank][-1]]
         ):
@@ -227,7 +227,7 @@ class _Builder:
         """Whether a weight gradient would delay what is coming, and the rank may idle until then."""
         if coming - now >= self.priorities.patience * self.task_ns[WEIGHT][stage]:
             return False
-        if not self.priorities.thrifty:
+        if not self.priorities.waits_within_slack:
             return True
         waits = self.microbatches - min(
             self.done[BACKWARD][s] for s in self.instance.stages_by_rank[rank]
@@ -294,7 +294,7 @@ def _work(instance: ScheduleInstance, stages: tuple[int, ...]) -> int:
     )
 
 
-def reserve(instance: ScheduleInstance, rank: int) -> int:
+def single_microbatch_peak(instance: ScheduleInstance, rank: int) -> int:
     """The most that one microbatch alone comes to hold on a rank, in whatever order it is done, in bytes.
 
     As a stage recomputes, all others of the rank may be held but those whose backwards come before.
@@ -311,7 +311,7 @@ def reserve(instance: ScheduleInstance, rank: int) -> int:
     )
 
 
-def serial(instance: ScheduleInstance) -> Rows | None:
+def serial_order(instance: ScheduleInstance) -> Rows | None:
     """One microbatch after the other, in the order that holds least; None if no order at all fits."""
     steps = _alone(instance)
     if steps is None:

@@ -18,7 +18,7 @@ from pipecompile.schedule.asynchronous import (
     STASHED,
     VERTICAL_SYNC,
     VersionRule,
-    versioned,
+    with_versions,
 )
 from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_one_b
 from pipecompile.schedule.placement import place, shapes_of
@@ -160,7 +160,7 @@ def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[
     rows = [numbered(turns, microbatches) for turns in named.generator(layout, microbatches)]
     if named.version_rule is None:
         return rows
-    return [tuple(versioned(row, named.version_rule, len(layout), microbatches)) for row in rows]
+    return [tuple(with_versions(row, named.version_rule, len(layout), microbatches)) for row in rows]
 
 
 def _named(name: str) -> _NamedSchedule:

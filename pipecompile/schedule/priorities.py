@@ -10,18 +10,18 @@ from itertools import product
 from pipecompile.schedule.instance import BACKWARD, FORWARD, ScheduleInstance
 from pipecompile.schedule.list_scheduling import Priorities
 
-__all__ = ["random_priorities", "systematic_priorities", "thrifty", "varied_priorities"]
+__all__ = ["random_priorities", "systematic_priorities", "thrifty_priorities", "varied_priorities"]
 
 _PREFER = ("turns", "forward", "backward")
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def thrifty(instance: ScheduleInstance) -> Iterator[Priorities]:
+def thrifty_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
     """The few that come near the bound by themselves where there are many microbatches, the best first."""
     behind = _behind(instance)
     for patience, quarters in product((0.75, 1.0), (7, 6, 8, 5)):
         depth = tuple(-(-quarters * ahead // 4) for ahead in behind)
-        yield Priorities(depth, "turns", patience=patience, thrifty=True, courteous=True)
+        yield Priorities(depth, "turns", patience=patience, waits_within_slack=True, yields_to_backward=True)
 
 
 def systematic_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
@@ -29,10 +29,10 @@ def systematic_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
     problem = instance.problem
     several = ((True, False), (True, True), (False, False), (False, True))
     deep = several if problem.stages > problem.ranks else several[:1]
-    for patience, depth, courteous, prefer in product(
+    for patience, depth, yields_to_backward, prefer in product(
         (0.0, 0.5, 1.0), _depths(instance), (True, False), _PREFER
     ):
-        yield Priorities(depth, prefer, patience=patience, courteous=courteous)
+        yield Priorities(depth, prefer, patience=patience, yields_to_backward=yields_to_backward)
     for depth, (forward, backward), prefer in product(_depths(instance), deep[1:], _PREFER):
         yield Priorities(depth, prefer, forward, backward)
 
@@ -95,9 +95,9 @@ def varied_priorities(priorities: Priorities, source: random.Random) -> Prioriti
     if source.random() < 0.2:
         changed = replace(changed, patience=source.choice(_PATIENCE))
     if source.random() < 0.15:
-        changed = replace(changed, deep_forward=not priorities.deep_forward)
+        changed = replace(changed, deep_forward_first=not priorities.deep_forward_first)
     return (
-        replace(changed, deep_backward=not priorities.deep_backward)
+        replace(changed, deep_backward_first=not priorities.deep_backward_first)
         if source.random() < 0.15
         else changed
     )

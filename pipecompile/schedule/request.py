@@ -13,7 +13,7 @@ from pipecompile.errors import InfeasibleError, InputError, ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order, ScheduleProblem
 from pipecompile.ir.serialization import read
-from pipecompile.schedule.check import check
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import NAMES, SPLIT, generate, required_placement
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem, placed_problem
@@ -261,7 +261,7 @@ def _searched(
         timeline = simulate(problem, found.schedule)
         candidates.append(
             _PlacementCandidate(
-                problem, found.schedule, timeline, request.objective, found.bound, found.named
+                problem, found.schedule, timeline, request.objective, found.bound_ns, found.named
             )
         )
     if not candidates:
@@ -274,7 +274,7 @@ def _compared(candidate: _PlacementCandidate) -> Iterator[NamedOrder]:
         yield NamedOrder(
             name=order.schedule.name,
             shape=_shape(candidate.problem.placement),
-            value_ns=order.value,
+            value_ns=order.value_ns,
             peak_bytes=max(order.peak_bytes),
             over_bytes=_over_bytes(candidate.problem, order.peak_bytes),
         )
@@ -295,9 +295,9 @@ def _violations(candidate: _PlacementCandidate) -> list[str]:
     """By how much which rank is over its cap, and nothing else: ScheduleError if there is more."""
     problem = _relayed(candidate.problem)
     lowered = add_transfers(problem, candidate.schedule)
-    found = check(lowered, problem)
+    found = check_schedule(lowered, problem)
     faults = (
-        check(lowered, replace(problem, caps=None)) if found and candidate.over_bytes else found
+        check_schedule(lowered, replace(problem, caps=None)) if found and candidate.over_bytes else found
     )
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""

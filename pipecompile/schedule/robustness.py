@@ -9,14 +9,14 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.simulator import simulate
 
-__all__ = ["NOISE", "SURVIVES", "gain_survives"]
+__all__ = ["NOISE", "SURVIVES", "is_gain_robust"]
 
 NOISE = 0.1
 DRAWS = 24
 SURVIVES = 0.75  # of the draws
 
 
-def gain_survives(problem: PlacedProblem, searched: Schedule, named: Schedule) -> bool:
+def is_gain_robust(problem: PlacedProblem, searched: Schedule, named: Schedule) -> bool:
     """Whether `searched` makes the shorter step in three of four draws, every time of `problem` off by up to 10 %."""
     source = random.Random(0)
     draws = [_disturbed(problem, source) for _ in range(DRAWS)]

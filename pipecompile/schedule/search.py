@@ -15,21 +15,30 @@ from itertools import chain
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Schedule, Timeline
-from pipecompile.schedule.hill_climbing import hill_climb, value
+from pipecompile.schedule.hill_climbing import hill_climb, objective_ns
 from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
-from pipecompile.schedule.list_scheduling import Priorities, build, refill, reserve, serial
+from pipecompile.schedule.list_scheduling import (
+    Priorities,
+    build_order,
+    refill_weight_gradients,
+    serial_order,
+    single_microbatch_peak,
+)
 from pipecompile.schedule.lower_bound import lower_bound
 from pipecompile.schedule.named import SPLIT, fitting_names, generate
 from pipecompile.schedule.priorities import (
     random_priorities,
     systematic_priorities,
-    thrifty,
+    thrifty_priorities,
     varied_priorities,
 )
 from pipecompile.schedule.problem import Network, PlacedProblem
 from pipecompile.schedule.recompute import add_recomputes, move_recomputes
 from pipecompile.schedule.simulator import simulate
-from pipecompile.schedule.weight_gradients import earlier, later
+from pipecompile.schedule.weight_gradients import (
+    advance_weight_gradients,
+    postpone_weight_gradients,
+)
 
 __all__ = [
     "OBJECTIVES",
@@ -59,7 +68,7 @@ class NamedResult:
     """A named schedule on a problem: its value in ns, what each rank holds, and whether that is within the caps."""
 
     schedule: Schedule
-    value: int
+    value_ns: int
     peak_bytes: tuple[int, ...]
     fits: bool
 
@@ -73,8 +82,8 @@ class SearchResult:
 
     schedule: Schedule
     objective: str
-    value: int
-    bound: int
+    value_ns: int
+    bound_ns: int
     named: tuple[NamedResult, ...]
 
 
@@ -86,11 +95,11 @@ def search(
     _refuse_what_never_fits(problem)
     bound = order_lower_bound(problem, objective)
     best = best_named(named)
-    candidates = [] if best is None else [(best.value, best.schedule)]
-    if best is None or best.value > bound:
+    candidates = [] if best is None else [(best.value_ns, best.schedule)]
+    if best is None or best.value_ns > bound:
         instances = list(_instances(problem))
         spent = (
-            len(named) * instances[0].operations * NAMED // PER_SECOND
+            len(named) * instances[0].operation_count * NAMED // PER_SECOND
         )  # whole seconds: nothing, but for large ones
         left = max(seconds / 2, seconds - spent)
         instances = _affordable(instances, left)
@@ -128,7 +137,7 @@ def simulate_named(problem: PlacedProblem, objective: str) -> Iterator[NamedResu
 def best_named(named: tuple[NamedResult, ...]) -> NamedResult | None:
     """The shortest of those that fit; of equals the one that holds least."""
     within = (order for order in named if order.fits)
-    return min(within, key=lambda order: (order.value, max(order.peak_bytes)), default=None)
+    return min(within, key=lambda order: (order.value_ns, max(order.peak_bytes)), default=None)
 
 
 def _value(problem: PlacedProblem, schedule: Schedule, objective: str) -> int:
@@ -148,12 +157,12 @@ def _within_caps(problem: PlacedProblem, timeline: Timeline) -> bool:
 def _refuse_what_never_fits(problem: PlacedProblem) -> None:
     """InfeasibleError if a microbatch alone is too much: on its way back it holds all its stages on a rank."""
     instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
-    if problem.caps is None or serial(instance) is not None:
+    if problem.caps is None or serial_order(instance) is not None:
         return
     rank, needed = next(
-        (r, reserve(instance, r))
+        (r, single_microbatch_peak(instance, r))
         for r, cap in enumerate(problem.caps)
-        if reserve(instance, r) > cap
+        if single_microbatch_peak(instance, r) > cap
     )
     raise InfeasibleError(
         f"no order fits: one microbatch alone holds {needed} bytes on rank {rank}, whose cap is {problem.caps[rank]}; "
@@ -186,14 +195,14 @@ def _instances(problem: PlacedProblem) -> Iterator[ScheduleInstance]:
 
 def _affordable(instances: list[ScheduleInstance], seconds: float) -> list[ScheduleInstance]:
     """As many as there is time to build and climb from an order for; one at the least."""
-    return instances[: max(1, int(seconds * PER_SECOND / (LEAST * instances[0].operations)))]
+    return instances[: max(1, int(seconds * PER_SECOND / (LEAST * instances[0].operation_count)))]
 
 
 @dataclass(frozen=True, slots=True)
 class _OrderCandidate:
     """An order, what it is worth, and the policy that made it, if one did."""
 
-    value: int
+    value_ns: int
     rows: Rows
     priorities: Priorities | None
 
@@ -209,10 +218,10 @@ class _OrderSearch:
         seconds: float,
         named: tuple[NamedResult, ...],
     ) -> None:
-        self.instance, self.objective, self.bound = instance, objective, bound
+        self.instance, self.objective, self.bound_ns = instance, objective, bound
         self.random = random.Random(0)
         self.named = named
-        self.budget, self.size = seconds * PER_SECOND, instance.operations
+        self.budget, self.size = seconds * PER_SECOND, instance.operation_count
         self.pool: list[_OrderCandidate] = []
 
     def run(self) -> Schedule:
@@ -223,30 +232,30 @@ class _OrderSearch:
             self._climb(candidate, self.budget * 0.35 / CLIMBERS, number)
         self._windows(self.budget * 0.2)
         self._climb(self.pool[0], self.budget * 0.2, CLIMBERS)
-        return self.instance.schedule("search", self._best_on_network())
+        return self.instance.to_schedule("search", self._best_on_network())
 
     @property
     def _done(self) -> bool:
-        return bool(self.pool) and self.pool[0].value <= self.bound
+        return bool(self.pool) and self.pool[0].value_ns <= self.bound_ns
 
     def _add(self, rows: Rows | None, priorities: Priorities | None = None) -> None:
         """Into the pool, if it fits and comes to its end."""
         times = None if rows is None or not self.instance.fits(rows) else self.instance.times(rows)
         if rows is None or times is None:
             return
-        worth = value(times, self.objective)
-        if all(worth != other.value for other in self.pool):
+        worth = objective_ns(times, self.objective)
+        if all(worth != other.value_ns for other in self.pool):
             self.pool.append(_OrderCandidate(worth, rows, priorities))
-            self.pool.sort(key=lambda candidate: candidate.value)
+            self.pool.sort(key=lambda candidate: candidate.value_ns)
             del self.pool[KEPT:]
 
     def _seed(self) -> None:
-        self._add(serial(self.instance))
+        self._add(serial_order(self.instance))
         for order in self.named:
-            rows = self.instance.rows_of(order.schedule)
+            rows = self.instance.rows_of_schedule(order.schedule)
             self._add(rows)
             if self.instance.fits(rows) and self.instance.times(rows) is not None:
-                self._add(refill(self.instance, rows))
+                self._add(refill_weight_gradients(self.instance, rows))
 
     def _draw(self, budget: float) -> None:
         """List schedules: systematic ones first, then drawn and varied ones.
@@ -254,11 +263,11 @@ class _OrderSearch:
         Climbing gains most from starts that differ in kind; without it the best policies come first.
         """
         waiting = chain(
-            () if self._climbs else thrifty(self.instance), systematic_priorities(self.instance)
+            () if self._climbs else thrifty_priorities(self.instance), systematic_priorities(self.instance)
         )
         for number in range(max(1, int(budget / (self.size * BUILD)))):
             priorities = next(waiting, None) or self._another(number)
-            self._add(build(self.instance, priorities, self.bound), priorities)
+            self._add(build_order(self.instance, priorities, self.bound_ns), priorities)
             if self._done:
                 return
 
@@ -270,12 +279,12 @@ class _OrderSearch:
     def _settle(self) -> None:
         """Weight gradients of the best orders into waits and to the end, in turns, while that helps."""
         for candidate in self.pool[: CLIMBERS if self._climbs else 1]:
-            rows, worth = candidate.rows, candidate.value
-            for move in (later, earlier) * 4:
+            rows, worth = candidate.rows, candidate.value_ns
+            for move in (postpone_weight_gradients, advance_weight_gradients) * 4:
                 moved = move(self.instance, rows, self._timed(rows))
                 times = self.instance.times(moved) if self.instance.fits(moved) else None
-                if times is not None and value(times, self.objective) <= worth:
-                    rows, worth = moved, value(times, self.objective)
+                if times is not None and objective_ns(times, self.objective) <= worth:
+                    rows, worth = moved, objective_ns(times, self.objective)
             self._add(rows, candidate.priorities)
 
     def _another(self, number: int) -> Priorities:
@@ -297,7 +306,7 @@ class _OrderSearch:
                 objective=self.objective,
                 steps=steps,
                 seed=seed,
-                enough=self.bound,
+                enough=self.bound_ns,
             )
             self._add(rows)
 
@@ -306,17 +315,17 @@ class _OrderSearch:
         if self._done or self.objective != "makespan" or budget < PER_SECOND / 10:
             return
         # Imported here: CP-SAT takes longer to load than small problems to solve.
-        from pipecompile.schedule.window import cut, improve
+        from pipecompile.schedule.window import improve_window, window_between
 
         rows, left, idle = self.pool[0].rows, budget / PER_SECOND, 0
         while left > 0 and idle < IDLE_WINDOWS * (1 + self.size // WINDOW):
             times = self._timed(rows)
-            if times.makespan_ns <= self.bound:
+            if times.makespan_ns <= self.bound_ns:
                 break
             width = max(1, times.makespan_ns * WINDOW // self.size)
             start = self.random.randrange(-width // 2, times.makespan_ns)
-            window = cut(self.instance, rows, times.ends, start, start + width)
-            found, spent = improve(self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0)
+            window = window_between(self.instance, rows, times.ends, start, start + width)
+            found, spent = improve_window(self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0)
             left -= spent * SOLVER_SECONDS + WINDOW_SECONDS + self.size / PER_SECOND * 10
             gain = -1 if found is None else times.makespan_ns - self._timed(found).makespan_ns
             rows, idle = (
@@ -336,6 +345,6 @@ class _OrderSearch:
         if problem.network == Network():
             return self.pool[0].rows
         schedules = [
-            (candidate, self.instance.schedule("search", candidate.rows)) for candidate in self.pool
+            (candidate, self.instance.to_schedule("search", candidate.rows)) for candidate in self.pool
         ]
         return min(schedules, key=lambda pair: _value(problem, pair[1], self.objective))[0].rows

@@ -14,7 +14,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.snapshots import Moment, moments
-from pipecompile.schedule.check import check
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import (
     ASYNCHRONOUS,
     NAMES,
@@ -27,7 +27,7 @@ from pipecompile.schedule.named import (
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.recompute import add_recomputes
-from pipecompile.schedule.robustness import gain_survives
+from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
 
@@ -141,7 +141,7 @@ def schedule_plan(
     else:
         compute = named_schedule_within(options.schedule, safe, excess)
     lowered = add_transfers(problem, compute)
-    found = check(lowered, problem)
+    found = check_schedule(lowered, problem)
     assert not found, f"the schedule is not sound: {found}"
     return lowered, ordering
 
@@ -172,19 +172,19 @@ def _searched(
 
     known = _named_within(problem, excess)
     named = best_named(known)
-    found = min(_found(problem, safe, excess), key=lambda order: order.value, default=None)
+    found = min(_found(problem, safe, excess), key=lambda order: order.value_ns, default=None)
     if found is None and named is None:
         raise InfeasibleError(
             "no order was found whose ranks fit their memory; whether there is one is not proven"
         )
     kept = found is not None and (
         named is None
-        or (found.value < named.value and gain_survives(problem, found.schedule, named.schedule))
+        or (found.value_ns < named.value_ns and is_gain_robust(problem, found.schedule, named.schedule))
     )
     chosen = found if kept or named is None else named
     assert chosen is not None
     ordering = Ordering(
-        searched_ns=min(order.value for order in (found, named) if order is not None),
+        searched_ns=min(order.value_ns for order in (found, named) if order is not None),
         bound_ns=order_lower_bound(problem, "makespan"),
         named_ns=_fitting(known),
         kept=kept,
@@ -236,4 +236,4 @@ def compared(problem: PlacedProblem, excess: Excess) -> tuple[dict[str, int], in
 
 
 def _fitting(named: Iterable[NamedResult]) -> dict[str, int]:
-    return {order.schedule.name: order.value for order in named if order.fits}
+    return {order.schedule.name: order.value_ns for order in named if order.fits}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import COMPUTE, WEIGHT_GRADIENT_KINDS, Action, Event, Kind, Schedule
-from pipecompile.schedule.dependencies import message
+from pipecompile.schedule.dependencies import message_of
 from pipecompile.schedule.execution import execute
 from pipecompile.schedule.problem import PlacedProblem
 
@@ -33,7 +33,7 @@ def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for rank, (action, *_) in _by_completion(problem, schedule):
         rows[rank].append(action)
-        pair = message(action, problem.stages, problem.gradient)
+        pair = message_of(action, problem.stages, problem.gradient)
         if pair and placement[pair[1].stage] != rank:
             rows[rank].append(pair[0])
             rows[placement[pair[1].stage]].append(pair[1])
@@ -48,7 +48,7 @@ def _by_completion(problem: PlacedProblem, schedule: Schedule) -> list[tuple[int
     run = execute(problem, schedule)
     events = [iter(row) for row in run.events]
     return sorted(
-        ((rank, next(events[rank])) for rank in run.turns), key=lambda item: item[1].end_ns
+        ((rank, next(events[rank])) for rank in run.rank_order), key=lambda item: item[1].end_ns
     )
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pipecompile.schedule.instance import BACKWARD, WEIGHT, OrderTimes, Rows, ScheduleInstance
 
-__all__ = ["earlier", "later"]
+__all__ = ["advance_weight_gradients", "postpone_weight_gradients"]
 
 
-def later(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
+def postpone_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
     """From before each rank's last backward to behind it, as many as there is time for until the step ends."""
     return [_row_later(instance, row, times) for row in rows]
 
@@ -32,7 +32,7 @@ def _row_later(instance: ScheduleInstance, row: list[int], times: OrderTimes) ->
     return [*before, *(row[index] for index in sorted(moved)), *row[last + 1 :]]
 
 
-def earlier(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
+def advance_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
     """Into the waits of each rank, where they delay nothing."""
     return [_row_earlier(instance, row, times) for row in rows]
 

@@ -14,10 +14,10 @@ from pipecompile.ir.schedule import (
     Schedule,
 )
 
-__all__ = ["bare", "versions"]
+__all__ = ["without_versions", "version_violations"]
 
 
-def bare(schedule: Schedule) -> Schedule:
+def without_versions(schedule: Schedule) -> Schedule:
     """The schedule without the versions of its actions."""
     if all(action.version is None for _, action in schedule):
         return schedule
@@ -27,7 +27,7 @@ def bare(schedule: Schedule) -> Schedule:
     )
 
 
-def versions(schedule: Schedule) -> Iterator[str]:
+def version_violations(schedule: Schedule) -> Iterator[str]:
     """Every violation of the rule that `schedule.weight_versions` names, one line each."""
     if schedule.weight_versions == "synchronous":
         named = ((rank, action) for rank, action in schedule if action.version is not None)

@@ -25,7 +25,7 @@ from pipecompile.schedule.instance import (
     ScheduleInstance,
 )
 
-__all__ = ["Window", "cut", "improve"]
+__all__ = ["Window", "window_between", "improve_window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Window:
     parts: tuple[tuple[int, int], ...]
 
     @property
-    def size(self) -> int:
+    def code_count(self) -> int:
         """How many operations."""
         return sum(stop - start for start, stop in self.parts)
 
 
-def cut(
+def window_between(
     instance: ScheduleInstance, rows: Rows, ends: list[int], start_ns: int, stop_ns: int
 ) -> Window:
     """The operations that start in [start_ns, stop_ns)."""
@@ -52,7 +52,7 @@ def cut(
     return Window(tuple(parts))
 
 
-def improve(
+def improve_window(
     instance: ScheduleInstance,
     rows: Rows,
     times: OrderTimes,
@@ -131,7 +131,7 @@ class _Neighbourhood:
         caps = self.instance.problem.caps
         for rank, (row, (first, _)) in enumerate(zip(self.rows, self.window.parts, strict=True)):
             if caps is not None:
-                held = sum(self.instance.changes[operation] for operation in row[:first])
+                held = sum(self.instance.byte_changes[operation] for operation in row[:first])
                 self._within(caps[rank] - held, self.free[rank])
 
     def _within(self, room: int, free: list[int]) -> None:
@@ -178,7 +178,7 @@ class _Neighbourhood:
 
         Backwards in time; what lies in the window hands nothing on, since its order is not known yet.
         """
-        found = [0] * self.instance.size
+        found = [0] * self.instance.code_count
         before = {later: earlier for row in self.rows for earlier, later in pairwise(row)}
         outside = [
             o

@@ -25,8 +25,8 @@ def test_what_is_worse_than_named_or_known_is_a_violation() -> None:
     found = search(problem, seconds=0.1)
     best = best_named(found.named)
     assert best is not None
-    assert not list(schedules._violations("x", found, best, found.value, 1.0))
-    assert len(list(schedules._violations("x", found, best, found.value // 2, 11.0))) == 2
+    assert not list(schedules._violations("x", found, best, found.value_ns, 1.0))
+    assert len(list(schedules._violations("x", found, best, found.value_ns // 2, 11.0))) == 2
 
 
 @pytest.mark.parametrize("costs", ["equal", "±20 %"])

@@ -54,7 +54,7 @@ def sound(instance: ScheduleInstance, rows: Rows) -> OrderTimes:
         wanted = [instance.operation(kind, stage, j) for j in range(problem.microbatches)]
         assert [o for o in rows[problem.placement[stage]] if o in wanted] == wanted
     assert sum(map(len, rows)) == len(lanes) * problem.microbatches
-    schedule = instance.schedule("", rows)
+    schedule = instance.to_schedule("", rows)
     naive = naive_times(replace(problem, network=Network()), schedule)
     assert times.makespan_ns == naive.makespan_ns
     assert times.span_ns == max(

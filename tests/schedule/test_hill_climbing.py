@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.schedule.hill_climbing import hill_climb, value
+from pipecompile.schedule.hill_climbing import hill_climb, objective_ns
 from pipecompile.schedule.instance import BACKWARD, FORWARD, WEIGHT, ScheduleInstance
-from pipecompile.schedule.list_scheduling import serial
+from pipecompile.schedule.list_scheduling import serial_order
 from pipecompile.schedule.search import OBJECTIVES
 from tests.schedule.cases import equal
 from tests.schedule.instances import instances, sound
@@ -15,10 +15,10 @@ from tests.schedule.instances import instances, sound
 def test_an_order_never_gets_worse_and_keeps_within_the_caps(
     instance: ScheduleInstance, objective: str, seed: int
 ) -> None:
-    rows = serial(instance)
+    rows = serial_order(instance)
     if rows is not None:
         found = hill_climb(instance, rows, objective=objective, steps=60, seed=seed, enough=0)
-        assert value(sound(instance, found), objective) <= value(sound(instance, rows), objective)
+        assert objective_ns(sound(instance, found), objective) <= objective_ns(sound(instance, rows), objective)
 
 
 def test_weight_gradients_climb_out_of_the_way() -> None:
@@ -38,6 +38,6 @@ def test_weight_gradients_climb_out_of_the_way() -> None:
 
 def test_it_stops_at_what_is_enough() -> None:
     instance = ScheduleInstance(equal([0], 2), (True,))
-    rows = serial(instance)
+    rows = serial_order(instance)
     assert rows is not None
     assert hill_climb(instance, rows, objective="makespan", steps=10**9, seed=0, enough=6) == rows

@@ -6,11 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.schedule.instance import WEIGHT, Rows, ScheduleInstance
-from pipecompile.schedule.list_scheduling import Priorities, build, refill, reserve, serial
+from pipecompile.schedule.list_scheduling import (
+    Priorities,
+    build_order,
+    refill_weight_gradients,
+    serial_order,
+    single_microbatch_peak,
+)
 from pipecompile.schedule.priorities import (
     random_priorities,
     systematic_priorities,
-    thrifty,
+    thrifty_priorities,
     varied_priorities,
 )
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
@@ -21,7 +27,7 @@ from tests.schedule.instances import instances, sound, tiny_problems
 @st.composite
 def policies(draw: st.DrawFn, instance: ScheduleInstance) -> Priorities:
     source = random.Random(draw(st.integers(0, 99)))
-    known = [*thrifty(instance), *systematic_priorities(instance)]
+    known = [*thrifty_priorities(instance), *systematic_priorities(instance)]
     priorities = (
         draw(st.sampled_from(known)) if draw(st.booleans()) else random_priorities(instance, source)
     )
@@ -30,7 +36,7 @@ def policies(draw: st.DrawFn, instance: ScheduleInstance) -> Priorities:
 
 def _roomy(instance: ScheduleInstance) -> bool:
     caps = instance.problem.caps
-    return caps is None or all(reserve(instance, rank) <= cap for rank, cap in enumerate(caps))
+    return caps is None or all(single_microbatch_peak(instance, rank) <= cap for rank, cap in enumerate(caps))
 
 
 @settings(max_examples=300)
@@ -38,7 +44,7 @@ def _roomy(instance: ScheduleInstance) -> bool:
 def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> None:
     """Wherever there is room for one microbatch in any order; skips, cut gradients, recomputes, any placement."""
     instance = data.draw(instances())
-    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200)))
+    rows = build_order(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200)))
     assert (rows is not None) == _roomy(instance)
     if rows is not None:
         sound(instance, rows)
@@ -48,11 +54,11 @@ def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> Non
 @given(st.data())
 def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataObject) -> None:
     instance = data.draw(instances())
-    rows = build(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))) or serial(
+    rows = build_order(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))) or serial_order(
         instance
     )
     if rows is not None:
-        filled = refill(instance, rows)
+        filled = refill_weight_gradients(instance, rows)
         sound(instance, filled)
         assert _without_weights(instance, filled) == _without_weights(instance, rows)
 
@@ -66,7 +72,7 @@ def _without_weights(instance: ScheduleInstance, rows: Rows) -> Rows:
 @given(tiny_problems())
 def test_one_microbatch_after_the_other_fits_if_any_order_does(problem: PlacedProblem) -> None:
     instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
-    rows = serial(instance)
+    rows = serial_order(instance)
     assert (rows is None) == (best(problem, "makespan") is None)
     if rows is not None:
         sound(instance, rows)
@@ -84,8 +90,8 @@ def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_ente
         caps=(5,),
     )
     instance = ScheduleInstance(problem, (False, False))
-    assert build(instance, Priorities((1, 1)), 4) is None
-    rows = serial(instance)
+    assert build_order(instance, Priorities((1, 1)), 4) is None
+    rows = serial_order(instance)
     assert rows is not None
     sound(instance, rows)
 
@@ -98,6 +104,6 @@ def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
     problem = PlacedProblem((0, 1, 0), 2, (costs,) * 3, (0, 0), (0, 0), (True, True), caps=(10, 10))
     instance = ScheduleInstance(problem, (True,) * 3)
     for priorities in systematic_priorities(instance):
-        rows = build(instance, priorities, 100)
+        rows = build_order(instance, priorities, 100)
         assert rows is not None
         sound(instance, rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Kind
-from pipecompile.schedule.check import check
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.search import OBJECTIVES, SearchResult, search, simulate_named
@@ -49,7 +49,7 @@ def test_an_order_is_found_wherever_there_is_one_and_no_better_one_than_there_is
     least, found = best(problem, objective), _found(problem, objective, 0.02)
     assert (found is None) == (least is None)
     if found is not None and least is not None:
-        assert found.bound <= least <= found.value
+        assert found.bound_ns <= least <= found.value_ns
 
 
 @settings(max_examples=200)
@@ -62,15 +62,15 @@ def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
     )
     found = _found(problem, objective, 0.02)
     if found is not None:
-        assert found.value == _naive_value(problem, found)
+        assert found.value_ns == _naive_value(problem, found)
         assert (
-            found.bound
-            <= found.value
-            <= min((n.value for n in found.named if n.fits), default=found.value)
+            found.bound_ns
+            <= found.value_ns
+            <= min((n.value for n in found.named if n.fits), default=found.value_ns)
         )
         assert found == search(problem, objective=objective, seconds=0.02)
         if not problem.skips:  # skips travel on links of their own
-            assert check(add_transfers(problem, found.schedule), problem) == []
+            assert check_schedule(add_transfers(problem, found.schedule), problem) == []
 
 
 def _uneven(microbatches: int, unit: int = 1000) -> PlacedProblem:
@@ -108,8 +108,8 @@ def test_another_process_finds_the_same() -> None:
 @pytest.mark.parametrize("unit", [1, 10**12])
 def test_a_better_order_than_any_named_one_is_found_in_any_unit(unit: int) -> None:
     found = search(_uneven(8, unit), seconds=0.4)
-    assert found.value < min(named.value for named in found.named if named.fits)
-    assert found.value % unit == 0
+    assert found.value_ns < min(named.value_ns for named in found.named if named.fits)
+    assert found.value_ns % unit == 0
 
 
 def test_named_orders_recompute_wherever_the_problem_says() -> None:
@@ -132,7 +132,7 @@ def test_an_error_says_which_rank_cannot_hold_one_microbatch() -> None:
 
 def test_a_problem_that_is_large_for_its_time_is_searched_nevertheless() -> None:
     found = search(replace(equal(range(4), 200, time=10), caps=(3, 3, 3, 3)), seconds=0.001)
-    assert found.bound <= found.value
+    assert found.bound_ns <= found.value_ns
 
 
 def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
@@ -143,4 +143,4 @@ def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
     found = search(
         replace(equal(range(16), 128, hop=50), costs=costs, caps=(32,) * 16), seconds=0.4
     )
-    assert found.value <= 1.005 * found.bound
+    assert found.value_ns <= 1.005 * found.bound_ns

@@ -20,9 +20,9 @@ from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.serialization import encode
 from pipecompile.schedule import selection as ordering
-from pipecompile.schedule.check import check
+from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT
-from pipecompile.schedule.robustness import gain_survives
+from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_plan
@@ -102,7 +102,7 @@ def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recom
     made = planned(EVEN, k=8, schedule=name, recompute=recompute)
     assert made.schedule.name == name and made.ordering is None
     assert made.ranks * made.stages_per_rank == 8
-    assert check(made.schedule, problem_of_plan(made)) == []
+    assert check_schedule(made.schedule, problem_of_plan(made)) == []
     assert made.prediction.step_ns == simulate_plan(made).makespan_ns
     halves = any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
     assert halves == (name in SPLIT)
@@ -317,13 +317,13 @@ def test_fewer_microbatches_keep_the_order() -> None:
     made = planned(EVEN, schedule="search", memory_bytes=TIGHT)
     short: Schedule = made.schedule.first(3)
     assert short.microbatches == 3 and made.schedule.first(8) is made.schedule
-    assert check(short, replace(problem_of_plan(made), microbatches=3, caps=None)) == []
+    assert check_schedule(short, replace(problem_of_plan(made), microbatches=3, caps=None)) == []
 
 
 def test_only_a_gain_that_survives_noise_counts() -> None:
     made = planned(chain([(50, 50, 50)] * 8), schedule="zb-h1")
     worse = planned(chain([(50, 50, 50)] * 8), schedule="gpipe")
     problem = problem_of_plan(made)
-    assert gain_survives(problem, made.schedule, worse.schedule)
-    assert not gain_survives(problem, worse.schedule, made.schedule)
-    assert not gain_survives(problem, made.schedule, made.schedule)
+    assert is_gain_robust(problem, made.schedule, worse.schedule)
+    assert not is_gain_robust(problem, worse.schedule, made.schedule)
+    assert not is_gain_robust(problem, made.schedule, made.schedule)

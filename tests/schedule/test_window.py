@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.schedule.instance import ScheduleInstance
-from pipecompile.schedule.list_scheduling import serial
+from pipecompile.schedule.list_scheduling import serial_order
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
-from pipecompile.schedule.window import cut, improve
+from pipecompile.schedule.window import improve_window, window_between
 from tests.schedule.brute import best
 from tests.schedule.cases import equal
 from tests.schedule.instances import instances, sound
@@ -19,12 +19,12 @@ from tests.schedule.instances import instances, sound
 def test_a_window_is_ordered_anew_within_the_caps_and_computes_no_longer(
     instance: ScheduleInstance, start: int, width: int
 ) -> None:
-    rows = serial(instance)
+    rows = serial_order(instance)
     if rows is None:
         return
     times = sound(instance, rows)
-    window = cut(instance, rows, times.ends, start, start + width)
-    found, spent = improve(instance, rows, times, window, effort=0.02, seed=0)
+    window = window_between(instance, rows, times.ends, start, start + width)
+    found, spent = improve_window(instance, rows, times, window, effort=0.02, seed=0)
     assert spent >= 0
     if found is not None:
         sound(instance, found)
@@ -40,11 +40,11 @@ def _computing(instance: ScheduleInstance, rows: list[list[int]]) -> int:
 def _whole(problem: PlacedProblem) -> int | None:
     """What a window over all of it makes of one microbatch after the other."""
     instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
-    rows = serial(instance)
+    rows = serial_order(instance)
     assert rows is not None
     times = sound(instance, rows)
-    window = cut(instance, rows, times.ends, 0, times.makespan_ns + 1)
-    found, _ = improve(instance, rows, times, window, effort=1.0, seed=0)
+    window = window_between(instance, rows, times.ends, 0, times.makespan_ns + 1)
+    found, _ = improve_window(instance, rows, times, window, effort=1.0, seed=0)
     return None if found is None else sound(instance, found).makespan_ns
 
 

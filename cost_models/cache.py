@@ -1,26 +1,29 @@
-"""Measured costs are kept: what was measured once, of the nodes of one graph on one device, is not measured again.
+"""The cache of measured costs: what was measured for one graph on one device need not be measured anew.
 
-Entries lie in $PIPECOMPILE_CACHE, else in `pipecompile` under $XDG_CACHE_HOME or ~/.cache, one file each, named by the
-SHA-256 of all that the costs depend on. Needs no PyTorch.
+Entries lie in $PIPECOMPILE_CACHE, or else in the user's cache folder (`~/.cache/pipecompile` on Linux), one file for
+each, named by the SHA-256 of all that the costs depend on. Called by `api/costs.py`. Needs no PyTorch.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pipecompile.errors import FormatError
-from pipecompile.ir.serialization import NonNegative, Value, encode, read, write
+from platformdirs import user_cache_path
 
-__all__ = ["NodeCost", "cache_folder", "keep", "recalled"]
+from pipecompile.errors import FormatError
+from pipecompile.ir.serialization import NonNegative, Value, encode, fingerprint, read, write
+
+__all__ = ["NodeCost", "cache_folder", "cached_costs", "store_costs"]
+
+logger = logging.getLogger("pipecompile.cost_models")
 
 
 class NodeCost(Value, frozen=True, kw_only=True):
-    """What was measured of a node: nanoseconds, and the bytes of its scratch where the device says them."""
+    """What was measured of a node: nanoseconds, and the bytes of its kernel scratch where the device reports them."""
 
     forward_ns: NonNegative
     backward_ns: NonNegative
@@ -30,9 +33,9 @@ class NodeCost(Value, frozen=True, kw_only=True):
 
 
 class Entry(Value, frozen=True, kw_only=True):
-    """The costs of nodes by name, all that they depend on, and the SHA-256 of their bytes.
+    """The costs of nodes by name, all that they depend on, and the SHA-256 of the costs' bytes.
 
-    Nothing that one run on fake tensors says is in it.
+    It has nothing that a run on fake tensors gives: that is computed anew each time.
     """
 
     schema: Literal["pipecompile/measured-costs/2"] = "pipecompile/measured-costs/2"
@@ -42,16 +45,16 @@ class Entry(Value, frozen=True, kw_only=True):
 
 
 def cache_folder() -> Path:
-    """Where entries lie; it need not exist."""
+    """Return the folder of the entries; it need not exist."""
     if given := os.environ.get("PIPECOMPILE_CACHE"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipecompile"
+    return user_cache_path("pipecompile", appauthor=False)
 
 
-def recalled(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
-    """The costs that depend on nothing else, as they were measured before; None if they were not.
+def cached_costs(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
+    """Return the costs that were measured under these conditions; None if there are none.
 
-    An entry that is damaged, or is not what its name says, counts as none. What happens is said on standard error.
+    An entry that is damaged, or that is not what its name says, counts as none.
     """
     path = _path(depends_on)
     if not path.exists():
@@ -59,33 +62,30 @@ def recalled(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
     try:
         costs = _checked(read(path, Entry), path, depends_on)
     except FormatError as error:
-        print(f"{error}; measuring again", file=sys.stderr)
+        logger.warning("%s; the costs are measured anew", error)
         return None
-    print(f"costs were measured before: reused from {path}", file=sys.stderr)
+    logger.info("costs are reused from %s", path)
     return costs
 
 
-def keep(depends_on: Mapping[str, str], costs: Mapping[str, NodeCost]) -> None:
-    """Keeps `costs`, in the place of older ones; where it cannot, standard error says so."""
+def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, NodeCost]) -> None:
+    """Write `costs` in the place of older ones; the log says so if that is not possible."""
     path, known = _path(depends_on), dict(costs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, encode(Entry(depends_on=dict(depends_on), digest=_digest(known), costs=known)))
+        write(path, encode(Entry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known)))
     except (OSError, FormatError) as error:
-        print(f"measured costs are not kept: {error}", file=sys.stderr)
+        logger.warning("measured costs are not cached: %s", error)
 
 
 def _checked(entry: Entry, path: Path, depends_on: Mapping[str, str]) -> dict[str, NodeCost]:
+    """The costs of `entry`; FormatError if the file was renamed or edited."""
     if entry.depends_on != depends_on:
-        raise FormatError(f"{path}: is of other costs than its name says")
-    if entry.digest != _digest(entry.costs):
+        raise FormatError(f"{path}: its costs depend on other things than its name says")
+    if entry.digest != fingerprint(entry.costs):
         raise FormatError(f"{path}: its costs were changed after they were measured")
     return entry.costs
 
 
 def _path(depends_on: Mapping[str, str]) -> Path:
-    return cache_folder() / f"{_digest(dict(depends_on))}.json"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(encode(value)).hexdigest()
+    return cache_folder() / f"{fingerprint(dict(depends_on))}.json"

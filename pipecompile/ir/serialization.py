@@ -1,7 +1,11 @@
-"""JSON in and out: strict, deterministic, and written whole or not at all."""
+"""JSON in and out: strict, deterministic, and written whole or not at all.
+
+Every file of pipecompile passes through here.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +14,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from pipecompile.errors import FormatError
+from pipecompile.ir.file_kinds import kind_mismatch
+from pipecompile.ir.layout import layout
 
 __all__ = [
     "NonNegative",
@@ -18,6 +24,7 @@ __all__ = [
     "check_writable",
     "decode",
     "encode",
+    "fingerprint",
     "read",
     "write",
 ]
@@ -32,21 +39,37 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def encode(value: Any) -> bytes:
-    """The one JSON form of `value`: sorted keys, one item a line, a newline at the end."""
-    compact = msgspec.json.encode(value, order="sorted")
-    return msgspec.json.format(compact, indent=1) + b"\n"
+    """Return `value` as JSON for a file: sorted keys, laid out by layout.py, and a newline."""
+    return layout(msgspec.json.decode(_sorted(value))).encode() + b"\n"
+
+
+def fingerprint(value: Any) -> str:
+    """Return the SHA-256 of `value` as JSON with sorted keys, whatever the layout of files."""
+    return hashlib.sha256(msgspec.json.format(_sorted(value), indent=1) + b"\n").hexdigest()
+
+
+def _sorted(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="sorted")
 
 
 def decode(data: bytes, type_: type[T], *, origin: str) -> T:
-    """Reads `data` as `type_`; FormatError names `origin` and the JSON path of what is wrong."""
+    """Return the value of `type_` in `data`.
+
+    FormatError, which begins with `origin`, says what is wrong: a file of another kind or of a
+    newer version is named as that, else the JSON path of the first wrong field is given.
+    """
     try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{origin}: {error}; correct it, or have it written again") from error
+        reason = kind_mismatch(data, type_) or f"{error}; correct it, or have it written again"
+        raise FormatError(f"{origin}: {reason}") from error
 
 
 def read(path: str | Path, type_: type[T]) -> T:
-    """Reads the file at `path` as `type_`."""
+    """Return the value of `type_` in the file at `path`.
+
+    FormatError as in `decode`, or if the file cannot be read.
+    """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -55,19 +78,22 @@ def read(path: str | Path, type_: type[T]) -> T:
 
 
 def check_writable(*paths: str | Path | None) -> None:
-    """FormatError unless each path that is given can be written: to be asked before the work that fills it."""
+    """Raise FormatError unless each path that is not None can be written.
+
+    Commands call it before the work whose result they write.
+    """
     for target in (Path(path) for path in paths if path is not None):
         if target.is_dir():
             raise FormatError(f"{target}: is a folder; name a file in it")
         if not os.access(target.parent, os.W_OK | os.X_OK):
             raise FormatError(
-                f"{target}: cannot be written, as the folder {target.parent} does not exist or is closed to you; "
-                "make it, or name another"
+                f"{target}: cannot be written, as the folder {target.parent} does not exist "
+                "or cannot be written to; make it, or name another"
             )
 
 
 def write(path: str | Path, data: bytes) -> None:
-    """Writes `data` to `path` in one step, so that a failure leaves the old file or none."""
+    """Write `data` to `path` in one step, so that a failure leaves the old file or none."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from pipecompile.errors import FormatError
-from pipecompile.ir.serialization import NonNegative, Value, decode, encode, read, write
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serialization import (
+    NonNegative,
+    Value,
+    decode,
+    encode,
+    fingerprint,
+    read,
+    write,
+)
 
 
 class _Point(Value, frozen=True, kw_only=True):
@@ -15,8 +27,41 @@ class _Point(Value, frozen=True, kw_only=True):
 
 
 def test_the_same_value_gives_the_same_bytes_with_sorted_keys() -> None:
-    assert encode(_Point(y=1, x=2)) == encode(_Point(x=2, y=1)) == b'{\n "x": 2,\n "y": 1\n}\n'
+    assert encode(_Point(y=1, x=2)) == encode(_Point(x=2, y=1)) == b'{"x": 2, "y": 1}\n'
     assert encode({"b": 1, "a": 2}) == encode({"a": 2, "b": 1})
+
+
+def test_a_fingerprint_is_of_the_content_and_not_of_its_layout() -> None:
+    assert fingerprint({"b": [1], "a": 2}) == fingerprint({"a": 2, "b": [1]})
+    canonical = b'{\n "a": 2,\n "b": [\n  1\n ]\n}\n'
+    assert fingerprint({"a": 2, "b": [1]}) == hashlib.sha256(canonical).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("schema", "type_", "message"),
+    [
+        ("plan/1", CostGraph, "is a plan (pipecompile/plan/1), but a cost graph is expected; name"),
+        (
+            "cost-graph/1",
+            Plan,
+            "is a cost graph (pipecompile/cost-graph/1), but a plan is expected",
+        ),
+        (
+            "plan/2",
+            Plan,
+            "is a plan of version 2 (pipecompile/plan/2), written by a newer pipecompile",
+        ),
+        ("device/3", Plan, "is a device (pipecompile/device/3), but a plan is expected"),
+        ("other", Plan, "is an other (pipecompile/other), but a plan is expected"),
+        ("plan/0", Plan, "Invalid enum value"),
+    ],
+)
+def test_a_file_of_another_kind_or_of_a_newer_version_is_named_as_that(
+    schema: str, type_: type, message: str
+) -> None:
+    data = encode({"schema": f"pipecompile/{schema}", "k": 4})
+    with pytest.raises(FormatError, match=rf"^a\.json: {re.escape(message)}"):
+        decode(data, type_, origin="a.json")
 
 
 @pytest.mark.parametrize(

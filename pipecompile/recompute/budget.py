@@ -1,7 +1,4 @@
-"""One stage under a budget: regions, and forms of what is saved, that fit its rank at the least extra time.
-
-Needs no PyTorch.
-"""
+"""One stage under a memory cap: the regions and encodings of least extra time that fit its rank."""
 
 from __future__ import annotations
 
@@ -11,7 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipecompile.memory_model.recompute_problem import RecomputeProblem
-from pipecompile.recompute.policies import RecomputePolicies, StageRecompute, StageSlice, ns_of
+from pipecompile.recompute.policies import (
+    RecomputePolicies,
+    StageRecompute,
+    StageSlice,
+    encoding_ns,
+)
 from pipecompile.recompute.region import Region
 
 if TYPE_CHECKING:
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["StageBudget"]
 
-REFINING_SECONDS = 1.0  # of work on the regions of one stage
-TRIES = 12  # as less memory is allowed, where the peak of regions is not that of the order
+REFINING_SECONDS = 1.0  # of deterministic work on the regions of one stage
+TRIES = 12  # each allows less memory, where the rank's peak is above that of the problem
 
 
-class _Fit(NamedTuple):
-    """What regions are chosen for: a stage and its blocks, the microbatches in flight, and the bytes they may take.
+class _Room(NamedTuple):
+    """What regions must fit into: `in_flight` microbatches within `available` bytes.
 
-    Other moments may leave less for what each keeps: `most_kept`, if they do.
+    `most_kept` limits what each microbatch keeps, where other moments of the rank leave less.
     """
 
     problem: RecomputeProblem
@@ -36,145 +38,159 @@ class _Fit(NamedTuple):
     available: int
     most_kept: int | None = None
 
-    def less(self, over: int, kept: int) -> _Fit:
-        """For so many bytes less, where a microbatch kept so many: at the peak, and of each that is in flight."""
-        return self._replace(
-            available=self.available - over, most_kept=kept - -(-over // self.in_flight)
-        )
+    def reduced(self, excess: int, kept: int) -> _Room:
+        """Return the room with `excess` bytes less, where a microbatch kept `kept` bytes.
+
+        The excess is taken from the peak, and divided among the microbatches in flight.
+        """
+        less_each = -(-excess // self.in_flight)
+        return self._replace(available=self.available - excess, most_kept=kept - less_each)
 
 
 @dataclass(frozen=True)
 class StageBudget:
-    """So many `bytes` for the rank of a stage that it does not share; regions are searched for longer if `settled`."""
+    """A cap of `bytes` for a rank whose only stage is `piece`.
+
+    When the cut is `settled`, regions are worth a longer search than while cuts are compared.
+    """
 
     policies: RecomputePolicies
     piece: StageSlice
     bytes: int
     settled: bool
 
-    def over(self, again: StageRecompute) -> int:
-        """How many bytes the rank has too many; at most 0 if it fits."""
-        return self.policies.total({self.piece.stage: again}) - self.bytes
+    def excess(self, recompute: StageRecompute) -> int:
+        """Return the bytes by which the rank is over its cap; at most 0 if it fits."""
+        return self.policies.peak_bytes({self.piece.stage: recompute}) - self.bytes
 
-    def fits(self, again: StageRecompute) -> bool:
-        """Whether the rank fits."""
-        return self.over(again) <= 0
+    def fits(self, recompute: StageRecompute) -> bool:
+        """Return whether the rank is within its cap."""
+        return self.excess(recompute) <= 0
 
     def regions(self, plain: StageRecompute) -> StageRecompute | None:
-        """The cheapest by the tape's peak; as long as that of the order is too high, with less memory.
+        """Return the cheapest regions that fit, None if none are found.
 
-        `plain` is the stage without any, as it may already save in other forms.
+        `plain` is the stage without regions; its saved tensors may be encoded. Regions are chosen
+        by the peak of the backward with most microbatches in flight. The peak of the whole order
+        may be higher: then they are chosen again with that much less memory.
         """
         from pipecompile.recompute.choice import cheapest, is_exact
         from pipecompile.recompute.lower_bound import least_ns
         from pipecompile.recompute.nested_regions import nested_regions
 
-        fit = self._fit(plain)
-        least = None if fit is None else least_ns(fit.problem, fit.in_flight, fit.available)
-        if fit is None or least is None:
+        room = self._room(plain)
+        if room is None:
+            return None
+        least = least_ns(room.problem, room.in_flight, room.available)
+        if least is None:
             return None
         for attempt in range(TRIES):
-            # With one in flight regions within regions may take less, and of these not all are looked at.
-            choice, exact = (
-                cheapest(*fit),
-                attempt == 0 and is_exact(fit.problem) and fit.in_flight > 1,
-            )
-            if choice is None and fit.in_flight == 1:
-                choice = nested_regions(fit.problem, fit.blocks, fit.available)
+            choice = cheapest(*room)
+            # With one microbatch in flight regions within regions may be cheaper, and not all of
+            # these are looked at; so only with more is the first choice proven to be the best.
+            is_proven = attempt == 0 and is_exact(room.problem) and room.in_flight > 1
+            if choice is None and room.in_flight == 1:
+                choice = nested_regions(room.problem, room.blocks, room.available)
             if choice is None:
                 return None
-            found = self._chosen(choice, choice.ns if exact else least, plain)
-            over = self.over(found)
-            if over <= 0:
-                return self._refined(fit, found) if self.settled else found
-            fit = fit.less(over, choice.kept)
+            recompute = self._recompute(choice, choice.ns if is_proven else least, plain)
+            excess = self.excess(recompute)
+            if excess <= 0:
+                return self._refined(room, recompute) if self.settled else recompute
+            room = room.reduced(excess, choice.kept)
         return None
 
-    def _chosen(self, choice: RegionChoice, least: int, plain: StageRecompute) -> StageRecompute:
-        return self.policies.again(self.piece, choice.regions, choice.ns, least, plain.saving)
+    def _recompute(self, choice: RegionChoice, least: int, plain: StageRecompute) -> StageRecompute:
+        policies = self.policies
+        return policies.with_regions(self.piece, choice.regions, choice.ns, least, plain.saving)
 
-    def _fit(self, plain: StageRecompute) -> _Fit | None:
-        """By the backward that begins with the most microbatches in flight; None if there is none to keep them for."""
-        limits = self.policies.spare(self.piece, plain, self.bytes)
-        if not limits:
+    def _room(self, plain: StageRecompute) -> _Room | None:
+        """Return the room at the backward with most in flight; None if there is no backward."""
+        spares = self.policies.spare(self.piece, plain, self.bytes)
+        if not spares:
             return None
-        tight = max(limits, key=lambda limit: (limit.in_flight, limit.summed, -limit.bytes))
+        tight = max(spares, key=lambda spare: (spare.in_flight, spare.summed, -spare.bytes))
         problem = self.policies.problem(self.piece, summed=bool(tight.summed), saving=plain.saving)
-        return _Fit(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
+        return _Room(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
 
-    def _refined(self, fit: _Fit, found: StageRecompute) -> StageRecompute:
-        """By integer programming, which also finds a better bound, or with regions within others; or `found` as it is.
+    def _refined(self, room: _Room, recompute: StageRecompute) -> StageRecompute:
+        """Return a cheaper choice, or `recompute` with a better bound.
 
-        That bound is for regions that lie side by side.
+        Nested regions are tried with one microbatch in flight, else the integer program; its bound
+        holds for regions that lie side by side.
         """
         from pipecompile.recompute.nested_regions import nested_regions
 
-        if found.ns == found.least:
-            return found
-        saving_ns = ns_of(found.saving)
-        least = found.least - saving_ns
-        if fit.in_flight == 1:
-            choice = nested_regions(fit.problem, fit.blocks, fit.available)
+        if recompute.ns == recompute.least:
+            return recompute
+        encoding = encoding_ns(recompute.saving)
+        least = recompute.least - encoding
+        if room.in_flight == 1:
+            choice = nested_regions(room.problem, room.blocks, room.available)
         else:
-            choice, bound = self._by_program(fit, found)
+            choice, bound = self._by_program(room, recompute)
             least = max(least, bound)
-        if choice is not None and choice.ns + saving_ns < found.ns:
-            other = self._chosen(choice, least, found)
+        if choice is not None and choice.ns + encoding < recompute.ns:
+            other = self._recompute(choice, least, recompute)
             if self.fits(other):
                 return other
-        return found._replace(least=min(least + saving_ns, found.ns))
+        return recompute._replace(least=min(least + encoding, recompute.ns))
 
-    def _by_program(self, fit: _Fit, found: StageRecompute) -> tuple[RegionChoice, int]:
+    def _by_program(self, room: _Room, recompute: StageRecompute) -> tuple[RegionChoice, int]:
         from pipecompile.recompute.choice import priced
         from pipecompile.recompute.integer_program import refined
 
-        place = {name: position for position, name in enumerate(self.piece.nodes)}
-        known = [Region(place[region[0]], place[region[-1]] + 1) for region in found.regions]
-        regions, bound = refined(fit.problem, fit.in_flight, fit.available, known, REFINING_SECONDS)
-        assert regions is not None, "those that are known fit"
-        return priced(fit.problem, regions), bound
+        position = {name: index for index, name in enumerate(self.piece.nodes)}
+        known = [Region(position[names[0]], position[names[-1]] + 1) for names in recompute.regions]
+        regions, bound = refined(
+            room.problem, room.in_flight, room.available, known, REFINING_SECONDS
+        )
+        assert regions is not None, "the known regions fit"
+        return priced(room.problem, regions), bound
 
-    def or_saved(
-        self, recomputed: StageRecompute | None, plain: StageRecompute
+    def or_encoded(
+        self, recompute: StageRecompute | None, plain: StageRecompute
     ) -> StageRecompute | None:
-        """What takes least: that, or other forms; None if nothing fits. That no mixture takes less is not proven."""
+        """Return what fits at the least extra time: `recompute`, encodings, or both; None if none.
+
+        Half precision is not exact, so it is only tried where nothing else fits. No bound is
+        claimed: that no mixture takes less is not proven.
+        """
         from pipecompile.recompute.encoding_offers import encoding_offers
 
         options = self.policies.options
         exact = tuple(policy for policy in options.saving if policy != "half")
-        for forms in dict.fromkeys((exact, options.saving)):
-            offered = encoding_offers(
-                self.policies.lives, self.piece.before, self.piece.nodes, forms
+        for policies in dict.fromkeys((exact, options.saving)):
+            offers = encoding_offers(
+                self.policies.lives, self.piece.before, self.piece.nodes, policies
             )
-            known = [recomputed, *self._saved(offered, plain, recomputed)]
-            fitting = [again for again in known if again is not None and self.fits(again)]
-            if fitting:  # what is not exact is for stages that nothing else lets fit
-                return min(fitting, key=lambda again: again.mean_ns(options.microbatches))._replace(
-                    least=0
-                )
+            candidates = [recompute, *self._encoded(offers, plain, recompute)]
+            fitting = [each for each in candidates if each is not None and self.fits(each)]
+            if fitting:
+                cheapest = min(fitting, key=lambda each: each.mean_ns(options.microbatches))
+                return cheapest._replace(least=0)
         return None
 
-    def _saved(
+    def _encoded(
         self,
-        encoding_offers: Sequence[EncodingOffer],
+        offers: Sequence[EncodingOffer],
         plain: StageRecompute,
-        recomputed: StageRecompute | None,
+        recompute: StageRecompute | None,
     ) -> Iterator[StageRecompute | None]:
-        """Other forms: as many as it takes, from the cheapest on, and those cheaper than regions, with these."""
-        runs = tuple(offer.saving for offer in encoding_offers)
+        """Yield two candidates: as many encodings as it takes, and the cheap ones with regions."""
+        runs = tuple(offer.saving for offer in offers)
 
-        def in_forms(count: int) -> StageRecompute:
-            return self.policies.again(self.piece, (), 0, 0, runs[:count])
+        def encoded(count: int) -> StageRecompute:
+            return self.policies.with_regions(self.piece, (), 0, 0, runs[:count])
 
-        yield in_forms(
-            bisect_left(range(len(runs)), True, key=lambda count: self.fits(in_forms(count)))
-        )
+        # Offers come from the cheapest on, and more of them never need more memory.
+        counts = range(len(runs))
+        yield encoded(bisect_left(counts, True, key=lambda count: self.fits(encoded(count))))
+        # Beside regions only those encodings are worth it that free a byte in less time than these.
         count = len(runs)
-        if recomputed is not None:
-            freed, ns = (
-                plain.kept_bytes - recomputed.kept_bytes,
-                recomputed.mean_ns(self.policies.options.microbatches),
-            )
-            count = sum(offer.ns_per_byte * freed < ns for offer in encoding_offers)
+        if recompute is not None:
+            freed = plain.kept_bytes - recompute.kept_bytes
+            ns = recompute.mean_ns(self.policies.options.microbatches)
+            count = sum(offer.ns_per_byte * freed < ns for offer in offers)
         if self.policies.options.recompute == "auto" and count:
-            yield self.regions(in_forms(count))
+            yield self.regions(encoded(count))

@@ -1,4 +1,4 @@
-"""Runs of a stage's nodes that may save by policies, the one that frees a byte in the least time first."""
+"""Encoding offers: runs of a stage's nodes whose saved tensors may be encoded, cheapest first."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from pipecompile.memory_model.stage_values import Part
 
 __all__ = ["EncodingOffer", "encoding_offers"]
 
+BY_USE = frozenset({"relu", "pool"})
+"""Policies that need to know what reads a saved tensor, and so all its savers in one run."""
 
-# Of a GPU's link to its host: what copies of pinned memory reach over PCIe 3.0 × 16, an assumption and not measured.
 HOST_BYTES_PER_NS = 12
+"""A GPU's link to its host: what copies of pinned memory reach over PCIe 3.0 × 16, assumed."""
 
 
 class EncodingOffer(NamedTuple):
-    """A run that may save by policies, and what it takes for each byte that it frees."""
+    """A run of nodes that may be encoded, and the extra ns for each byte that it frees."""
 
     ns_per_byte: Fraction
     saving: Saving
 
 
-class _Span(NamedTuple):
+class _EncodableSpan(NamedTuple):
     """Positions `start` … `stop` − 1, where `policies` make something smaller."""
 
     start: int
@@ -42,124 +44,133 @@ class _Span(NamedTuple):
 def encoding_offers(
     lives: Lives, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
 ) -> tuple[EncodingOffer, ...]:
-    """The runs of a stage for these policies, each as short as it can be; without those that free nothing.
+    """Return the runs of a stage for these policies, without runs that free nothing.
 
-    Kernels that encode take as long per byte as the fastest of the graph. Of what moves to the host on a GPU, the time
-    counts that the run's own nodes do not take. `nodes` are in the order of the graph.
+    Each is as short as it can be. Kernels that encode take as long per byte as the fastest of the
+    graph. What moves to the host on a GPU counts with the time that the run's own nodes do not
+    hide. `nodes` are the stage's, in the order of the graph, `before` those of earlier stages.
     """
-    part = Part(
-        lives, {lives.place[name] for name in before}, sorted(map(lives.place.__getitem__, nodes))
-    )
-    spans = _joined(
-        _widened(part, _spans(part, policies)), [block_of(node.module) for node in part.own]
-    )
-    ordered = {
-        span: tuple(policy for policy in POLICIES if policy in span.policies) for span in spans
-    }
-    runs = [Run(tuple(part.nodes[span.start : span.stop]), ordered[span]) for span in spans]
-    found = _priced(Part(lives, part.before, part.nodes, (), runs), runs)
-    return tuple(sorted(found, key=lambda offer: offer.ns_per_byte))
+    places = sorted(lives.place[name] for name in nodes)
+    part = Part(lives, {lives.place[name] for name in before}, places)
+    blocks = [block_of(node.module) for node in part.own]
+    runs = []
+    for span in _joined(_widened(part, _spans(part, policies)), blocks):
+        ordered = tuple(policy for policy in POLICIES if policy in span.policies)
+        runs.append(Run(tuple(part.nodes[span.start : span.stop]), ordered))
+    offers = _priced(Part(lives, part.before, part.nodes, (), runs), runs)
+    return tuple(sorted(offers, key=lambda offer: offer.ns_per_byte))
 
 
-def _spans(part: Part, policies: Collection[Policy]) -> Iterator[_Span]:
-    """For each storage that all its savers together could keep in fewer bytes: where these are.
+def _spans(part: Part, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
+    """Yield for each storage that its savers could keep in fewer bytes where these are.
 
-    By use they must be in one run, so that it is known that nobody else reads it; otherwise each is by itself.
+    Savers must be in one run for policies by use, so that nobody else reads the storage as it is;
+    for other policies each saver is a run of its own.
     """
-    by_use = frozenset(policies) & {"relu", "pool"}
+    by_use = frozenset(policies) & BY_USE
+    others = [frozenset([policy]) for policy in POLICIES if policy in set(policies) - by_use]
     position = {place: index for index, place in enumerate(part.nodes)}
+    memory = part.graph.memory
     for made in part.made:
         savers = [place for place in made.storage.savers if place in position]
         if not savers or part.is_sent(made.storage):
             continue
-        others = (frozenset([policy]) for policy in POLICIES if policy in set(policies) - by_use)
         for chosen in filter(None, (by_use, *others)):
             run = Run(tuple(savers), tuple(policy for policy in POLICIES if policy in chosen))
-            forms, plain = forms_of(
-                made.storage, savers, dict.fromkeys(savers, run), part.graph.memory
-            )
-            if plain or sum(form.kept(part.graph.memory) for form in forms) >= made.storage.bytes:
+            forms, plain = forms_of(made.storage, savers, dict.fromkeys(savers, run), memory)
+            if plain or sum(form.kept(memory) for form in forms) >= made.storage.bytes:
                 continue
-            places = [position[place] for place in savers]
+            positions = [position[place] for place in savers]
             if chosen is by_use:
-                yield _Span(places[0], places[-1] + 1, chosen)
+                yield _EncodableSpan(positions[0], positions[-1] + 1, chosen)
             else:
-                yield from (_Span(place, place + 1, chosen) for place in places)
-            break
+                yield from (_EncodableSpan(at, at + 1, chosen) for at in positions)
+            break  # the first policy that fits counts
 
 
-def _widened(part: Part, spans: Iterable[_Span]) -> Iterator[_Span]:
-    """To where runs may begin and end; without those that hold a node which must be in none."""
+def _widened(part: Part, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
+    """Yield the spans widened to boundaries, without those with a node that must be in no run."""
     allowed = boundaries(part)
     for span in spans:
         start = max(place for place in allowed if place <= span.start)
         stop = min(place for place in allowed if place >= span.stop)
-        if all(node.again for node in part.own[start:stop]):
-            yield _Span(start, stop, span.policies)
+        if all(node.recomputable for node in part.own[start:stop]):
+            yield _EncodableSpan(start, stop, span.policies)
 
 
-def _joined(spans: Iterable[_Span], blocks: Sequence[str]) -> list[_Span]:
-    """Those that overlap as one, and those of the same policies that follow each other in one of the model's blocks.
+def _joined(spans: Iterable[_EncodableSpan], blocks: Sequence[str]) -> list[_EncodableSpan]:
+    """Return overlapping spans as one, and neighbours of the same policies in one block as one.
 
-    But for policies that make all wait until the run is done.
+    Neighbours are not joined for policies by use: these encode only when the whole run is done.
     """
-    found: list[_Span] = []
+    joined: list[_EncodableSpan] = []
     for span in sorted(spans, key=lambda span: span[:2]):
-        last = found[-1] if found else _Span(-1, -1, frozenset())
+        last = joined[-1] if joined else _EncodableSpan(-1, -1, frozenset())
         follows = span.start == last.stop and blocks[last.stop - 1] == blocks[span.start]
-        alike = span.policies == last.policies and not span.policies & {"relu", "pool"}
-        if span.start < last.stop or (follows and alike):
-            found[-1] = _Span(last.start, max(last.stop, span.stop), last.policies | span.policies)
+        is_alike = span.policies == last.policies and not span.policies & BY_USE
+        if span.start < last.stop or (follows and is_alike):
+            stop = max(last.stop, span.stop)
+            joined[-1] = _EncodableSpan(last.start, stop, last.policies | span.policies)
         else:
-            found.append(span)
-    return found
+            joined.append(span)
+    return joined
 
 
 def _priced(part: Part, runs: Sequence[Run]) -> Iterator[EncodingOffer]:
-    """Those that free anything. What several runs save together counts in equal parts: it needs all of them."""
-    freed, costs = defaultdict[Run, Fraction](Fraction), {run: _Bytes() for run in runs}
+    """Yield the runs that free anything, with their time.
+
+    A storage that several runs save is freed only if all of them encode it, so each counts with an
+    equal share of its bytes and costs.
+    """
+    freed, moved = defaultdict[Run, Fraction](Fraction), {run: _MovedBytes() for run in runs}
     for made in part.made:
         sharers = {part.run[place] for form in made.forms for place in form.savers}
-        for run in sharers if not part.is_kept(made) else ():
-            freed[run] += Fraction(made.storage.bytes, len(sharers))
+        if not part.is_kept(made):
+            for run in sharers:
+                freed[run] += Fraction(made.storage.bytes, len(sharers))
         for form in made.forms:
             owners = {part.run[place] for place in form.savers}
             for run in owners:
                 freed[run] -= Fraction(form.kept(part.graph.memory), len(owners))
-                costs[run] = costs[run].plus(form.cost, len(owners))
+                moved[run] = moved[run].plus(form.cost, len(owners))
     for run in runs:
         if freed[run] > 0:
-            forward, backward = _times_ns(part, run, costs[run])
-            names = tuple(part.graph.nodes[place].name for place in run.places)
+            forward_ns, backward_ns = _times_ns(part, run, moved[run])
             saving = Saving(
-                nodes=names, policies=run.policies, forward_ns=forward, backward_ns=backward
+                nodes=tuple(part.graph.nodes[place].name for place in run.places),
+                policies=run.policies,
+                forward_ns=forward_ns,
+                backward_ns=backward_ns,
             )
             yield EncodingOffer(saving.ns / freed[run], saving)
 
 
-class _Bytes(NamedTuple):
-    """What a run moves: by kernels that encode and decode, and over the link, one way."""
+class _MovedBytes(NamedTuple):
+    """The bytes that a run moves: by kernels that encode and decode, and to the host, one way."""
 
     packed: Fraction = Fraction(0)
     unpacked: Fraction = Fraction(0)
     host: Fraction = Fraction(0)
 
-    def plus(self, cost: SavingCost, parts: int) -> _Bytes:
-        """With one of so many parts of `cost`."""
-        more = cost.packing_bytes, cost.unpacking_bytes, cost.host_bytes
-        return _Bytes(
-            *(size + Fraction(each, parts) for size, each in zip(self, more, strict=True))
+    def plus(self, cost: SavingCost, parts: int) -> _MovedBytes:
+        """Return the sum with one of so many equal parts of `cost`."""
+        return _MovedBytes(
+            self.packed + Fraction(cost.packing_bytes, parts),
+            self.unpacked + Fraction(cost.unpacking_bytes, parts),
+            self.host + Fraction(cost.host_bytes, parts),
         )
 
 
-def _times_ns(part: Part, run: Run, moved: _Bytes) -> tuple[int, int]:
-    """Extra time in the forward and in the backward."""
-    rate, link = part.lives.bytes_per_ns, 0
-    if part.graph.memory == "cuda":
-        link = ceil(moved.host / HOST_BYTES_PER_NS)
+def _times_ns(part: Part, run: Run, moved: _MovedBytes) -> tuple[int, int]:
+    """Return the extra time in the forward and in the backward.
+
+    A copy to the host runs beside the run's own nodes; only what is longer than these counts.
+    """
+    rate = part.lives.bytes_per_ns
+    packing = ceil(moved.packed / rate) if rate else 0
+    unpacking = ceil(moved.unpacked / rate) if rate else 0
+    link = ceil(moved.host / HOST_BYTES_PER_NS) if part.graph.memory == "cuda" else 0
     nodes = [part.graph.nodes[place] for place in run.places]
-    hidden = sum(node.forward_ns for node in nodes), sum(node.backward_ns for node in nodes)
-    packing, unpacking = (
-        ceil(size / rate) if rate else 0 for size in (moved.packed, moved.unpacked)
-    )
-    return packing + max(0, link - hidden[0]), unpacking + max(0, link - hidden[1])
+    forward = sum(node.forward_ns for node in nodes)
+    backward = sum(node.backward_ns for node in nodes)
+    return packing + max(0, link - forward), unpacking + max(0, link - backward)

@@ -6,10 +6,10 @@ Variables, for a stage of n positions:
     plain[p]        the node at p is in no region
     kept[t][p]      tensor t is kept by what lies up to p       (from its producer to its last use)
 
-Each position is covered exactly once: plain[p] + Σ region[a, b] over a ≤ p < b = 1. A tensor is kept
-from p on if the node at p saves it and is plain, or if a region that covers p reads it. A region's
-own peaks are constants of its two ends, so peaks are exactly those of `RegionSearch`. They must fit
-at every position, with what the other microbatches in flight keep.
+Each position is covered exactly once: plain[p] + Σ region[a, b] over a ≤ p < b = 1. A tensor is
+kept from p on if the node at p saves it and is plain, or if a region that covers p reads it. A
+region's own peaks are constants of its two ends, so peaks are exactly those of `RegionSearch`. They
+must fit at every position, with what the other microbatches in flight keep.
 
 Bytes and times are divided by units and rounded down. So every choice costs at most what it really
 does: bounds hold for the exact problem, and what is found is priced again.

@@ -31,7 +31,7 @@ WHOLE = -1
 """In the `left` column of a joined front: all nodes are one region."""
 
 ROWS = 2**32
-"""More than any front has rows: `left` of a joined front is pair number × ROWS + row on the left."""
+"""More than any front has rows: `left` of a joined front is pair number × ROWS + left row."""
 
 
 class _Pair(NamedTuple):

@@ -10,13 +10,14 @@ chains):
                      then recomputes n3 n4, whose saved tensors exist from here on
 
 A level is a run of nodes whose forward keeps things: that of the stage, or that of a region when it
-is recomputed. It is a sequence of plain nodes and regions, as in region_search.py, and what a region
-costs is a level of its own. So there is one dynamic program for each position where a region may
-begin, from the last position to the first: when a level is filled, all regions within it are known.
+is recomputed. It is a sequence of plain nodes and regions, as in region_search.py, and what a
+region costs is a level of its own. So there is one dynamic program for each position where a region
+may begin, from the last position to the first: when a level is filled, all regions within it are
+known.
 
 The model errs on the safe side: what an inner region reads is taken to live until its backward has
-ended, where PyTorch lets it go when the region has been recomputed, unless its nodes save it. Copies
-of buffers are made in the stage's forward, and count for the outermost region around them.
+ended, where PyTorch lets it go when the region has been recomputed, unless its nodes save it.
+Copies of buffers are made in the stage's forward, and count for the outermost region around them.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _candidates(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Regio
 
 
 class _NestedStep(NamedTuple):
-    """From where a choice came: the position and state before, and the region in between, if any."""
+    """From where a choice came: position and state before, and the region in between, if any."""
 
     position: int
     state: State

@@ -81,7 +81,7 @@ def _undominated(front: ParetoFront, rows: Numbers) -> Numbers:
 
         peak  ▏ 9        kepts = [2, 5, 8]
               ▏    6     peaks = [9, 6, 1]
-              ▏       1  (kept 6, peak 7): beaten by (5, 6); (kept 4, peak 3): stays, replaces (5, 6)
+              ▏       1  (kept 6, peak 7) is beaten by (5, 6); (kept 4, peak 3) replaces (5, 6)
               └─────────
                 2  5  8  kept
     """

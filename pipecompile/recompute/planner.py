@@ -1,7 +1,4 @@
-"""What each stage computes again: by the policy that the options name, or what fits its rank at the least extra time.
-
-Needs no PyTorch.
-"""
+"""What every stage of a cut recomputes: by a named policy, or what fits at least extra time."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.recompute.budget import StageBudget
 from pipecompile.recompute.policies import (
-    ByHand,
+    NamedPolicy,
     RecomputePolicies,
     StageRecompute,
     StageSlice,
@@ -23,18 +20,18 @@ from pipecompile.recompute.schedule_view import ScheduleView
 
 __all__ = ["RecomputePlanner"]
 
-EXPONENTS = (
-    -80,
-    40,
-)  # of what a byte costs in ns, in half powers of two: next to nothing, and more than anything
+LOWEST_PRICE, HIGHEST_PRICE = -80, 40
+"""Prices of a byte, as p in 2^(p / 2) ns: next to nothing, and more than any recompute costs."""
 
 
 @dataclass(frozen=True)
 class RecomputePlanner:
-    """The choice for the stages of one graph, placed on ranks.
+    """The choice for the stages of one graph under one schedule.
 
-    While cuts are compared choices must be quick; once they are `settled`, they are worth a longer search. If `waiting`
-    stages that do not fit recompute as a whole, where they then can: it takes longer, but may run while a rank waits.
+    While cuts are compared, choices must be quick; once the cut is `settled`, a longer search is
+    worth it. With `waiting`, stages that do not fit recompute as a whole wherever they then fit:
+    that takes longer, but the schedule may run it while the rank waits. Choices are remembered in
+    `known`, by stage and memory cap.
     """
 
     graph: CostGraph
@@ -46,85 +43,94 @@ class RecomputePlanner:
         default_factory=dict, repr=False, compare=False
     )
 
-    def of_all(self, names: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
-        """What all stages compute again, by their nodes; None for those whose rank does not hold them, whatever it is.
+    def of_all(self, nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
+        """Return what each stage recomputes; None for a stage whose rank nothing lets fit.
 
-        Each for itself; where memory decides and a rank holds several, these together, as little as they can if the
-        rank does not hold them.
+        Stages are decided one by one. Where `auto` has a cap to meet and a rank holds several
+        stages, these are decided together.
         """
-        ranks, every = self.view.ranks, stage_slices(names)
-        caps = self.options.caps(ranks)
-        if self.options.recompute == "auto" and caps is not None and ranks < len(names):
-            chosen: dict[int, StageRecompute | None] = {}
+        ranks, placement = self.view.ranks, self.view.placement
+        slices, caps = stage_slices(nodes_by_stage), self.options.caps(ranks)
+        if self.options.recompute == "auto" and caps is not None and ranks < len(slices):
+            chosen: dict[int, StageRecompute] = {}
             for rank, cap in enumerate(caps):
-                chosen |= self._of_rank(
-                    [piece for piece in every if self.view.placement[piece.stage] == rank], cap
-                )
-            return [chosen[piece.stage] for piece in every]
-        given = (None,) * ranks if caps is None else caps
-        return [self.of(piece, given[self.view.placement[piece.stage]]) for piece in every]
+                own = [piece for piece in slices if placement[piece.stage] == rank]
+                chosen |= self._of_rank(own, cap)
+            return [chosen[piece.stage] for piece in slices]
+        cap_of_rank = (None,) * ranks if caps is None else caps
+        return [self.of(piece, cap_of_rank[placement[piece.stage]]) for piece in slices]
 
-    def _of_rank(self, held: Sequence[StageSlice], cap: int) -> Mapping[int, StageRecompute]:
-        """Of the stages of a rank: what takes least, by any policy for all of them or each byte at one price.
+    def _of_rank(self, slices: Sequence[StageSlice], cap: int) -> Mapping[int, StageRecompute]:
+        """Return the cheapest choice that lets a rank with these stages fit.
 
-        If nothing lets the rank fit, as little as there is.
+        Candidates are each policy for all of them, and regions with one price of a byte in all of
+        them. If nothing fits, the one that is nearest to the cap is returned.
         """
-        plain = {piece.stage: self.policies.plain(piece) for piece in held}
-        if self.policies.total(plain) <= cap:
+        plain = {piece.stage: self.policies.plain(piece) for piece in slices}
+        if self.policies.peak_bytes(plain) <= cap:
             return plain
-        choices = [plain, self._all(held, plain, "stage")]
-        if self.waiting and self.policies.total(choices[-1]) <= cap:
-            return choices[-1]
-        choices += [self._all(held, plain, "except-last")] if self._may_spare else []
+        whole = self._by_policy(slices, plain, "stage")
+        if self.waiting and self.policies.peak_bytes(whole) <= cap:
+            return whole
+        choices = [plain, whole]
+        if self._may_spare_last:
+            choices.append(self._by_policy(slices, plain, "except-last"))
         if not self.view.may_split:
-            choices += [
-                self._all(held, plain, "block"),
-                self._all(held, plain, "sqrt"),
-                self._priced_alike(held, cap),
-            ]
-        return min(
-            choices,
-            key=lambda each: (max(0, self.policies.total(each) - cap), self.policies.mean_ns(each)),
-        )
+            choices.append(self._by_policy(slices, plain, "block"))
+            choices.append(self._by_policy(slices, plain, "sqrt"))
+            choices.append(self._at_one_price(slices, cap))
 
-    def _all(
-        self, held: Sequence[StageSlice], plain: Mapping[int, StageRecompute], policy: ByHand
+        def excess_and_time(choice: Mapping[int, StageRecompute]) -> tuple[object, object]:
+            excess = max(0, self.policies.peak_bytes(choice) - cap)
+            return excess, self.policies.mean_ns(choice)
+
+        return min(choices, key=excess_and_time)
+
+    def _by_policy(
+        self,
+        slices: Sequence[StageSlice],
+        plain: Mapping[int, StageRecompute],
+        policy: NamedPolicy,
     ) -> dict[int, StageRecompute]:
-        """The stages of a rank by a policy; that nothing takes less is not proven."""
-        every = {
-            piece.stage: self.policies.by_hand(piece, policy, plain[piece.stage]) for piece in held
-        }
-        return {index: again._replace(least=0) for index, again in every.items()}
+        """Return the stages of a rank by one policy; that nothing takes less is not proven."""
+        chosen = {}
+        for piece in slices:
+            recompute = self.policies.by_name(piece, policy, plain[piece.stage])
+            chosen[piece.stage] = recompute._replace(least=0)
+        return chosen
 
-    def _priced_alike(self, held: Sequence[StageSlice], cap: int) -> dict[int, StageRecompute]:
-        """Each byte costs the same in all of them, as little as lets the rank fit."""
-        low, high = EXPONENTS
+    def _at_one_price(self, slices: Sequence[StageSlice], cap: int) -> dict[int, StageRecompute]:
+        """Return the regions at the lowest price of a byte that lets the rank fit.
+
+        The price is a Lagrange multiplier of the cap: with one price for all stages of the rank,
+        no byte is freed in one of them that would be cheaper to free in another.
+        """
+        low, high = LOWEST_PRICE, HIGHEST_PRICE
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.policies.total(self._at(held, middle)) <= cap
-            low, high = (low, middle) if fits else (middle, high)
-        return self._at(held, high)
+            if self.policies.peak_bytes(self._at_price(slices, middle)) <= cap:
+                high = middle
+            else:
+                low = middle
+        return self._at_price(slices, high)
 
-    def _at(self, held: Sequence[StageSlice], exponent: int) -> dict[int, StageRecompute]:
-        """The stages of a rank where a byte costs 2^(exponent / 2) ns."""
+    def _at_price(self, slices: Sequence[StageSlice], exponent: int) -> dict[int, StageRecompute]:
+        """Return the regions of least cost where a byte costs 2^(exponent / 2) ns."""
         from pipecompile.recompute.choice import weighed
 
-        found: dict[int, StageRecompute] = {}
-        in_flight = self.view.in_flight
-        for piece in held:
-            problem = self.policies.problem(
-                piece, summed=self.options.microbatches > in_flight[piece.stage]
-            )
-            choice = weighed(
-                problem, self.policies.blocks(piece), in_flight[piece.stage], 2 ** (exponent / 2)
-            )
-            found[piece.stage] = self.policies.again(piece, choice.regions, choice.ns, 0)
-        return found
+        chosen: dict[int, StageRecompute] = {}
+        for piece in slices:
+            in_flight = self.view.in_flight[piece.stage]
+            problem = self.policies.problem(piece, summed=self.options.microbatches > in_flight)
+            blocks = self.policies.blocks(piece)
+            choice = weighed(problem, blocks, in_flight, 2 ** (exponent / 2))
+            chosen[piece.stage] = self.policies.with_regions(piece, choice.regions, choice.ns, 0)
+        return chosen
 
     def of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
-        """What a stage computes again, or saves how, where its rank may hold `cap` bytes.
+        """Return what a stage recomputes if its rank may hold `cap` bytes.
 
-        None if `auto`, or forms, find nothing that does; a policy by hand is what it is.
+        None if `auto` or encodings find nothing that fits; a named policy is applied even so.
         """
         if (piece, cap) not in self.known:
             self.known[piece, cap] = self._of(piece, cap)
@@ -133,37 +139,45 @@ class RecomputePlanner:
     def _of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
         plain, policy = self.policies.plain(piece), self.options.recompute
         budget = None if cap is None else StageBudget(self.policies, piece, cap, self.settled)
+        plain_fits = budget is None or budget.fits(plain)
+        recompute: StageRecompute | None
         if policy != "auto":
-            found: StageRecompute | None = self.policies.by_hand(piece, policy, plain)
+            recompute = self.policies.by_name(piece, policy, plain)
+        elif budget is None or plain_fits:
+            recompute = plain
         else:
-            found = plain if budget is None or budget.fits(plain) else self._cheapest(budget, plain)
-        if not self.options.saving or budget is None or budget.fits(plain):
-            return found
-        return budget.or_saved(found, plain)
+            recompute = self._cheapest(budget, plain)
+        if not self.options.saving or budget is None or plain_fits:
+            return recompute
+        return budget.or_encoded(recompute, plain)
 
     def _cheapest(self, budget: StageBudget, plain: StageRecompute) -> StageRecompute | None:
-        """The whole stage, the whole for all microbatches but a step's last, or regions: what fits and takes least."""
-        whole = self.policies.by_hand(
-            budget.piece, "stage", plain
-        )  # of the last stage `plain`, which does not fit
-        whole = whole if self.view.may_split else whole._replace(least=0)  # regions may take less
+        """Return the cheapest of: the whole stage, all microbatches but the last, regions."""
+        # Of the last stage this is `plain`, which does not fit.
+        whole = self.policies.by_name(budget.piece, "stage", plain)
+        if not self.view.may_split:
+            whole = whole._replace(least=0)  # regions may take less
         fitting = [whole] if budget.fits(whole) else []
         if not self.view.may_split and not (fitting and self.waiting):
             regions = budget.regions(plain)
-            fitting = fitting if regions is None else [regions, *fitting]
-        if fitting and self._may_spare:
-            spared = self.policies.by_hand(budget.piece, "except-last", plain)._replace(least=0)
-            fitting += [spared] if budget.fits(spared) else []
-        return min(
-            fitting, key=lambda again: again.mean_ns(self.options.microbatches), default=None
-        )
+            if regions is not None:
+                fitting.insert(0, regions)
+        if fitting and self._may_spare_last:
+            spared = self.policies.by_name(budget.piece, "except-last", plain)._replace(least=0)
+            if budget.fits(spared):
+                fitting.append(spared)
+        microbatches = self.options.microbatches
+        return min(fitting, key=lambda each: each.mean_ns(microbatches), default=None)
 
     @property
-    def _may_spare(self) -> bool:
-        """Whether the last microbatch may be treated otherwise; proofs of cuts are of choices that treat all alike."""
+    def _may_spare_last(self) -> bool:
+        """Whether the last microbatch may be treated differently from the others.
+
+        Only when the cut is settled: bounds on cuts are for choices that treat all alike.
+        """
         return self.settled and self.options.microbatches > 1 and self.options.schedule != "search"
 
     @cached_property
     def policies(self) -> RecomputePolicies:
-        """What stages compute again by a policy, and what their ranks hold then."""
+        """What stages recompute by named policies, and what their ranks hold then."""
         return RecomputePolicies(self.graph, self.options, self.view)

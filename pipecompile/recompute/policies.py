@@ -1,4 +1,4 @@
-"""What stages compute again by the policies that have names, and what their ranks hold then. Needs no PyTorch."""
+"""What stages recompute by a policy that has a name, and what their ranks hold then."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.rank import Spare, rank_memory, spare
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
-from pipecompile.memory_model.snapshots import Moment
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.schedule_view import ScheduleView
 
 __all__ = [
     "NO_RECOMPUTE",
-    "StageRecompute",
-    "ByHand",
-    "StageSlice",
+    "NamedPolicy",
     "RecomputePolicies",
-    "ns_of",
+    "StageRecompute",
+    "StageSlice",
+    "encoding_ns",
     "stage_slices",
 ]
 
-ByHand = Literal["none", "stage", "except-last", "block", "sqrt"]
+NamedPolicy = Literal["none", "stage", "except-last", "block", "sqrt"]
+"""Policies that a user names; `auto` chooses among these and regions of its own."""
+
+WHOLE_STAGE = ("stage", "except-last")
+"""Kinds of recompute that run the stage's whole forward once more, in an action of its own."""
 
 
 class StageRecompute(NamedTuple):
-    """What a stage computes again, all of it or regions, and what it holds then.
+    """What one stage recomputes, and what it holds then.
 
-    `ns` is the extra time, with that of `saving`: runs of nodes outside of regions whose saved tensors lie in another
-    form. It is proven that nothing that fits its rank, and treats all microbatches alike, takes less than `least`.
+    `kind` is "none", "regions" of its nodes, the whole "stage", or the whole stage for all
+    microbatches of a step "except-last". `saving` are runs of nodes outside the regions whose saved
+    tensors are encoded. `ns` is the extra time of a microbatch for all of this. No choice that fits
+    the rank, and treats all microbatches alike, takes less than `least` ns.
     """
 
     kind: Literal["none", "stage", "except-last", "regions"]
@@ -50,14 +55,14 @@ class StageRecompute(NamedTuple):
     saving: tuple[Saving, ...] = ()
 
     def mean_ns(self, microbatches: int) -> Fraction:
-        """The extra time of a microbatch on average over a step."""
+        """Return the extra time of a microbatch on average over a step."""
         spared = self.kind == "except-last"
         return Fraction(self.ns * (microbatches - spared), microbatches)
 
     @property
     def kept_bytes(self) -> int:
-        """The bound of what a microbatch keeps until it is computed again, or until its backward."""
-        if self.kind in ("stage", "except-last"):
+        """The bound of what a microbatch keeps until its recompute, or else until its backward."""
+        if self.kind in WHOLE_STAGE:
             return self.footprint.outputs.bound + self.footprint.written.bound
         return self.footprint.kept.bound
 
@@ -66,23 +71,24 @@ NO_RECOMPUTE = StageRecompute("none", (), 0, 0, NOTHING)
 
 
 class StageSlice(NamedTuple):
-    """The nodes of a stage by its index, and those of all stages before it."""
+    """The nodes of a stage, with the stage's index and the nodes of all stages before it."""
 
     stage: int
     before: tuple[str, ...]
     nodes: tuple[str, ...]
 
 
-def stage_slices(names: Sequence[tuple[str, ...]]) -> list[StageSlice]:
-    """All stages, by their nodes."""
-    return [
-        StageSlice(index, tuple(chain.from_iterable(names[:index])), nodes)
-        for index, nodes in enumerate(names)
-    ]
+def stage_slices(nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageSlice]:
+    """Return the slices of all stages."""
+    slices = []
+    for index, nodes in enumerate(nodes_by_stage):
+        before = tuple(chain.from_iterable(nodes_by_stage[:index]))
+        slices.append(StageSlice(index, before, nodes))
+    return slices
 
 
-class _Step(TypedDict):
-    """What the memory of a rank hangs on besides its stages and its moments."""
+class _StepOptions(TypedDict):
+    """What a rank's memory depends on besides its stages and its snapshots."""
 
     microbatches: int
     allocator: Allocator
@@ -90,18 +96,23 @@ class _Step(TypedDict):
 
 @dataclass(frozen=True)
 class RecomputePolicies:
-    """What stages of one graph, placed on ranks, compute again by a policy, and what their ranks hold then."""
+    """The policies for the stages of one graph under one schedule."""
 
     graph: CostGraph
     options: Options
     view: ScheduleView
 
-    def by_hand(self, piece: StageSlice, policy: ByHand, plain: StageRecompute) -> StageRecompute:
-        """By policy: nothing in the last stage, which no schedule recomputes, or if the only microbatch is spared."""
-        if piece.stage == self.options.k - 1 or (policy, self.options.microbatches) == (
-            "except-last",
-            1,
-        ):
+    def by_name(
+        self, piece: StageSlice, policy: NamedPolicy, plain: StageRecompute
+    ) -> StageRecompute:
+        """Return what a stage recomputes by a named policy; `plain` is the stage without any.
+
+        The last stage recomputes nothing: its backward follows its forward at once, so no schedule
+        has a recompute action there. Nor does "except-last" with a single microbatch.
+        """
+        is_last_stage = piece.stage == self.options.k - 1
+        spares_all = policy == "except-last" and self.options.microbatches == 1
+        if is_last_stage or spares_all:
             return plain
         match policy:
             case "none":
@@ -110,22 +121,22 @@ class RecomputePolicies:
                 ns = sum(self.graph.by_name[name].forward_ns for name in piece.nodes)
                 return plain._replace(kind=policy, ns=ns, least=ns)
             case "block" | "sqrt":
-                return self._in_blocks(piece, policy)
+                return self._by_blocks(piece, policy)
 
     def plain(self, piece: StageSlice) -> StageRecompute:
-        """Nothing is computed again."""
-        return self.again(piece, (), 0, 0)
+        """Return the stage without any recompute."""
+        return self.with_regions(piece, (), 0, 0)
 
-    def _in_blocks(self, piece: StageSlice, policy: Literal["block", "sqrt"]) -> StageRecompute:
-        """Regions by hand: each block of the model, or about √n of n blocks together."""
+    def _by_blocks(self, piece: StageSlice, policy: Literal["block", "sqrt"]) -> StageRecompute:
+        """Return regions of one block of the model each, or of about √n of n blocks together."""
         from pipecompile.recompute.choice import per_block, priced, square_root
 
         problem, blocks = self.problem(piece, summed=True), self.blocks(piece)
         regions = (per_block if policy == "block" else square_root)(problem, blocks)
         ns = priced(problem, regions).ns
-        return self.again(piece, regions, ns, ns)
+        return self.with_regions(piece, regions, ns, ns)
 
-    def again(
+    def with_regions(
         self,
         piece: StageSlice,
         regions: Iterable[tuple[int, int]],
@@ -133,80 +144,65 @@ class RecomputePolicies:
         least: int,
         saving: Iterable[Saving] = (),
     ) -> StageRecompute:
-        """Regions that take `ns`, and at least `least`, and runs of nodes that save in other forms."""
+        """Return the stage with `regions` (positions) that take `ns`, and with encoded runs."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(saving, key=lambda run: self.lives.place[run.nodes[0]]))
-        footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _forms(runs))
-        more = ns_of(runs)
-        return StageRecompute(
-            "regions" if named else "none", named, ns + more, least + more, footprint, runs
-        )
+        footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _policies(runs))
+        encoding = encoding_ns(runs)
+        kind: Literal["regions", "none"] = "regions" if named else "none"
+        return StageRecompute(kind, named, ns + encoding, least + encoding, footprint, runs)
 
     def problem(
         self, piece: StageSlice, *, summed: bool, saving: Iterable[Saving] = ()
     ) -> RecomputeProblem:
-        """The stage for a choice of regions."""
+        """Return the stage as a problem of choosing regions.
+
+        `summed` says that gradients of parameters are there already when a backward begins.
+        """
+        policies = _policies(saving)
         return recompute_problem_of(
-            self.lives, piece.before, piece.nodes, summed=summed, saving=_forms(saving)
+            self.lives, piece.before, piece.nodes, summed=summed, saving=policies
         )
 
     def blocks(self, piece: StageSlice) -> list[str]:
-        """The block of the model that each of its nodes lies in."""
+        """Return for each node of the stage the block of the model that it lies in."""
         return [block_of(self.graph.by_name[name].module) for name in piece.nodes]
 
     def mean_ns(self, stages: Mapping[int, StageRecompute]) -> Fraction:
-        """The extra time of a microbatch in all of them, on average over a step."""
-        return sum(
-            (again.mean_ns(self.options.microbatches) for again in stages.values()), Fraction(0)
-        )
+        """Return the extra time of a microbatch in all `stages`, on average over a step."""
+        microbatches = self.options.microbatches
+        times = (recompute.mean_ns(microbatches) for recompute in stages.values())
+        return sum(times, Fraction(0))
 
-    def total(self, stages: Mapping[int, StageRecompute]) -> int:
-        """What the rank of these stages may hold at its peak, by the named schedule or that which stands in for one."""
-        kinds = {again.kind for again in stages.values()}
-        at = self._moments(
-            next(iter(stages)),
-            not kinds.isdisjoint(("stage", "except-last")),
-            "except-last" in kinds,
-        )
-        return rank_memory(
-            {index: again.footprint for index, again in stages.items()}, at, **self._step
-        ).total.bound
+    def peak_bytes(self, stages: Mapping[int, StageRecompute]) -> int:
+        """Return the bound of the peak of the rank that has exactly these stages, by index."""
+        kinds = {recompute.kind for recompute in stages.values()}
+        is_whole = not kinds.isdisjoint(WHOLE_STAGE)
+        snapshots = self.view.snapshots(next(iter(stages)), is_whole, "except-last" in kinds)
+        footprints = {index: recompute.footprint for index, recompute in stages.items()}
+        return rank_memory(footprints, snapshots, **self._step_options).total.bound
 
     def spare(self, piece: StageSlice, plain: StageRecompute, cap: int) -> list[Spare]:
-        """What a stage that is alone on its rank may take as each of its backwards begins."""
-        return list(
-            spare(
-                {piece.stage: plain.footprint},
-                piece.stage,
-                cap,
-                self._moments(piece.stage),
-                **self._step,
-            )
-        )
-
-    def _moments(
-        self, index: int, again: bool = False, but_last: bool = False
-    ) -> tuple[Moment, ...]:
-        """Of the rank of a stage."""
-        return self.view.snapshots(index, again, but_last)
+        """Return what a stage alone on its rank may take as each of its backwards begins."""
+        snapshots = self.view.snapshots(piece.stage, False, False)
+        footprints = {piece.stage: plain.footprint}
+        return list(spare(footprints, piece.stage, cap, snapshots, **self._step_options))
 
     @property
-    def _step(self) -> _Step:
-        return {
-            "microbatches": self.options.microbatches,
-            "allocator": ALLOCATORS[self.graph.memory],
-        }
+    def _step_options(self) -> _StepOptions:
+        allocator = ALLOCATORS[self.graph.memory]
+        return {"microbatches": self.options.microbatches, "allocator": allocator}
 
     @cached_property
     def lives(self) -> Lives:
-        """The storages of the graph."""
+        """The live ranges of the graph's storages."""
         return Lives(self.graph, self.options.optimizer, self.options.master_weights)
 
 
-def ns_of(saving: Iterable[Saving]) -> int:
-    """The time that it takes to save so."""
+def encoding_ns(saving: Iterable[Saving]) -> int:
+    """Return the extra time of encoded runs, in forward and backward."""
     return sum(run.ns for run in saving)
 
 
-def _forms(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
+def _policies(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
     return [(run.nodes, run.policies) for run in saving]

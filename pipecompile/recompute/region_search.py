@@ -50,7 +50,7 @@ class RegionCost(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """From where a choice came: the position and state before, and the region in between, if any."""
+    """From where a choice came: position and state before, and the region in between, if any."""
 
     position: int
     state: State
@@ -184,7 +184,7 @@ class RegionSearch:
         return self._kept_for[key]
 
     def _tensors_kept_by(self, start: int, stop: int, *, is_region: bool) -> State:
-        """A plain node keeps what it saves, a region what it reads from before; sent ones are free."""
+        """A plain node keeps what it saves, a region what it reads; sent tensors are free."""
         tensors = self.problem.tensors
         if not is_region:
             return frozenset(i for i in self.saved_at[start] if not tensors[i].is_sent)

@@ -12,11 +12,12 @@ __all__ = ["ScheduleView"]
 
 @dataclass(frozen=True)
 class ScheduleView:
-    """The schedule as seen by the stages of a cut.
+    """The schedule as the stages of a cut see it.
 
-    `placement` is the rank of each stage, `in_flight` how many microbatches each holds at most. Where a backward
-    `may_split`, stages have no regions. `snapshots(stage, whole, but_last)` returns the snapshots of the rank of a
-    stage; `whole` says that its stages are recomputed as a whole, `but_last` that the step's last microbatch is not.
+    `placement` is the rank of each stage, `in_flight` the most microbatches that each stage holds.
+    If backwards `may_split`, stages have no regions. `snapshots(stage, is_whole, spares_last)`
+    returns the snapshots of the stage's rank: `is_whole` says that its stages are recomputed as a
+    whole, `spares_last` that the step's last microbatch is not.
     """
 
     placement: tuple[int, ...]

@@ -80,9 +80,9 @@ def test_no_policy_takes_less_at_its_own_peak(
 
     by_hand = choosing(policy, (1, 1))
     theirs = [of_rank(by_hand.of_all(names), rank) for rank in range(2)]
-    peaks = tuple(max(1, by_hand.policies.total(stages)) for stages in theirs)
+    peaks = tuple(max(1, by_hand.policies.peak_bytes(stages)) for stages in theirs)
     auto = choosing("auto", peaks)
     ours = [of_rank(auto.of_all(names), rank) for rank in range(2)]
     for own, other, peak in zip(ours, theirs, peaks, strict=True):
-        assert own.keys() == other.keys() and auto.policies.total(own) <= peak
+        assert own.keys() == other.keys() and auto.policies.peak_bytes(own) <= peak
         assert auto.policies.mean_ns(own) <= auto.policies.mean_ns(other)

@@ -141,7 +141,7 @@ class Pipeline:
                 "and schedule would be others; give a smaller batch, or plan again with more microbatches"
             )
         targets = split(target, len(rows))
-        schedule = self.plan.schedule.first(len(rows))
+        schedule = self.plan.schedule.first_microbatches(len(rows))
         moved = [parameter for _, parameter in self.named_parameters()]
         program = self._current()
         with program.mode(), fresh_gradients(moved):
@@ -360,7 +360,7 @@ class Pipeline:
         """The model in the modes that its modules are in now, cut like the planned graph."""
         modes = modes_of(self._target.model)
         if modes not in self._programs:
-            self._program.check_surroundings()
+            self._program.check_unchanged()
             log_on_first_rank(
                 [
                     "the model is captured again: its modules are in other modes than those planned for"
@@ -445,8 +445,15 @@ def _refuse(what: str, names: set[str]) -> None:
 
 def check_world(plan: Plan) -> None:
     """StalePlanError unless this process group has the ranks that the plan places its stages on."""
-    if world.size() not in (1, plan.ranks):
-        raise StalePlanError(
-            f"the plan is for {plan.ranks} ranks, but {world.size()} processes run; "
-            f"launch torchrun --nproc-per-node {plan.ranks}, or plan with k={world.size()}"
-        )
+    if world.size() in (1, plan.ranks):
+        return
+    stages_per_rank = len(plan.stages) // plan.ranks
+    several = (
+        f" (schedule {plan.schedule.name!r} places {stages_per_rank} stages on a rank: "
+        f"k={len(plan.stages)} gives {plan.ranks} ranks)"
+    )
+    raise StalePlanError(
+        f"the plan is for {plan.ranks} ranks{several if stages_per_rank > 1 else ''}, but "
+        f"{world.size()} processes run; launch torchrun --nproc-per-node {plan.ranks}, or plan "
+        f"for {world.size()} ranks with k={world.size() * stages_per_rank}"
+    )

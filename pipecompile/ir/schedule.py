@@ -1,15 +1,16 @@
-"""Schedules: which rank does what, in which order. Pure values, no PyTorch.
+"""Schedules: which rank does what, in which order. These are pure values without PyTorch.
 
 An action is written as torch.distributed.pipelining writes it, `<stage><KIND><microbatch>`:
 
     0F2        forward of microbatch 2 in stage 0           1SEND_F2   send its outputs to stage 2
     0B2        its full backward                            1RECV_F2   receive stage 0's outputs
     0I2, 0W2   gradients of inputs, then of weights         1SEND_B2   send input gradients to stage 0
-    0R2        the forward once more, before the backward   1RECV_B2   receive stage 2's gradients
+    0R2        recompute its forward, before the backward   1RECV_B2   receive stage 2's gradients
     0REDUCE_GRAD  finish the gradients of stage 0: sum over the ranks that hold them, divide by M
 
-torch has no words for two things: `0STEP` is the optimizer's step of stage 0 (`0STEP2`: after microbatch 2), and a
-version of the weights is written behind, `0F2@1`. Schedules that update weights once, at the end, name no versions.
+torch has no words for two things. `0STEP` is the optimizer's step of stage 0, and `0STEP2` one
+that follows microbatch 2. A weight version is written after an `@`: `0F2@1`. Schedules that update
+the weights once, at the end of the step, name no versions.
 """
 
 from __future__ import annotations
@@ -55,32 +56,30 @@ class Kind(StrEnum):
     REDUCE = "REDUCE_GRAD"
     STEP = "STEP"
 
-    __hash__ = (
-        str.__hash__
-    )  # that of Enum runs in Python, and schedules hash actions by the hundred thousand
+    # Enum's own hash runs in Python, and schedules hash actions by the hundred thousand.
+    __hash__ = str.__hash__
 
 
 BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset(
     {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE}
 )
-WEIGHT_GRADIENT_KINDS = frozenset(
-    {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
-)  # what adds to a stage's gradients
+WEIGHT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 TRANSFERS = frozenset(
     {Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
 )
 _NUMBER = r"0|[1-9][0-9]*"
-_PATTERN = re.compile(
-    rf"({_NUMBER})(REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R)({_NUMBER}|)(?:@({_NUMBER}))?"
-)
-
+_KINDS = "REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R"
+_PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER}|)(?:@({_NUMBER}))?")
 
 WeightVersions = Literal["synchronous", "stashed", "vertical-sync", "double-buffered"]
 
 
 class Action(NamedTuple):
-    """One step of one rank. `microbatch` is None for what covers all of them; `version` is that of the weights."""
+    """One unit of a rank's work.
+
+    `microbatch` is None for an action that covers all of them, `version` the weight version.
+    """
 
     stage: int
     kind: Kind
@@ -90,30 +89,36 @@ class Action(NamedTuple):
     @staticmethod
     @cache
     def parse(text: str) -> Action:
-        """Reads torch's notation; ValueError says what is wrong with `text`."""
+        """Return the action that torch's notation names; ValueError says what is wrong with it."""
         match = _PATTERN.fullmatch(text)
+        # A reduction never names a microbatch, a step may, and all other actions must.
         if match is None or (
             match[2] != "STEP" and (match[2] == "REDUCE_GRAD") != (match[3] == "")
         ):
             raise ValueError(
                 f"{text!r} is not an action such as '0F2', '1SEND_B0', '0REDUCE_GRAD' or '0F2@1'"
             )
-        microbatch, version = (
-            None if digits in ("", None) else int(digits) for digits in match.group(3, 4)
-        )
+        microbatch, version = (int(digits) if digits else None for digits in match.group(3, 4))
         return Action(int(match[1]), Kind(match[2]), microbatch, version)
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.kind.value}{microbatch}{'' if self.version is None else f'@{self.version}'}"
+        version = "" if self.version is None else f"@{self.version}"
+        return f"{self.stage}{self.kind.value}{microbatch}{version}"
 
 
 class Schedule(Value, frozen=True, kw_only=True, dict=True):
-    """Per rank the actions in the order in which it performs them; `placement[stage]` is the stage's rank.
+    """For each rank its actions, in the order in which it performs them.
 
-    `weight_versions` says which weights a microbatch sees. synchronous: those of the step. stashed: each stage's
-    latest, again in the backward (PipeDream). vertical-sync: on all stages those that the first one had (PipeDream,
-    section 3.3). double-buffered: those of the last but one update (PipeDream-2BW).
+    `placement[stage]` is the rank of a stage. `weight_versions` says which weights a microbatch
+    sees:
+
+        synchronous      those of the step
+        stashed          the latest of each stage in its forward, and the same in its backward
+                         (PipeDream)
+        vertical-sync    on all stages the version that the first stage had (PipeDream,
+                         section 3.3)
+        double-buffered  the weights of the update before the last one (PipeDream-2BW)
     """
 
     name: str
@@ -147,16 +152,16 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def compute(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions of each rank that occupy it: no transfers, no reductions."""
+        """The actions of each rank that occupy it: transfers and reductions are left out."""
         return tuple(tuple(action for action in row if action.kind in COMPUTE) for row in self.rows)
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return len(self.actions)
 
-    def first(self, microbatches: int) -> Schedule:
-        """The same order without the later microbatches; nothing that stays depends on them."""
+    def first_microbatches(self, microbatches: int) -> Schedule:
+        """Return the same order without the later microbatches; no earlier one depends on them."""
         if microbatches == self.microbatches:
             return self
         rows = [
@@ -173,7 +178,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
         rows: Sequence[Sequence[Action]],
         weight_versions: WeightVersions = "synchronous",
     ) -> Schedule:
-        """A schedule from parsed actions."""
+        """Return a schedule of parsed actions."""
         actions = tuple(tuple(map(str, row)) for row in rows)
         return Schedule(
             name=name,
@@ -185,7 +190,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
 
 
 class Event(NamedTuple):
-    """An action as it happened on its rank, in nanoseconds since the step began."""
+    """An action and when it happened, in nanoseconds since the step began."""
 
     action: Action
     start_ns: int
@@ -196,12 +201,16 @@ StartReason = Literal["start", "rank", "send", "dependency", "transfer", "queue"
 
 
 class CriticalEvent(NamedTuple):
-    """An event on the path, and why it does not begin earlier.
+    """An event on the critical path, and why it does not begin earlier.
 
-    start: nothing is before it. rank: its rank has just ended the event before it on the path. send: and has then
-    sent what that made, and blocked. dependency: its input is made just then, on another rank or on its own. transfer:
-    its input arrives just then. queue: it arrives just then, behind others on the same link; the event before it on
-    the path made the first of them. reduction: it is the sum that the event before it completes or comes before.
+        start       it begins with the step
+        rank        its rank is busy until then with the event before it on the path
+        send        its rank is blocked until then by sending the result of the event before it
+        dependency  its input is computed until then by the event before it
+        transfer    its input is under way until then from the event before it
+        queue       its input waits for a link that is busy with messages ahead of it; the event
+                    before it on the path produced the first of these
+        reduction   it is a sum over replicas that follows the event before it
     """
 
     rank: int
@@ -210,11 +219,13 @@ class CriticalEvent(NamedTuple):
 
 
 class Idle(Value, frozen=True, kw_only=True):
-    """How long a rank computed nothing, by cause; with its busy time they add up to the makespan.
+    """How long a rank computed nothing, by cause; the causes and its busy time make the makespan.
 
-    transfer: what messages that take no time would save of each wait, sends that block the rank, and reductions after
-    its last action. memory: a forward had all its inputs, but its bytes would have been over the rank's cap.
-    imbalance: of the other waits what no order can remove, since another rank has more to do. dependency: the rest.
+        transfer    the part of each wait that messages without travel time would save, sends that
+                    block the rank, and reductions after its last action
+        memory      a forward had all its inputs, but its bytes would have exceeded the rank's cap
+        imbalance   the part of the other waits that no order removes, since a rank has more to do
+        dependency  the rest
     """
 
     dependency_ns: NonNegative
@@ -224,15 +235,15 @@ class Idle(Value, frozen=True, kw_only=True):
 
     @property
     def total_ns(self) -> int:
-        """All causes together."""
+        """The idle time of all causes together."""
         return self.dependency_ns + self.transfer_ns + self.memory_ns + self.imbalance_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step, per rank: the compute events in order, why it idled, and the bytes held after each event.
+    """A simulated step: for each rank its compute events, why it idled, and its bytes after each.
 
-    `reductions` are the data-parallel sums of a rank's stages, beside its compute events.
+    `reductions` are the sums over the replicas of a rank's stages; they run beside its compute.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -247,12 +258,12 @@ class Timeline:
 
     @property
     def span_ns(self) -> int:
-        """The largest time that a rank takes from the start of its first event to the end of its last."""
+        """The longest time of a rank from the start of its first event to the end of its last."""
         return max((row[-1].end_ns - row[0].start_ns for row in self.events if row), default=0)
 
     @property
     def busy_ns(self) -> tuple[int, ...]:
-        """Per rank, the time spent in actions."""
+        """For each rank the time that it spends in actions."""
         return tuple(sum(end - start for _, start, end in row) for row in self.events)
 
     @property
@@ -264,11 +275,14 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Per rank, the most that it holds."""
+        """For each rank the most bytes that it holds."""
         return tuple(max(row, default=0) for row in self.held_bytes)
 
     def memory(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(time in ns, bytes held from then on): from the start of an action that takes, the end of one that frees."""
+        """Return pairs (time in ns, bytes held from then on) of a rank.
+
+        An action that takes bytes does so when it starts, one that frees bytes when it ends.
+        """
         before, curve = 0, []
         for event, held in zip(self.events[rank], self.held_bytes[rank], strict=True):
             curve.append((event.start_ns if held > before else event.end_ns, held))

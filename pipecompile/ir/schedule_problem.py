@@ -1,4 +1,4 @@
-"""The schedule problem, `pipecompile/schedule-problem/1`, and what the scheduler answers."""
+"""The file of a schedule problem, `pipecompile/schedule-problem/1`, and the scheduler's answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ __all__ = ["NamedOrder", "Order", "ScheduleProblem", "StageProblem"]
 
 
 class StageProblem(Value, frozen=True, kw_only=True):
-    """What one stage costs for one microbatch, and what it holds of it.
+    """How long one microbatch takes in a stage, and the bytes that the stage holds of it.
 
-    A forward takes `activation_bytes`; the gradients of the inputs release all but `weight_gradient_bytes`, those of
-    the weights the rest. A full backward takes the time of both, or `backward_ns`. With `recompute_ns` the forward is
-    run again before the backward, which takes `recompute_bytes` more; the last stage never recomputes and keeps those
-    from its forward on. `rank` null: the scheduler chooses. `reduce_ns` is the data-parallel sum of the stage's
-    gradients, beside whatever its rank computes by then.
+    A forward takes `activation_bytes`. The input gradient frees all of them except
+    `weight_gradient_bytes`, and the weight gradient frees these. A full backward takes
+    `backward_ns`, or, where that is null, the time of both halves. A stage with `recompute_ns`
+    recomputes its forward before the backward, which takes `recompute_bytes` more; the last stage
+    never recomputes, and holds those bytes from its forward on. `rank` is null where the scheduler
+    chooses. `reduce_ns` is the time of the sum of the stage's gradients over its replicas; it runs
+    beside what the rank computes.
     """
 
     rank: NonNegative | None
@@ -34,17 +36,19 @@ class StageProblem(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.weight_gradient_bytes > self.activation_bytes + self.recompute_bytes:
             raise ValueError(
-                "weight_gradient_bytes is what is left of activation_bytes, so it cannot be more"
+                "weight_gradient_bytes is the part of activation_bytes that is held until the "
+                "weight gradient, so it cannot be larger"
             )
 
 
 class ScheduleProblem(Value, frozen=True, kw_only=True):
-    """Stages on ranks, to be scheduled.
+    """Stages, ranks and microbatches for which an order is wanted.
 
-    `transfer_ns` is one time or a matrix from rank (row) to rank; within a rank it is zero. `skips` are [source stage,
-    destination stage, bytes]: tensors that pass stages by, sent directly, held by their source until its backward.
-    With `blocking_sends` a rank does not compute while it sends; with `shared_links` the messages from one rank to
-    another travel one at a time.
+    `transfer_ns` is one time, or a matrix: row = sending rank, column = receiving rank. A transfer
+    within a rank takes no time. `skips` are triples [source stage, destination stage, bytes] of
+    tensors that skip the stages between: they are sent directly, and their source holds them until
+    its backward. With `blocking_sends` a rank does not compute while it sends. With `shared_links`
+    the messages from one rank to another travel one at a time.
     """
 
     schema: Literal["pipecompile/schedule-problem/1"]
@@ -71,34 +75,40 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
             )
         if self.memory_bytes is not None and len(self.memory_bytes) != ranks:
             raise ValueError(f"memory_bytes has {len(self.memory_bytes)} caps for {ranks} ranks")
-        given = [stage.rank for stage in self.stages]
-        if None in given and set(given) != {None}:
-            raise ValueError(
-                "either every stage has a rank or none: with null everywhere the scheduler places them"
-            )
-        wrong = next((rank for rank in given if rank is not None and rank >= ranks), None)
-        if wrong is not None:
-            raise ValueError(f"a stage is on rank {wrong}, but there are {ranks} ranks")
-        if None not in given and len(set(given)) < ranks:
-            raise ValueError(f"rank {min(set(range(ranks)) - set(given))} has no stage")
-        if None in given and stages % ranks:
-            raise ValueError(
-                f"{stages} stages cannot be placed evenly on {ranks} ranks; give each stage its rank"
-            )
+        self._check_placement()
         for source, destination, _ in self.skips:
             if not source < destination < stages:
                 raise ValueError(
-                    f"skip from stage {source} to {destination} does not go forward within {stages}"
+                    f"the skip from stage {source} to {destination} must lead from a stage to a "
+                    f"later one of the {stages} stages"
                 )
+
+    def _check_placement(self) -> None:
+        ranks, stages = self.ranks, len(self.stages)
+        stage_ranks = [stage.rank for stage in self.stages]
+        if None in stage_ranks and set(stage_ranks) != {None}:
+            raise ValueError(
+                "either every stage has a rank or none; with null everywhere the scheduler "
+                "places them"
+            )
+        unknown_rank = next((r for r in stage_ranks if r is not None and r >= ranks), None)
+        if unknown_rank is not None:
+            raise ValueError(f"a stage is on rank {unknown_rank}, but there are {ranks} ranks")
+        if None not in stage_ranks and len(set(stage_ranks)) < ranks:
+            raise ValueError(f"rank {min(set(range(ranks)) - set(stage_ranks))} has no stage")
+        if None in stage_ranks and stages % ranks:
+            raise ValueError(
+                f"{stages} stages cannot be placed evenly on {ranks} ranks; give each stage a rank"
+            )
 
     @property
     def placement(self) -> tuple[int, ...] | None:
-        """The rank of each stage, None if it is left open."""
+        """The rank of each stage, or None where the scheduler chooses."""
         ranks = tuple(stage.rank for stage in self.stages if stage.rank is not None)
         return ranks or None
 
     def transfer_ns_between(self, source: int, destination: int) -> int:
-        """The time of a message from one rank to another."""
+        """Return the time of a message from one rank to another."""
         if source == destination:
             return 0
         return (
@@ -109,7 +119,11 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
 
 
 class NamedOrder(Value, frozen=True, kw_only=True):
-    """What a named schedule is worth on a problem, the most that a rank holds, and by how much one is over its cap."""
+    """A named schedule on a problem, for comparison.
+
+    `value_ns` is its objective, `peak_bytes` the most that a rank holds, `over_bytes` by how much
+    the worst rank exceeds its cap, and `shape` that of its placement.
+    """
 
     name: str
     shape: str
@@ -119,15 +133,17 @@ class NamedOrder(Value, frozen=True, kw_only=True):
 
 
 class Order(Value, frozen=True, kw_only=True):
-    """A schedule for a problem and what it gives.
+    """A schedule for a problem, with its simulated times and bytes.
 
-    `asked` is what was asked for: search, a name, or csv for an order that was read. `name` is what it is: of the
-    orders searched one has the name search, and the others are the named ones. `shape` is linear, loop, v, or own.
+    `asked` is the request: search, the name of a schedule, or csv for an order that was read.
+    `name` is the schedule's own name: a search returns a named schedule where none is better.
+    `shape` is that of the placement: linear, loop, v, or own for any other.
 
-    `lower_bound_ns` bounds the objective over all orders and all placements that were in question; null where nothing
-    compares: without backwards, or without a flush. `proven`: the value meets it. `violations` say which rank is over
-    its cap, from which action on and by how much; empty if it fits. `named` are all that the placements allow.
-    `seconds` are those it took, for people.
+    `lower_bound_ns` is a lower bound on the objective of all orders on all placements that were
+    allowed. It is null where it has no meaning: for an order without backwards, and for one that
+    never flushes the pipeline. `proven` says that the value equals it. `violations` say which rank
+    exceeds its cap, from which action on and by how much. `named` are all named schedules that the
+    placements allow. `seconds` is the running time, for people to read.
     """
 
     asked: str
@@ -154,5 +170,5 @@ class Order(Value, frozen=True, kw_only=True):
 
     @property
     def value_ns(self) -> int:
-        """What the objective says it is worth."""
+        """The value of the objective."""
         return self.makespan_ns if self.objective == "makespan" else self.span_ns

@@ -1,8 +1,22 @@
-"""Schedules that never empty the pipeline: 1F1B in which the optimizer steps while microbatches are on their way.
+"""The weight versions of schedules that never empty the pipeline.
 
-Version 0 of a stage's weights is the initial one, and each optimizer step makes the next. `0F3@1` is a forward with
-version 1, and `0STEP3@2` the step behind microbatch 3 that makes version 2. A backward, and a recompute, use the
-version of their own forward. All numbers count from 0.
+In these the optimizer steps while microbatches are on their way. Their order is that of 1F1B:
+
+    rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+Version 0 of a stage's weights is the initial one, and each optimizer step produces the next one.
+`0F3@1` is a forward with version 1, and `0STEP3@2` the step after microbatch 3 that produces
+version 2. A backward, and a recompute, use the version of their own forward. All numbers start
+at 0. The versions of the forwards above, with p = 3 ranks (stages s) and 4 microbatches j:
+
+                     F0 F1 F2 F3
+    stashed   s = 0   0  0  0  1     the latest version of each stage
+              s = 1   0  0  1  2
+              s = 2   0  1  2  3
+    vertical-sync     0  0  0  1     on all stages the version that stage 0 had
+    double-buffered   0  0  0  0     all four belong to update 0, which uses version 0
 """
 
 from __future__ import annotations
@@ -17,7 +31,7 @@ __all__ = ["DOUBLE_BUFFERED", "STASHED", "VERTICAL_SYNC", "VersionRule", "with_v
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """How many ranks, each with one stage, and how many microbatches."""
+    """The number of ranks, each of which runs one stage, and the number of microbatches."""
 
     ranks: int
     microbatches: int
@@ -25,8 +39,10 @@ class PipelineSize:
 
 @dataclass(frozen=True, slots=True)
 class VersionRule:
-    """Which weights a microbatch sees. `version(pipeline, stage, microbatch)`; `update(pipeline, microbatch)` is the
-    number of the optimizer step that its gradient is part of.
+    """Which weights a microbatch sees.
+
+    `version(size, stage, microbatch)` is the version that its actions in a stage use, and
+    `update(size, microbatch)` the number of the optimizer step that its gradient is part of.
     """
 
     weight_versions: WeightVersions
@@ -34,55 +50,65 @@ class VersionRule:
     update: Callable[[PipelineSize, int], int]
 
 
-def _stashed(pipeline: PipelineSize, stage: int, microbatch: int) -> int:
-    """max(0, j − (p − s) + 1): the stage's latest, as p − s forwards lead over the backwards, each with its step.
+def _stashed(size: PipelineSize, stage: int, microbatch: int) -> int:
+    """Return the latest version of the stage: max(0, j − (p − s) + 1).
 
-    Step j then applies a gradient of version j − (p − 1 − s): the first stage lags p − 1 steps, the last one none
-    (Harlap et al., PipeDream, arXiv 1806.03377; SOSP 2019, section 3.3).
+    p − s forwards precede the first backward of stage s, and a step follows each backward. Step j
+    applies a gradient of version j − (p − 1 − s): the first stage lags p − 1 steps behind, the
+    last one none (Harlap et al., PipeDream, arXiv 1806.03377; SOSP 2019, section 3.3).
     """
-    return max(0, microbatch - (pipeline.ranks - stage) + 1)
+    return max(0, microbatch - (size.ranks - stage) + 1)
 
 
-def _vertical_sync(pipeline: PipelineSize, stage: int, microbatch: int) -> int:
-    """max(0, j − p + 1) on every stage: the version that the first one had as the microbatch entered (ibidem)."""
-    return _stashed(pipeline, 0, microbatch)
+def _vertical_sync(size: PipelineSize, stage: int, microbatch: int) -> int:
+    """Return the version that the first stage had as the microbatch entered: max(0, j − p + 1).
+
+    (Harlap et al., PipeDream, as above.)
+    """
+    return _stashed(size, 0, microbatch)
 
 
-def _each(pipeline: PipelineSize, microbatch: int) -> int:
+def _update_of_each_microbatch(size: PipelineSize, microbatch: int) -> int:
     return microbatch
 
 
-def _double_buffered(pipeline: PipelineSize, stage: int, microbatch: int) -> int:
-    """max(0, u − 1) for a microbatch of update u: W(u + 1) = W(u) − ν ∇f(W(u − 1)), a delay of one everywhere.
+def _double_buffered(size: PipelineSize, stage: int, microbatch: int) -> int:
+    """Return max(0, u − 1) for a microbatch of update u: every gradient is delayed by one update.
 
-    (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503, section 3.1.)
+    W(u + 1) = W(u) − ν ∇f(W(u − 1)) (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN
+    Training, arXiv 2006.09503, section 3.1).
     """
-    return max(0, _coalesced(pipeline, microbatch) - 1)
+    return max(0, _update_of_several_microbatches(size, microbatch) - 1)
 
 
-def _coalesced(pipeline: PipelineSize, microbatch: int) -> int:
-    """As many updates as can have p microbatches each, the least that the paper allows, nearly equal in length."""
-    updates = max(1, pipeline.microbatches // pipeline.ranks)
-    return microbatch * updates // pipeline.microbatches
+def _update_of_several_microbatches(size: PipelineSize, microbatch: int) -> int:
+    """Return the update of a microbatch, where updates are of nearly equal length.
+
+    An update has at least p microbatches, the fewest that the paper allows: 11 microbatches on 4
+    ranks make two updates, of 6 and of 5 microbatches.
+    """
+    updates = max(1, size.microbatches // size.ranks)
+    return microbatch * updates // size.microbatches
 
 
-STASHED = VersionRule("stashed", _stashed, _each)
-VERTICAL_SYNC = VersionRule("vertical-sync", _vertical_sync, _each)
-DOUBLE_BUFFERED = VersionRule("double-buffered", _double_buffered, _coalesced)
+STASHED = VersionRule("stashed", _stashed, _update_of_each_microbatch)
+VERTICAL_SYNC = VersionRule("vertical-sync", _vertical_sync, _update_of_each_microbatch)
+DOUBLE_BUFFERED = VersionRule("double-buffered", _double_buffered, _update_of_several_microbatches)
 
 
 def with_versions(
-    row: Iterable[Action], version_rule: VersionRule, ranks: int, microbatches: int
+    row: Iterable[Action], rule: VersionRule, ranks: int, microbatches: int
 ) -> Iterator[Action]:
-    """The actions of a rank with their versions, and an optimizer step behind the last backward of each update."""
-    pipeline = PipelineSize(ranks, microbatches)
+    """Yield the actions of a rank with their versions, and the optimizer steps.
+
+    A step follows the last backward of each update.
+    """
+    size = PipelineSize(ranks, microbatches)
     for action in row:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None, "compute actions name their microbatch"
-        yield action._replace(version=version_rule.version(pipeline, stage, microbatch))
-        update = version_rule.update(pipeline, microbatch)
-        ends = (
-            microbatch + 1 == microbatches or version_rule.update(pipeline, microbatch + 1) > update
-        )
-        if action.kind is Kind.BACKWARD and ends:
+        yield action._replace(version=rule.version(size, stage, microbatch))
+        update = rule.update(size, microbatch)
+        is_last = microbatch + 1 == microbatches or rule.update(size, microbatch + 1) > update
+        if action.kind is Kind.BACKWARD and is_last:
             yield Action(stage, Kind.STEP, microbatch, update + 1)

@@ -94,7 +94,9 @@ class _CheckedSchedule:
         """By compute action the send and the receive of what it hands to another rank."""
         stages = len(self.schedule.placement)
         pairs = (
-            (a, message_of(a, stages, self.problem.gradient)) for a in self.counts if a.kind in COMPUTE
+            (a, message_of(a, stages, self.problem.gradient))
+            for a in self.counts
+            if a.kind in COMPUTE
         )
         return {a: pair for a, pair in pairs if pair and self.rank(pair[0]) != self.rank(pair[1])}
 

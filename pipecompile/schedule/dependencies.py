@@ -69,7 +69,9 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
     return found
 
 
-def message_of(action: Action, stages: int, gradient: Sequence[bool]) -> tuple[Action, Action] | None:
+def message_of(
+    action: Action, stages: int, gradient: Sequence[bool]
+) -> tuple[Action, Action] | None:
     """The send and the receive that carry what a compute action made to the next or the previous stage.
 
     `gradient[s]` says whether a gradient flows from stage s + 1 back to stage s.

@@ -67,7 +67,9 @@ def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
     events = tuple(
         tuple(map(Event, *columns)) for columns in zip(rows, floor.starts, ends, strict=True)
     )
-    return Execution(events, floor.waits, rank_order, floor.arrivals, floor.free_ns, floor.sending_ns)
+    return Execution(
+        events, floor.waits, rank_order, floor.arrivals, floor.free_ns, floor.sending_ns
+    )
 
 
 class _Executor:
@@ -78,7 +80,8 @@ class _Executor:
         self.network = problem.network
         self.given = dependents(problem)
         self.tasks = [
-            [TASK_KINDS[action.kind] * problem.stages + action.stage for action in row] for row in rows
+            [TASK_KINDS[action.kind] * problem.stages + action.stage for action in row]
+            for row in rows
         ]
         self.durations = [list(_durations(problem, row)) for row in rows]
         self.numbers = [[action.microbatch or 0 for action in row] for row in rows]

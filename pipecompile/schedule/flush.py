@@ -1,4 +1,8 @@
-"""Schedules of whole backwards, with the pipeline empty at the end of every step."""
+"""Schedules of full backwards that empty the pipeline at the end of every step.
+
+In the drawings every action takes one slot and a dot is a bubble. With one stage on each rank F1 is
+the forward of microbatch 1; else 3F1 is that of stage 3.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,31 @@ __all__ = ["forward_only", "gpipe", "interleaved", "one_f_one_b"]
 
 
 def forward_only(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """Every microbatch once through every stage, as an evaluation needs it."""
+    """Yield every microbatch once through every stage, as an evaluation needs it.
+
+    rank 0   F0 F1 F2 .  .
+    rank 1   .  F0 F1 F2 .
+    rank 2   .  .  F0 F1 F2
+    """
     for run in _runs(layout[rank]):
         for _ in range(microbatches):
             yield from forwards(run)
 
 
 def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, figure 2c).
+    """Yield all forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, figure 2c).
 
     rank 0   F0 F1 F2 .  .  .  .  B0 B1 B2
     rank 1   .  F0 F1 F2 .  .  B0 B1 B2 .
     rank 2   .  .  F0 F1 F2 B0 B1 B2 .  .
 
-    On a loop this is breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953, section 4): a rank takes all
-    microbatches through one stage before it begins its next one.
+    On a loop this is breadth-first pipeline parallelism (Lamy-Poirier, arXiv 2211.05953,
+    section 4), called looped-bfs here: a rank takes all microbatches through one of its stages
+    before it begins its next one.
+
+    rank 0   0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0 3B1 3B2 0B0 0B1 0B2
+    rank 1   .   1F0 1F1 1F2 4F0 4F1 4F2 .   .   4B0 4B1 4B2 1B0 1B1 1B2 .
+    rank 2   .   .   2F0 2F1 2F2 5F0 5F1 5F2 5B0 5B1 5B2 2B0 2B1 2B2 .   .
     """
     yield from forward_only(layout, rank, microbatches)
     for run in reversed(_runs(layout[rank])):
@@ -34,7 +48,7 @@ def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
 
 
 def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """One forward, one backward (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, figure 3).
+    """Yield one forward, one backward (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, fig. 3).
 
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -48,31 +62,38 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
 
 
 def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """1F1B over a loop of stages (Narayanan et al., arXiv 2104.04473, section 2.2 and figure 4; Megatron-LM).
+    """Yield 1F1B over a loop of stages.
 
-    Groups of as many microbatches as there are ranks take one stage of the rank after the other. The forwards lead by
-    a group for each further stage of the rank and by two for each rank that follows. With one stage a rank it is
-    1F1B. Where the ranks do not divide the microbatches, the groups are longer and the last one may lack some.
+    (Narayanan et al., arXiv 2104.04473, section 2.2 and figure 4; Megatron-LM.)
 
-    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
-    rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
+    rank 0   0F0 0F1 0F2 3F0 3F1 3F2 .   .   3B0 .   3B1 .   3B2 0B0 0B1 0B2
+    rank 1   .   1F0 1F1 1F2 4F0 4F1 4F2 4B0 .   4B1 .   4B2 1B0 1B1 1B2 .
+    rank 2   .   .   2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2B0 2B1 2B2 .   .
+
+    A group is as many microbatches as there are ranks; a rank takes a group through one of its
+    stages after the other. The forwards lead the backwards by one group for each further stage of
+    the rank, and by two actions for each rank that follows. With one stage on each rank this is
+    1F1B. If the number of ranks does not divide the number of microbatches, the groups are longer
+    and the last one may be smaller.
     """
     stages, ranks = layout[rank], len(layout)
     if len(stages) == 1:
         yield from one_f_one_b(layout, rank, microbatches)
         return
+    # 11 microbatches on 4 ranks are two groups of size 6, of which the second one lacks one.
     groups = max(1, microbatches // ranks)
     size = max(ranks, -(-microbatches // groups))
     lead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * size
-    there = [turn for turn in forwards(stages) for _ in range(size)] * groups
-    back = [turn for turn in backwards(stages) for _ in range(size)] * groups
-    yield from there[:lead]
-    for index, turn in enumerate(back):
-        yield from there[lead + index : lead + index + 1]
-        yield turn
+    forward_tasks = [task for task in forwards(stages) for _ in range(size)] * groups
+    backward_tasks = [task for task in backwards(stages) for _ in range(size)] * groups
+    yield from forward_tasks[:lead]
+    for index, task in enumerate(backward_tasks, start=lead):
+        yield from forward_tasks[index : index + 1]
+        yield task
 
 
 def _runs(stages: Sequence[int]) -> list[Sequence[int]]:
-    """The stages of a rank, cut where the next stage of the model lies elsewhere: 0 1 4 5 gives 0 1 and 4 5."""
-    cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(stages)) if b != a + 1), len(stages)]
+    """Return the runs of neighbouring stages of a rank: 0 1 4 5 gives 0 1 and 4 5."""
+    gaps = [index + 1 for index, (left, right) in enumerate(pairwise(stages)) if right != left + 1]
+    cuts = [0, *gaps, len(stages)]
     return [stages[start:end] for start, end in pairwise(cuts)]

@@ -25,7 +25,9 @@ def _idle(
 ) -> Idle:
     """The causes of one rank, which has `less_ns` less to do than the busiest."""
     tail = timeline.makespan_ns - run.free_ns[rank]
-    summing = max((event.end_ns - run.free_ns[rank] for event in timeline.reductions[rank]), default=0)
+    summing = max(
+        (event.end_ns - run.free_ns[rank] for event in timeline.reductions[rank]), default=0
+    )
     transfer = (
         run.sending_ns[rank]
         + max(0, summing)

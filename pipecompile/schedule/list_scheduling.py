@@ -20,7 +20,13 @@ from pipecompile.schedule.instance import (
     ScheduleInstance,
 )
 
-__all__ = ["Priorities", "build_order", "refill_weight_gradients", "single_microbatch_peak", "serial_order"]
+__all__ = [
+    "Priorities",
+    "build_order",
+    "refill_weight_gradients",
+    "single_microbatch_peak",
+    "serial_order",
+]
 
 SHARES = (
     2  # of a rank's slack, divided evenly over the microbatches to come, that one wait may take
@@ -98,10 +104,12 @@ class _Builder:
         ] * problem.ranks  # the stage whose backward follows its recompute
         self.reserves = [single_microbatch_peak(instance, rank) for rank in range(problem.ranks)]
         self.forwards = [
-            sorted(stages, reverse=priorities.deep_forward_first) for stages in instance.stages_by_rank
+            sorted(stages, reverse=priorities.deep_forward_first)
+            for stages in instance.stages_by_rank
         ]
         self.backwards = [
-            sorted(stages, reverse=priorities.deep_backward_first) for stages in instance.stages_by_rank
+            sorted(stages, reverse=priorities.deep_backward_first)
+            for stages in instance.stages_by_rank
         ]
         self.rows: Rows = [[] for _ in range(problem.ranks)]
         self.queue = [(0, rank) for rank in range(problem.ranks)]

@@ -1,9 +1,10 @@
-"""The named schedules: what each needs, and its order of compute actions. docs/schedules.md compares them.
+"""The named schedules: what each needs, and its order of compute actions.
 
-On every stage the forwards, and likewise the backwards, take the microbatches in ascending order, so that gradients
-are summed in the order of the unsplit run. A stage that recomputes runs its forward once more (R) right before each
-backward, or each but that of the step's last microbatch (torchgpipe, arXiv 2004.09910). The last stage never
-recomputes: its backward follows its forward at once.
+docs/design/schedules.md compares them. On every stage the forwards, and likewise the backwards,
+take the microbatches in ascending order, so that gradients are summed in the order of the unsplit
+run. A stage that recomputes runs its forward once more (R) right before each backward, or before
+each except that of the step's last microbatch (torchgpipe, arXiv 2004.09910). The last stage never
+recomputes, since its backward directly follows its forward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipecompile.errors import InputError
+from pipecompile.ir.options import known_name
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.asynchronous import (
     DOUBLE_BUFFERED,
@@ -39,17 +41,23 @@ __all__ = [
 ]
 
 Generator = Callable[[Layout, int], Sequence[Iterable[Task]]]
+"""Returns the tasks of each rank, for a layout and a number of microbatches."""
 
 
-def _by_rank(turns: Callable[[Layout, int, int], Iterable[Task]]) -> Generator:
+def _by_rank(tasks_of_rank: Callable[[Layout, int, int], Iterable[Task]]) -> Generator:
     return lambda layout, microbatches: [
-        turns(layout, rank, microbatches) for rank in range(len(layout))
+        tasks_of_rank(layout, rank, microbatches) for rank in range(len(layout))
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedSchedule:
-    """A schedule and what it needs: a shape, stages on each rank, microbatches for each rank; None for any number."""
+    """A schedule and what it needs.
+
+    These are the shape of its placement, the number of stages on each rank, and the fewest
+    microbatches for each rank; None stands for any number. `split` says that it splits some or all
+    of its backwards. `version_rule` is that of an asynchronous schedule.
+    """
 
     generator: Generator
     shape: str = "linear"
@@ -77,26 +85,33 @@ _NAMED = {
 }
 NAMES: tuple[str, ...] = tuple(_NAMED)
 SPLIT = frozenset(name for name, named in _NAMED.items() if named.split)
-"""Those that split some or all of their backwards in two."""
+"""The schedules that split some or all of their backwards."""
 MAY_SPLIT = SPLIT | {"search"}
-"""With those whose order is not known before it is searched for."""
+"""The same and the search, which decides only later whether to split backwards."""
 ASYNCHRONOUS = frozenset(name for name, named in _NAMED.items() if named.version_rule)
-"""Those that update the weights while microbatches are on their way."""
+"""The schedules that update the weights while microbatches are on their way."""
 
 
 def required_placement(name: str) -> tuple[str, int | None]:
-    """The placement for `name`: linear, loop, v or any, and how many stages lie on each rank, None for any number."""
+    """Return the placement that a schedule needs: its shape and the stages on each rank.
+
+    The shape is linear, loop, v or any; None stands for any number of stages. InputError if there
+    is no such schedule.
+    """
     named = _named(name)
     return named.shape, named.stages_per_rank
 
 
 def fitting_names(placement: Sequence[int], microbatches: int) -> tuple[str, ...]:
-    """The schedules that train on this placement with the gradients of the unsplit model: no asynchronous ones."""
+    """Return the schedules that train on a placement with the gradients of the unsplit model.
+
+    Asynchronous ones are not among them.
+    """
     training = (name for name in NAMES if name != "forward-only" and name not in ASYNCHRONOUS)
     return tuple(
-        n
-        for n in training
-        if _is_shaped(n, placement) and microbatches >= _least_microbatches(n, placement)
+        name
+        for name in training
+        if _has_shape(name, placement) and microbatches >= _least_microbatches(name, placement)
     )
 
 
@@ -108,72 +123,76 @@ def generate(
     *,
     except_last: Sequence[bool] | bool = False,
 ) -> Schedule:
-    """The compute actions of schedule `name`, and the optimizer's steps if it is asynchronous.
+    """Return the compute actions of a schedule, with optimizer steps if it is asynchronous.
 
-    `placement[stage]` is the stage's rank. `recompute` says for each stage, or for all, whether the forward runs
-    again before the backward; `but_last`, alike: not that of the step's last microbatch. InputError says what does not
-    fit and what would.
+    `placement[stage]` is the rank of a stage. `recompute` says for each stage, or for all stages,
+    whether it recomputes its forward; `except_last`, for each or for all, whether that of the
+    step's last microbatch is kept instead. InputError says what does not fit and what would.
     """
-    stages, version_rule = len(placement), _named(name).version_rule
-    again, spared = (
-        [each] * stages if isinstance(each, bool) else list(each)
-        for each in (recompute, except_last)
-    )
-    assert len(again) == len(spared) == stages, "one entry for each stage"
-    again[-1] = False
-    last = microbatches - 1
-    rows = zip(layout_of(placement), _rows(name, placement, microbatches), strict=True)
-    by_rank = {
-        placement[held[0]]: list(
-            insert_recomputes(
-                row, lambda a: again[a.stage] and not (spared[a.stage] and a.microbatch == last)
-            )
-        )
-        for held, row in rows
-    }
-    return Schedule.of(
-        name,
-        microbatches,
-        placement,
-        [by_rank.get(rank, []) for rank in range(max(placement) + 1)],
-        version_rule.weight_versions if version_rule else "synchronous",
-    )
+    name = known_name("schedule", name, NAMES)
+    recomputes = _for_each_stage(recompute, placement)
+    recomputes[-1] = False
+    spares_last = _for_each_stage(except_last, placement)
+
+    def is_recomputed(action: Action) -> bool:
+        is_last = action.microbatch == microbatches - 1
+        return recomputes[action.stage] and not (spares_last[action.stage] and is_last)
+
+    # Generators number ranks as a microbatch meets them, which need not be the placement's order.
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    generated = _rows(name, placement, microbatches)
+    for stages, row in zip(layout_of(placement), generated, strict=True):
+        rows[placement[stages[0]]] = list(insert_recomputes(row, is_recomputed))
+    rule = _NAMED[name].version_rule
+    weight_versions = rule.weight_versions if rule else "synchronous"
+    return Schedule.of(name, microbatches, placement, rows, weight_versions)
+
+
+def _for_each_stage(value: Sequence[bool] | bool, placement: Sequence[int]) -> list[bool]:
+    values = [value] * len(placement) if isinstance(value, bool) else list(value)
+    assert len(values) == len(placement), "one entry for each stage"
+    return values
 
 
 def peak_in_flight(name: str, placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """For each stage, how many microbatches it holds between forward and B or W at most, by the schedule's own order.
+    """Return for each stage the most microbatches that it holds between forward and B or W.
 
-    An evaluation lets each go at once. InputError as in `generate`.
+    They follow from the order of the stage's own rank. An evaluation frees each microbatch at
+    once. InputError as in `generate`.
     """
-    held, peak = [0] * len(placement), [0] * len(placement)
-    released = {Kind.BACKWARD, Kind.BACKWARD_WEIGHT}
-    for row in _rows(name, placement, microbatches):
-        for action in row:
-            held[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in released)
-            peak[action.stage] = max(peak[action.stage], held[action.stage])
-    return (1,) * len(placement) if name == "forward-only" else tuple(peak)
+    rows = _rows(name, placement, microbatches)
+    if known_name("schedule", name, NAMES) == "forward-only":
+        return (1,) * len(placement)
+    held, peaks = [0] * len(placement), [0] * len(placement)
+    for row in rows:
+        for stage, kind, *_ in row:
+            held[stage] += kind is Kind.FORWARD
+            held[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            peaks[stage] = max(peaks[stage], held[stage])
+    return tuple(peaks)
 
 
 def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[Action, ...]]:
+    """Return the actions of each rank of the layout, without recomputes."""
     _refuse_misfit(name, placement, microbatches)
     named, layout = _named(name), layout_of(placement)
-    rows = [numbered(turns, microbatches) for turns in named.generator(layout, microbatches)]
-    if named.version_rule is None:
+    rows = [numbered(tasks, microbatches) for tasks in named.generator(layout, microbatches)]
+    rule = named.version_rule
+    if rule is None:
         return rows
-    return [tuple(with_versions(row, named.version_rule, len(layout), microbatches)) for row in rows]
+    return [tuple(with_versions(row, rule, len(layout), microbatches)) for row in rows]
 
 
 def _named(name: str) -> _NamedSchedule:
-    if name not in _NAMED:
-        raise InputError(f"schedule {name!r} is not known; choose one of {', '.join(NAMES)}")
-    return _NAMED[name]
+    return _NAMED[known_name("schedule", name, NAMES)]
 
 
-def _is_shaped(name: str, placement: Sequence[int]) -> bool:
-    shape, held = required_placement(name)
+def _has_shape(name: str, placement: Sequence[int]) -> bool:
+    shape, stages_per_rank = required_placement(name)
     if shape == "any":
         return True
-    return shape in shapes_of(placement) and held in (None, len(placement) // len(set(placement)))
+    number = len(placement) // len(set(placement))
+    return shape in shapes_of(placement) and stages_per_rank in (None, number)
 
 
 def _least_microbatches(name: str, placement: Sequence[int]) -> int:
@@ -181,21 +200,25 @@ def _least_microbatches(name: str, placement: Sequence[int]) -> int:
 
 
 def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> None:
-    instead = f"choose one of {', '.join(fitting_names(placement, max(1, microbatches)))}"
-    if not _is_shaped(name, placement):
-        shape, held = required_placement(name)
-        wanted = (
-            "one stage on each rank" if held == 1 else f"the stages placed as {shape}, such as "
-        )
-        if held != 1:
-            wanted += " ".join(map(str, place(shape, len(set(placement)), held or 2)))
+    ranks = len(set(placement))
+    alternatives = f"choose one of {', '.join(fitting_names(placement, max(1, microbatches)))}"
+    if not _has_shape(name, placement):
         raise InputError(
-            f"schedule {name!r} needs {wanted}, but the stages lie on {' '.join(map(str, placement))}; "
-            f"place them so, or {instead}"
+            f"schedule {name!r} needs {_required_text(name, ranks)}, but the stages lie on "
+            f"{' '.join(map(str, placement))}; place them so, or {alternatives}"
         )
     least = _least_microbatches(name, placement)
     if microbatches < least:
         raise InputError(
-            f"schedule {name!r} needs at least {least} microbatches on {len(set(placement))} ranks, "
-            f"but there are {microbatches}; use more, or {instead}"
+            f"schedule {name!r} needs at least {least} microbatches on {ranks} ranks, "
+            f"but there are {microbatches}; use more, or {alternatives}"
         )
+
+
+def _required_text(name: str, ranks: int) -> str:
+    """Return the placement that a schedule needs in words, with an example on so many ranks."""
+    shape, stages_per_rank = required_placement(name)
+    if stages_per_rank == 1:
+        return "one stage on each rank"
+    example = place(shape, ranks, stages_per_rank or 2)
+    return f"the stages placed as {shape}, such as {' '.join(map(str, example))}"

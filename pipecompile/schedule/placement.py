@@ -1,6 +1,10 @@
-"""Where stages lie: `linear` keeps neighbours together, `loop` goes round, `v` goes there and back.
+"""Where stages lie.
 
-4 ranks, 2 stages a rank     linear  0 0 1 1 2 2 3 3     loop  0 1 2 3 0 1 2 3     v  0 1 2 3 3 2 1 0
+4 ranks with 2 stages each:
+
+    linear   0 0 1 1 2 2 3 3     neighbouring stages share a rank
+    loop     0 1 2 3 0 1 2 3     around and around
+    v        0 1 2 3 3 2 1 0     there and back
 """
 
 from __future__ import annotations
@@ -13,21 +17,24 @@ SHAPES = ("linear", "loop", "v")
 
 
 def place(shape: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage; with one stage a rank all shapes are alike."""
+    """Return the rank of each stage; with one stage on each rank all shapes are the same."""
     if shape == "linear":
         return tuple(rank for rank in range(ranks) for _ in range(stages_per_rank))
-    there = tuple(range(ranks))
-    legs = [
-        there if shape == "loop" or leg % 2 == 0 else there[::-1] for leg in range(stages_per_rank)
-    ]
-    return tuple(rank for leg in legs for rank in leg)
+    placement: list[int] = []
+    for leg in range(stages_per_rank):
+        is_way_back = shape == "v" and leg % 2 == 1
+        placement += reversed(range(ranks)) if is_way_back else range(ranks)
+    return tuple(placement)
 
 
 def shapes_of(placement: Sequence[int]) -> tuple[str, ...]:
-    """The shapes that a placement has, whatever the ranks are called."""
-    names = {rank: index for index, rank in enumerate(dict.fromkeys(placement))}
-    ranks, rest = len(names), len(placement) % len(names)
-    called = tuple(names[rank] for rank in placement)
+    """Return the shapes that a placement has, whatever numbers its ranks have."""
+    # Ranks are renumbered in the order in which a microbatch meets them: 2 0 0 2 becomes 0 1 1 0.
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(placement))}
+    stages_per_rank, rest = divmod(len(placement), len(numbers))
+    if rest:
+        return ()
+    renumbered = tuple(numbers[rank] for rank in placement)
     return tuple(
-        s for s in SHAPES if not rest and called == place(s, ranks, len(placement) // ranks)
+        shape for shape in SHAPES if renumbered == place(shape, len(numbers), stages_per_rank)
     )

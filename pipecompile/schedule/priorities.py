@@ -21,7 +21,9 @@ def thrifty_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
     behind = _behind(instance)
     for patience, quarters in product((0.75, 1.0), (7, 6, 8, 5)):
         depth = tuple(-(-quarters * ahead // 4) for ahead in behind)
-        yield Priorities(depth, "turns", patience=patience, waits_within_slack=True, yields_to_backward=True)
+        yield Priorities(
+            depth, "turns", patience=patience, waits_within_slack=True, yields_to_backward=True
+        )
 
 
 def systematic_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 from pipecompile.errors import InfeasibleError, InputError, ScheduleError
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order, ScheduleProblem
 from pipecompile.ir.serialization import read
@@ -26,10 +27,11 @@ from pipecompile.schedule.search import (
     simulate_named,
 )
 from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.stages import activation_caps, problem_of_plan, problem_of_stages
 from pipecompile.schedule.torch_csv import read_csv
 from pipecompile.schedule.transfers import add_transfers
 
-__all__ = ["PLACEMENTS", "ScheduleAnswer", "ScheduleRequest", "answer", "schedule"]
+__all__ = ["PLACEMENTS", "ScheduleAnswer", "ScheduleRequest", "answer", "answer_for_plan", "schedule"]
 
 PLACEMENTS = (*SHAPES, "open")
 
@@ -87,7 +89,52 @@ def schedule(path: str | Path, request: ScheduleRequest) -> Order:
 def answer(path: str | Path, request: ScheduleRequest) -> ScheduleAnswer:
     """As `schedule`, with the timeline."""
     given, began = read(path, ScheduleProblem), time.perf_counter()
-    candidates = _candidates(given, request)
+    return _answered(_candidates(given, request), request, began, skips=bool(given.skips))
+
+
+def answer_for_plan(plan: Plan, request: ScheduleRequest) -> ScheduleAnswer:
+    """As `answer`, for the stages of a plan: on its ranks, or placed as the request says."""
+    if request.order is not None:
+        raise InputError(
+            f"--order {request.order}: an order is checked against a schedule problem, not a plan; "
+            "name a file with a schedule problem"
+        )
+    began, problems = time.perf_counter(), _problems_of_plan(plan, request)
+    if request.name == "search":
+        return _answered(_searched(problems, request), request, began)
+    return _answered([_named(problem, request) for problem in problems], request, began)
+
+
+def _problems_of_plan(plan: Plan, request: ScheduleRequest) -> list[PlacedProblem]:
+    """The problems of the placements in question, with the caps that the plan was made for."""
+    if request.placement is None:
+        return [problem_of_plan(plan)]
+    shapes = SHAPES if request.placement == "open" else (request.placement,)
+    problems = []
+    for placement in dict.fromkeys(
+        place(shape, plan.ranks, plan.stages_per_rank) for shape in shapes
+    ):
+        caps = activation_caps(
+            plan.stages,
+            placement,
+            plan.microbatches,
+            plan.options.caps(plan.ranks),
+            plan.allocator,
+        )
+        problems.append(
+            problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, caps)
+        )
+    return problems
+
+
+def _answered(
+    candidates: Sequence[_PlacementCandidate],
+    request: ScheduleRequest,
+    began: float,
+    *,
+    skips: bool = False,
+) -> ScheduleAnswer:
+    """The best of the candidates, and what compares with it; `began` is when the work on them did."""
     best = min(candidates, key=lambda candidate: (candidate.over_bytes, candidate.value_ns))
     violations = _violations(best)
     named = tuple(order for candidate in candidates for order in _compared(candidate))
@@ -97,7 +144,7 @@ def answer(path: str | Path, request: ScheduleRequest) -> ScheduleAnswer:
         asked="csv" if request.order is not None else request.name,
         name=best.schedule.name,
         weight_versions=best.schedule.weight_versions,
-        microbatches=given.microbatches,
+        microbatches=best.schedule.microbatches,
         placement=best.schedule.placement,
         shape=_shape(best.schedule.placement),
         orders=best.schedule.actions,
@@ -109,14 +156,14 @@ def answer(path: str | Path, request: ScheduleRequest) -> ScheduleAnswer:
         bubble=timeline.bubble,
         idle=timeline.idle,
         peak_bytes=timeline.peak_bytes,
-        memory_bytes=given.memory_bytes,
+        memory_bytes=best.problem.caps,
         fits=not best.over_bytes,
         violations=tuple(violations),
         best_named=_best(named),
         named=named,
         seconds=round(time.perf_counter() - began, 3),
     )
-    return ScheduleAnswer(order, best.schedule, timeline, bool(given.skips))
+    return ScheduleAnswer(order, best.schedule, timeline, skips)
 
 
 @dataclass(frozen=True)
@@ -297,7 +344,9 @@ def _violations(candidate: _PlacementCandidate) -> list[str]:
     lowered = add_transfers(problem, candidate.schedule)
     found = check_schedule(lowered, problem)
     faults = (
-        check_schedule(lowered, replace(problem, caps=None)) if found and candidate.over_bytes else found
+        check_schedule(lowered, replace(problem, caps=None))
+        if found and candidate.over_bytes
+        else found
     )
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""

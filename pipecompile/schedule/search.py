@@ -263,7 +263,8 @@ class _OrderSearch:
         Climbing gains most from starts that differ in kind; without it the best policies come first.
         """
         waiting = chain(
-            () if self._climbs else thrifty_priorities(self.instance), systematic_priorities(self.instance)
+            () if self._climbs else thrifty_priorities(self.instance),
+            systematic_priorities(self.instance),
         )
         for number in range(max(1, int(budget / (self.size * BUILD)))):
             priorities = next(waiting, None) or self._another(number)
@@ -325,7 +326,9 @@ class _OrderSearch:
             width = max(1, times.makespan_ns * WINDOW // self.size)
             start = self.random.randrange(-width // 2, times.makespan_ns)
             window = window_between(self.instance, rows, times.ends, start, start + width)
-            found, spent = improve_window(self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0)
+            found, spent = improve_window(
+                self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0
+            )
             left -= spent * SOLVER_SECONDS + WINDOW_SECONDS + self.size / PER_SECOND * 10
             gain = -1 if found is None else times.makespan_ns - self._timed(found).makespan_ns
             rows, idle = (
@@ -345,6 +348,7 @@ class _OrderSearch:
         if problem.network == Network():
             return self.pool[0].rows
         schedules = [
-            (candidate, self.instance.to_schedule("search", candidate.rows)) for candidate in self.pool
+            (candidate, self.instance.to_schedule("search", candidate.rows))
+            for candidate in self.pool
         ]
         return min(schedules, key=lambda pair: _value(problem, pair[1], self.objective))[0].rows

@@ -179,7 +179,10 @@ def _searched(
         )
     kept = found is not None and (
         named is None
-        or (found.value_ns < named.value_ns and is_gain_robust(problem, found.schedule, named.schedule))
+        or (
+            found.value_ns < named.value_ns
+            and is_gain_robust(problem, found.schedule, named.schedule)
+        )
     )
     chosen = found if kept or named is None else named
     assert chosen is not None

@@ -85,7 +85,10 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
     The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
     """
     again, footprint = stage.recomputes, stage.footprint
-    held, without_versions = footprint.kept.bound, (footprint.outputs + footprint.written).bound * again
+    held, without_versions = (
+        footprint.kept.bound,
+        (footprint.outputs + footprint.written).bound * again,
+    )
     remade = footprint.remade.bound * again
     inside = stage.recompute_ns if stage.recompute == "regions" else 0
     packing = sum(run.forward_ns for run in stage.saving)
@@ -101,7 +104,10 @@ def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) ->
         kept_bytes=without_versions if again else held,
         recomputed_bytes=held if again else 0,
         # torch keeps everything until the gradients of the weights
-        between_bytes=held + without_versions + (footprint.between - footprint.dropped).bound - remade,
+        between_bytes=held
+        + without_versions
+        + (footprint.between - footprint.dropped).bound
+        - remade,
         remade_bytes=remade,
         can_split=can_split,
         recompute=again,

@@ -1,8 +1,12 @@
-"""How the named schedules are written down: for each rank, whose turn it is.
+"""How the generators of named schedules write down an order: as the tasks of each rank.
 
-A turn is a stage and a kind of action. The first turn of a stage's forwards is that of microbatch 0, the next that of
-microbatch 1, and so for its backwards: so every stage takes the microbatches in ascending order by construction, and
-sums its gradients in the order of the unsplit run.
+A task is a stage and a kind of action. The first forward task of a stage is for microbatch 0, the
+next one for microbatch 1, and so on; likewise for its backward tasks. Every stage therefore takes
+the microbatches in ascending order by construction, and sums its gradients in the order of the
+unsplit run.
+
+    tasks     0F 0F 0B 0F 0B 0B
+    actions   0F0 0F1 0B0 0F2 0B1 0B2
 """
 
 from __future__ import annotations
@@ -16,40 +20,42 @@ __all__ = ["Layout", "Task", "backwards", "forwards", "layout_of", "numbered"]
 
 Task = tuple[int, Kind]
 Layout = tuple[tuple[int, ...], ...]
-"""For each rank the stages that it holds, ascending; ranks in the order in which a microbatch first meets them."""
+"""For each rank its stages, ascending; ranks in the order in which a microbatch first meets them."""
 
 
 def layout_of(placement: Sequence[int]) -> Layout:
-    """The layout of `placement[stage] = rank`, whatever its ranks are called."""
-    held: dict[int, list[int]] = {}
+    """Return the layout of a placement, whatever numbers its ranks have."""
+    stages_by_rank: dict[int, list[int]] = {}
     for stage, rank in enumerate(placement):
-        held.setdefault(rank, []).append(stage)
-    return tuple(map(tuple, held.values()))
+        stages_by_rank.setdefault(rank, []).append(stage)
+    return tuple(map(tuple, stages_by_rank.values()))
 
 
 def forwards(stages: Sequence[int]) -> Iterator[Task]:
-    """The forwards of neighbouring stages, in the order in which a microbatch meets them."""
+    """Return the forwards of neighbouring stages, in the order in which a microbatch meets them."""
     return ((stage, Kind.FORWARD) for stage in stages)
 
 
 def backwards(stages: Sequence[int]) -> Iterator[Task]:
-    """Their backwards, from the last to the first."""
+    """Return the backwards of neighbouring stages, from the last stage to the first."""
     return ((stage, Kind.BACKWARD) for stage in reversed(stages))
 
 
-def numbered(turns: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
-    """The actions of one rank; a turn that finds no microbatch left is skipped, and B counts as both its halves.
+def numbered(tasks: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of one rank's tasks; tasks for which no microbatch is left are skipped.
 
-    Skipping is safe: microbatches wait for each other in no other way than in the order of a rank, so a schedule that
-    comes to its end does so without some of them, too.
+    A full backward counts as both halves: after 0B the next 0I is for microbatch 1.
+
+    Skipping is safe. The only way in which one microbatch waits for another is the order of a
+    rank, so a schedule without deadlocks stays free of them without some of its microbatches.
     """
-    taken: Counter[Task] = Counter()
-    row = []
-    for stage, kind in turns:
+    used: Counter[Task] = Counter()
+    actions = []
+    for stage, kind in tasks:
         halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
-        microbatch = taken[stage, halves[0]]
+        microbatch = used[stage, halves[0]]
         for half in halves:
-            taken[stage, half] += 1
+            used[stage, half] += 1
         if microbatch < microbatches:
-            row.append(Action(stage, kind, microbatch))
-    return tuple(row)
+            actions.append(Action(stage, kind, microbatch))
+    return tuple(actions)

@@ -1,9 +1,18 @@
-"""Schedules on a V, where the first rank holds the first stage and the last one: there and back, two stages a rank.
+"""Schedules on a V: the first rank holds the first stage and the last one, two stages on each rank.
 
-Three of them repeat a building block (Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
-section 3): the slots of one microbatch's F and I on all ranks. A new microbatch enters every six slots, one for each
-of F, I and W of two stages. How long a block lasts is how much memory its schedule needs, so the offset between
-neighbouring ranks decides it.
+Three of them repeat a building block (Qi et al., Pipeline Parallelism with Controllable Memory,
+arXiv 2405.15362, section 3): the slots of one microbatch's F and I on all ranks. A microbatch
+enters every six slots, one slot for each of F, I and W of a rank's two stages. A block of 3 ranks
+whose offsets are all one slot, stages 0 to 5:
+
+    slot     0  1  2  3  4  5  6  7  8  9  10 11
+    rank 0   0F             5F 5I             0I
+    rank 1      1F       4F       4I       1I
+    rank 2         2F 3F             3I 2I
+
+The longer a block, the more blocks overlap and the more memory a schedule needs. The offsets
+between neighbouring ranks therefore decide how much memory that is. The drawings of the schedules
+are of actions that take one slot each; a dot is a bubble.
 """
 
 from __future__ import annotations
@@ -23,155 +32,191 @@ _F, _I, _W, _B = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.B
 
 @dataclass(frozen=True, slots=True)
 class BuildingBlock:
-    """A building block.
+    """The slots of one microbatch, as distances.
 
-    `offsets`: the slots from a rank to the next on each of the four ways: F there, F back, I there, I back. `turns`:
-    the slots lost where one way follows another, so that no two actions of a rank fall on the same slot of a period.
-    `limit`: how many activations a rank holds at most, one for each stage and microbatch. `early`: whether a rank that
-    would idle takes a forward ahead of its place; with the least memory that delays others more than it helps.
+    `offsets` are the slots from a rank to the next one on the four ways through the V: F there, F
+    back, I there, I back. `gaps` are the slots left free between one way and the next, so that no
+    two actions of a rank fall on the same slot of a period. `limit` is how many activations a rank
+    holds at most, one for each stage and microbatch. `takes_early` says whether a rank that would
+    idle takes a forward before its slot; with the least memory that delays more than it gains.
     """
 
     offsets: tuple[int, int, int, int]
-    turns: tuple[int, int, int]
+    gaps: tuple[int, int, int]
     limit: int
-    early: bool = True
+    takes_early: bool = True
 
 
 def v_min(layout: Layout, microbatches: int) -> list[list[Task]]:
-    """V-Min: every offset is one slot, the shortest block; about a third of 1F1B's memory for less than its bubble."""
+    """Return the tasks of V-Min: about a third of 1F1B's memory, with a smaller bubble.
+
+    rank 0   0F0 0F1 .   .   .   5F0 5I0 5W0 .   .   .   5F1 5I1 0I0 5W1 0W0 .   0I1 0W1
+    rank 1   .   1F0 .   .   4F0 1F1 .   4I0 4W0 .   4F1 1I0 1W0 4I1 4W1 .   1I1 1W1 .
+    rank 2   .   .   2F0 3F0 .   .   2F1 .   3I0 3F1 2I0 3W0 2W0 .   3I1 2I1 3W1 2W1 .
+
+    Every offset is one slot, which is the shortest block.
+    """
     ranks = len(layout)
-    turns = (0, 0, 0) if ranks % 3 else (2, 0, 2)
-    return _repeated(
-        layout,
-        microbatches,
-        BuildingBlock((1, 1, 1, 1), turns, 2 * ((ranks + 1) // 3 + 1), early=False),
-    )
+    gaps = (0, 0, 0) if ranks % 3 else (2, 0, 2)
+    limit = 2 * ((ranks + 1) // 3 + 1)
+    block = BuildingBlock((1, 1, 1, 1), gaps, limit, takes_early=False)
+    return _repeated(layout, microbatches, block)
 
 
 def v_half(layout: Layout, microbatches: int) -> list[list[Task]]:
-    """V-Half: F and I of a stage add up to three slots a rank; about half of 1F1B's memory and of its bubble."""
+    """Return the tasks of V-Half: about half of 1F1B's memory and of its bubble.
+
+    rank 0   0F0 0F1 .   .   .   5F0 5I0 5F1 5I1 5W0 5W1 0I0 0W0 .   .   0I1 0W1
+    rank 1   .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 4I1 1W0 4W1 1I1 1W1 .
+    rank 2   .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 3I1 2I1 3W1 2W1 .
+
+    The offsets of F and I of a stage add up to three slots.
+    """
     ranks = len(layout)
-    turns = (1, 0, 0) if ranks % 2 else (3, 0, 4)
-    return _repeated(layout, microbatches, BuildingBlock((2, 1, 2, 1), turns, 2 * (ranks // 2 + 1)))
+    gaps = (1, 0, 0) if ranks % 2 else (3, 0, 4)
+    limit = 2 * (ranks // 2 + 1)
+    return _repeated(layout, microbatches, BuildingBlock((2, 1, 2, 1), gaps, limit))
 
 
 def zb_v(layout: Layout, microbatches: int) -> list[list[Task]]:
-    """ZB-V (Qi et al., arXiv 2401.10241, section 6): six slots; 1F1B's memory, and no bubble if F, I and W are equal.
+    """Return the tasks of ZB-V (Qi et al., Zero Bubble, arXiv 2401.10241, section 6).
 
-    With two microbatches a rank, every rank is busy from its first action to its last.
+    rank 0   0F0 0F1 0F2 .   .   5F0 5I0 5F1 5I1 5F2 5I2 0I0 5W0 0I1 5W1 0I2 5W2 0W0 0W1 0W2
+    rank 1   .   1F0 1F1 1F2 4F0 .   4F1 4I0 4F2 4I1 1I0 4I2 1I1 4W0 1I2 4W1 1W0 4W2 1W1 1W2
+    rank 2   .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3I1 2I1 3I2 2I2 3W0 2W0 3W1 2W1 3W2 2W2
+
+    It needs the memory of 1F1B. With F, I and W of equal length and two microbatches for each rank,
+    every rank is busy from its first action to its last.
     """
-    return _repeated(layout, microbatches, BuildingBlock((3, 3, 3, 3), (0, 0, 0), 2 * len(layout)))
+    block = BuildingBlock((3, 3, 3, 3), (0, 0, 0), 2 * len(layout))
+    return _repeated(layout, microbatches, block)
 
 
 def _repeated(layout: Layout, microbatches: int, block: BuildingBlock) -> list[list[Task]]:
+    """Return the tasks of each rank, where each microbatch's block begins a period later."""
     rows = []
     for slots in _slots(layout, block):
-        shifted = [(slot + _PERIOD * i, turn) for i in range(microbatches) for slot, turn in slots]
-        rows.append([turn for _, turn in sorted(shifted)])
-    return _filled(rows, 2 * len(layout) - 1, block)
+        shifted = [(slot + _PERIOD * i, task) for i in range(microbatches) for slot, task in slots]
+        rows.append([task for _, task in sorted(shifted)])
+    return _with_weight_gradients(rows, 2 * len(layout) - 1, block)
 
 
 def _slots(layout: Layout, block: BuildingBlock) -> Iterator[list[tuple[int, Task]]]:
-    """For each rank, when it performs F and I of its two stages for the first microbatch."""
-    there, back, again, home = block.offsets
-    way = len(layout) - 1
-    second = way * there + 1 + block.turns[0]
-    third = second + way * back + 1 + block.turns[1]
-    fourth = third + way * again + 1 + block.turns[2]
-    for rank, (down, up) in enumerate(layout):
+    """Yield for each rank the slots of F and I of its two stages for the first microbatch."""
+    forward_there, forward_back, backward_there, backward_back = block.offsets
+    distance = len(layout) - 1
+    # The slots in which each way begins, on the rank where it begins.
+    second = distance * forward_there + 1 + block.gaps[0]
+    third = second + distance * forward_back + 1 + block.gaps[1]
+    fourth = third + distance * backward_there + 1 + block.gaps[2]
+    for rank, (early, late) in enumerate(layout):
         yield [
-            (there * rank, (down, _F)),
-            (second + back * (way - rank), (up, _F)),
-            (third + again * rank, (up, _I)),
-            (fourth + home * (way - rank), (down, _I)),
+            (forward_there * rank, (early, _F)),
+            (second + forward_back * (distance - rank), (late, _F)),
+            (third + backward_there * rank, (late, _I)),
+            (fourth + backward_back * (distance - rank), (early, _I)),
         ]
 
 
-def _filled(rows: Sequence[Sequence[Task]], last: int, block: BuildingBlock) -> list[list[Task]]:
-    """The rows with each W in the first slot in which its rank has nothing better to do.
+def _with_weight_gradients(
+    rows: Sequence[Sequence[Task]], last: int, block: BuildingBlock
+) -> list[list[Task]]:
+    """Return the rows of F and I with each W in the first slot in which its rank would idle.
 
-    A rank that waits for memory has a W to do, and no forward goes ahead that would leave too little: so this comes to
-    its end if the rows do with every W right behind its I and within the block's limit.
+    `last` is the last stage. The ranks are simulated slot by slot. This ends if the rows do when
+    each W directly follows its I and the block's limit holds: a rank that waits for memory has a W
+    to do, and no forward that is taken early leaves too little memory.
     """
     queues = [deque(row) for row in rows]
-    waiting: list[deque[Task]] = [deque() for _ in rows]
+    pending: list[deque[Task]] = [deque() for _ in rows]
     held = [0] * len(rows)
     done = dict.fromkeys(((stage, kind) for stage in range(last + 1) for kind in (_F, _I)), 0)
-    filled: list[list[Task]] = [[] for _ in rows]
-    while any(queues) or any(waiting):
+    complete: list[list[Task]] = [[] for _ in rows]
+    while any(queues) or any(pending):
+        # Results of this slot are available in the next one.
         before = dict(done)
         for rank, queue in enumerate(queues):
-            turn = _next(queue, waiting[rank], before, block.limit - held[rank], last, block.early)
-            if turn is None:
+            room = block.limit - held[rank]
+            task = _next(queue, pending[rank], before, room, last, block.takes_early)
+            if task is None:
                 continue
-            filled[rank].append(turn)
-            held[rank] += {_F: 1, _I: 0, _W: -1}[turn[1]]
-            if turn in done:
-                done[turn] += 1
-            if turn[1] is _I:
-                waiting[rank].append((turn[0], _W))
-    return filled
+            complete[rank].append(task)
+            held[rank] += {_F: 1, _I: 0, _W: -1}[task[1]]
+            if task in done:
+                done[task] += 1
+            if task[1] is _I:
+                pending[rank].append((task[0], _W))
+    return complete
 
 
 def _next(
     queue: deque[Task],
-    waiting: deque[Task],
+    pending: deque[Task],
     done: dict[Task, int],
     room: int,
     last: int,
-    early: bool,
+    takes_early: bool,
 ) -> Task | None:
-    """What a rank takes in a slot: its next F or I if that can begin, else a W, else a forward ahead of its place."""
+    """Remove and return the task of a rank in a slot; None if it idles.
+
+    It is the rank's next F or I if that can begin, else a W, else a forward before its slot.
+    """
     if queue and _can_begin(queue[0], done, last) and (room or queue[0][1] is _I):
         return queue.popleft()
-    if waiting:
-        return waiting.popleft()
-    place = _early(queue, done, room) if early else None
-    if place is None:
+    if pending:
+        return pending.popleft()
+    index = _early_forward(queue, done, room) if takes_early else None
+    if index is None:
         return None
-    turn = queue[place]
-    del queue[place]
-    return turn
+    task = queue[index]
+    del queue[index]
+    return task
 
 
-def _early(queue: Iterable[Task], done: dict[Task, int], room: int) -> int | None:
-    """Where a forward stands that can begin ahead of its place and leaves memory for all that it overtakes."""
-    for index, turn in enumerate(queue):
+def _early_forward(queue: Iterable[Task], done: dict[Task, int], room: int) -> int | None:
+    """Return the index of a forward that can begin and leaves memory for all that it overtakes."""
+    for index, task in enumerate(queue):
         if room < 1:
             break
-        if turn[1] is _F and _can_begin(turn, done, last=0):
+        if task[1] is _F and _can_begin(task, done, last=0):
             return index
-        room += {_F: -1, _I: 1}[turn[1]]
+        room += {_F: -1, _I: 1}[task[1]]
     return None
 
 
-def _can_begin(turn: Task, done: dict[Task, int], last: int) -> bool:
-    """Whether all that the next microbatch of this turn needs was done."""
-    stage, kind = turn
+def _can_begin(task: Task, done: dict[Task, int], last: int) -> bool:
+    """Return whether all inputs of the task's next microbatch are there."""
+    stage, kind = task
     if kind is _F:
-        return stage == 0 or done[stage - 1, _F] > done[turn]
-    return done[stage, _F] > done[turn] and (stage == last or done[stage + 1, _I] > done[turn])
+        return stage == 0 or done[stage - 1, _F] > done[task]
+    return done[stage, _F] > done[task] and (stage == last or done[stage + 1, _I] > done[task])
 
 
 def dualpipe_v(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """DualPipeV (Sea AI Lab and DeepSeek, github.com/deepseek-ai/DualPipe, dualpipev.py, steps 1 to 8).
+    """Yield the tasks of a rank under DualPipeV.
 
-    DeepSeek runs an F and the B behind it as one, so that the messages of one hide behind the compute of the other;
-    here they follow each other. Backwards are split only where their W fills a bubble. Needs two microbatches a rank.
+    (Sea AI Lab and DeepSeek, github.com/deepseek-ai/DualPipe, dualpipev.py, steps 1 to 8.)
+
+    rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    rank 1   .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+
+    It needs two microbatches for each rank. DeepSeek runs an F and the B behind it together,
+    so that the messages of one overlap with the compute of the other; here they follow
+    each other. Backwards are split only where their W fills a bubble.
     """
-    (down, up), after = layout[rank], len(layout) - 1 - rank
-    yield from [(down, _F)] * (2 * after)
-    yield from [(down, _F), (up, _F)] * (rank + 1)
-    yield from [(up, _I), (up, _W), (up, _F)] * after
-    yield from [(down, _F), (up, _B), (up, _F), (down, _B)] * (
-        microbatches - 2 * len(layout) + rank + 1
-    )
-    yield from [(up, _B), (up, _F), (down, _B)] * after
-    ends = [up, down] * (rank + 1)
-    halved = [*ends[rank + 1 :], *[down] * after]
-    yield from ((stage, _B) for stage in ends[: rank + 1])
-    yield from ((stage, _I) for stage in halved[: rank + 1])
-    for stage in halved[:after]:
+    (early, late), after = layout[rank], len(layout) - 1 - rank
+    yield from [(early, _F)] * (2 * after)
+    yield from [(early, _F), (late, _F)] * (rank + 1)
+    yield from [(late, _I), (late, _W), (late, _F)] * after
+    steady = microbatches - 2 * len(layout) + rank + 1
+    yield from [(early, _F), (late, _B), (late, _F), (early, _B)] * steady
+    yield from [(late, _B), (late, _F), (early, _B)] * after
+    # The remaining backwards: the first half of them whole, then split ones.
+    remaining = [late, early] * (rank + 1)
+    split = [*remaining[rank + 1 :], *[early] * after]
+    yield from ((stage, _B) for stage in remaining[: rank + 1])
+    yield from ((stage, _I) for stage in split[: rank + 1])
+    for stage in split[:after]:
         yield stage, _W
-        yield down, _I
-    yield from ((stage, _W) for stage in halved[after:])
+        yield early, _I
+    yield from ((stage, _W) for stage in split[after:])

@@ -1,7 +1,10 @@
-"""Schedules that split the backward on one stage a rank (Qi et al., Zero Bubble, arXiv 2401.10241, section 2).
+"""Schedules that split the backward, with one stage on each rank.
 
-Only I, the gradients of a stage's inputs, keeps the stage before it waiting. W, those of its weights, can wait itself
-and fill what would be a bubble. A microbatch's activations are held from F to W.
+(Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.)
+
+The stage before waits for I only, the gradient of the stage's inputs. W, the gradient of its
+weights, can wait, and fills what would be a bubble. The activations of a microbatch are held from
+F to W. The drawings are of 3 ranks whose F, I and W take one slot each; a dot is a bubble.
 """
 
 from __future__ import annotations
@@ -15,27 +18,32 @@ __all__ = ["zb_h1", "zb_h2"]
 
 
 def zb_h1(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """ZB-H1 (section 2.1, figure 3 top): 1F1B's forwards first, and on no rank more memory than 1F1B's first one needs.
+    """Yield the tasks of a rank under ZB-H1 (section 2.1, figure 3 top).
+
+    Its forwards lead as in 1F1B, and no rank needs more memory than the first one of 1F1B.
 
     rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return _lagging(layout[rank][0], microbatches, lead=len(layout) - rank, lag=rank)
+    return _tasks(layout[rank][0], microbatches, lead=len(layout) - rank, lag=rank)
 
 
 def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """ZB-H2 (section 2.2, figure 3 bottom): nearly twice the forwards first, and the memory, leave no rank idle.
+    """Yield the tasks of a rank under ZB-H2 (section 2.2, figure 3 bottom).
+
+    Nearly twice as many forwards lead as in 1F1B. They take nearly twice the memory, and leave no
+    rank idle between its first action and its last.
 
     rank 0   F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
     rank 1   .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
     rank 2   .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    return _lagging(layout[rank][0], microbatches, lead=2 * (len(layout) - rank) - 1, lag=2 * rank)
+    return _tasks(layout[rank][0], microbatches, lead=2 * (len(layout) - rank) - 1, lag=2 * rank)
 
 
-def _lagging(stage: int, microbatches: int, *, lead: int, lag: int) -> Iterator[Task]:
-    """`lead` forwards before the first I, and each W `lag` microbatches after the I of its own."""
+def _tasks(stage: int, microbatches: int, *, lead: int, lag: int) -> Iterator[Task]:
+    """Yield `lead` forwards, then I, W and F in turn, each W `lag` microbatches behind its I."""
     yield from [(stage, Kind.FORWARD)] * lead
     for microbatch in range(microbatches):
         yield stage, Kind.BACKWARD_INPUT

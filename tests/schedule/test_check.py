@@ -61,7 +61,9 @@ def test_what_is_missing_is_named(lowered: Lowered, missing: str, message: str) 
 
 def test_what_is_there_twice_or_out_of_place_is_named(lowered: Lowered) -> None:
     sound = lowered("1f1b", 2, 2)
-    assert check_schedule(_with_row(sound, 1, [*sound.actions[1], "1F0"])) == ["rank 1: 1F0 appears 2 times"]
+    assert check_schedule(_with_row(sound, 1, [*sound.actions[1], "1F0"])) == [
+        "rank 1: 1F0 appears 2 times"
+    ]
     assert check_schedule(_with_row(sound, 1, [*sound.actions[1], "1SEND_F0"])) == [
         "rank 1: 1SEND_F0 to rank ? is out of place"
     ]
@@ -221,7 +223,9 @@ def test_a_reduction_before_the_last_gradient_is_named() -> None:
 
 
 def test_optimizer_steps_are_the_training_loops_where_all_step_together() -> None:
-    assert check_schedule(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == ["rank 0: 0STEP is out of place"]
+    assert check_schedule(order(["0F0 0B0 0REDUCE_GRAD 0STEP"], [0], 1)) == [
+        "rank 0: 0STEP is out of place"
+    ]
     assert check_schedule(order(["0F0 0B0 0REDUCE_GRAD 0STEP0"], [0], 1)) == [
         "rank 0: 0STEP0 is out of place"
     ]
@@ -262,7 +266,9 @@ def test_versions_that_follow_their_rule_are_sound() -> None:
     ],
 )
 def test_a_wrong_version_is_named(right: str, wrong: str, messages: list[str]) -> None:
-    found = check_schedule(_asynchronous([row.replace(right, wrong) for row in PIPEDREAM], "stashed"))
+    found = check_schedule(
+        _asynchronous([row.replace(right, wrong) for row in PIPEDREAM], "stashed")
+    )
     assert len(found) == len(messages)
     assert all(
         line.startswith(f"rank 0: {message}") for line, message in zip(found, messages, strict=True)
@@ -288,11 +294,15 @@ def test_two_buffers_are_the_weights_before_the_last_update(microbatches: int) -
         for r in sound.rows
     ]
     stale = Schedule.of("x", microbatches, [0, 1], rows, "double-buffered")
-    assert bool(check_schedule(stale, problem)) == any(a.version for _, a in sound if a.kind is Kind.FORWARD)
+    assert bool(check_schedule(stale, problem)) == any(
+        a.version for _, a in sound if a.kind is Kind.FORWARD
+    )
     unversioned = [[action for action in row if action.kind is not Kind.STEP] for row in sound.rows]
     assert any(
         "no step comes after" in line
-        for line in check_schedule(Schedule.of("x", microbatches, [0, 1], unversioned, "double-buffered"))
+        for line in check_schedule(
+            Schedule.of("x", microbatches, [0, 1], unversioned, "double-buffered")
+        )
     )
 
 

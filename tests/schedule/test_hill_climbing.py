@@ -18,7 +18,9 @@ def test_an_order_never_gets_worse_and_keeps_within_the_caps(
     rows = serial_order(instance)
     if rows is not None:
         found = hill_climb(instance, rows, objective=objective, steps=60, seed=seed, enough=0)
-        assert objective_ns(sound(instance, found), objective) <= objective_ns(sound(instance, rows), objective)
+        assert objective_ns(sound(instance, found), objective) <= objective_ns(
+            sound(instance, rows), objective
+        )
 
 
 def test_weight_gradients_climb_out_of_the_way() -> None:

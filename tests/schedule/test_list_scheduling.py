@@ -36,7 +36,9 @@ def policies(draw: st.DrawFn, instance: ScheduleInstance) -> Priorities:
 
 def _roomy(instance: ScheduleInstance) -> bool:
     caps = instance.problem.caps
-    return caps is None or all(single_microbatch_peak(instance, rank) <= cap for rank, cap in enumerate(caps))
+    return caps is None or all(
+        single_microbatch_peak(instance, rank) <= cap for rank, cap in enumerate(caps)
+    )
 
 
 @settings(max_examples=300)
@@ -54,9 +56,9 @@ def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> Non
 @given(st.data())
 def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataObject) -> None:
     instance = data.draw(instances())
-    rows = build_order(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))) or serial_order(
-        instance
-    )
+    rows = build_order(
+        instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))
+    ) or serial_order(instance)
     if rows is not None:
         filled = refill_weight_gradients(instance, rows)
         sound(instance, filled)

@@ -315,8 +315,8 @@ def test_over_its_cap_a_plan_names_rank_and_action() -> None:
 
 def test_fewer_microbatches_keep_the_order() -> None:
     made = planned(EVEN, schedule="search", memory_bytes=TIGHT)
-    short: Schedule = made.schedule.first(3)
-    assert short.microbatches == 3 and made.schedule.first(8) is made.schedule
+    short: Schedule = made.schedule.first_microbatches(3)
+    assert short.microbatches == 3 and made.schedule.first_microbatches(8) is made.schedule
     assert check_schedule(short, replace(problem_of_plan(made), microbatches=3, caps=None)) == []
 
 

@@ -49,10 +49,9 @@ def _stages(
     boundaries = [(), _boundary(100, 50), _boundary(200, 60), ()]
     return tuple(
         Stage(
-            nodes=(f"n{index}",),
+            blocks=((f"n{index}",),),
             modules=(),
             groups=(),
-            parameters=(),
             forward_ns=5 + index,
             backward_ns=10,
             backward_input_ns=halves,

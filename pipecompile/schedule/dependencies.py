@@ -1,4 +1,12 @@
-"""What an action waits for, and an order in which all of them can happen."""
+"""What an action waits for, and an order in which all actions can happen.
+
+Between two neighbouring stages, for one microbatch (an arrow leads to what waits):
+
+    stage s        F ─────▶ R ─────▶ B (or I) ─────▶ W
+                   │                 ▲
+                   ▼                 │
+    stage s + 1    F ─────▶ R ─────▶ B (or I) ─────▶ W
+"""
 
 from __future__ import annotations
 
@@ -12,116 +20,125 @@ from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = [
     "TASK_KINDS",
-    "Dependent",
     "Dependencies",
+    "Dependent",
     "compute_dependencies",
-    "dependents",
     "dependency_order",
+    "dependents",
     "message_of",
 ]
 
 Dependencies = Callable[[Action], Sequence[Action]]
+"""Returns what an action waits for."""
 
-# The parts of a microbatch's work in a stage. I and B share one: a microbatch has either in each stage.
-_FORWARD, _BACKWARD, _WEIGHT, _AGAIN = range(4)
+# Numbers of the kinds. B and I share one, since a microbatch has one of both in each stage.
+_FORWARD, _BACKWARD, _WEIGHT, _RECOMPUTE = range(4)
 TASK_KINDS = {
     Kind.FORWARD: _FORWARD,
     Kind.BACKWARD: _BACKWARD,
     Kind.BACKWARD_INPUT: _BACKWARD,
     Kind.BACKWARD_WEIGHT: _WEIGHT,
-    Kind.RECOMPUTE: _AGAIN,
+    Kind.RECOMPUTE: _RECOMPUTE,
 }
 
 
 class Dependent(NamedTuple):
-    """What a task gives to the task `target` on `rank`, for the same microbatch. It takes `hop_ns` to get there.
+    """A task that waits for another one of the same microbatch.
 
-    The task of an action is the number `PARTS[kind] × stages + stage`.
+    A task is a kind and a stage, as the number `TASK_KINDS[kind] × stages + stage`. This one runs
+    on `rank`, and the result that it waits for takes `transfer_ns` to get there.
     """
 
-    target: int
+    task: int
     rank: int
-    transfer_ns_between: int
+    transfer_ns: int
 
 
 def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
-    """By task what it hands over, in the order in which it is sent: to the next stage first, then over skips."""
-    stages, placement = problem.stages, problem.placement
-    found: list[list[Dependent]] = [[] for _ in range(4 * stages)]
+    """Return by task the tasks that wait for its result.
 
-    def hand(part: int, source: int, to: int, target: int, transfer_ns_between: int = 0) -> None:
-        away = placement[source] != placement[target]
-        found[part * stages + source].append(
-            Dependent(to * stages + target, placement[target], transfer_ns_between if away else 0)
+    They are in the order in which the result is sent: to the next stage first, then over skips.
+    """
+    stages, placement = problem.stages, problem.placement
+    waiting: list[list[Dependent]] = [[] for _ in range(4 * stages)]
+
+    def add(kind: int, stage: int, to_kind: int, to_stage: int, transfer_ns: int = 0) -> None:
+        is_remote = placement[stage] != placement[to_stage]
+        waiting[kind * stages + stage].append(
+            Dependent(
+                task=to_kind * stages + to_stage,
+                rank=placement[to_stage],
+                transfer_ns=transfer_ns if is_remote else 0,
+            )
         )
 
     for stage in range(stages):
-        hand(_FORWARD, stage, _AGAIN, stage)
-        hand(_FORWARD, stage, _BACKWARD, stage)
-        hand(_BACKWARD, stage, _WEIGHT, stage)
+        add(_FORWARD, stage, _RECOMPUTE, stage)
+        add(_FORWARD, stage, _BACKWARD, stage)
+        add(_BACKWARD, stage, _WEIGHT, stage)
     for stage in range(stages - 1):
-        hand(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_transfer_ns[stage])
+        add(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_transfer_ns[stage])
         if problem.gradient[stage]:
-            hand(_BACKWARD, stage + 1, _BACKWARD, stage, problem.backward_transfer_ns[stage])
+            add(_BACKWARD, stage + 1, _BACKWARD, stage, problem.backward_transfer_ns[stage])
     for skip in problem.skips:
-        hand(_FORWARD, skip.source, _FORWARD, skip.destination, skip.forward_ns)
-        hand(_BACKWARD, skip.destination, _BACKWARD, skip.source, skip.backward_ns)
-    return found
+        add(_FORWARD, skip.source, _FORWARD, skip.destination, skip.forward_ns)
+        add(_BACKWARD, skip.destination, _BACKWARD, skip.source, skip.backward_ns)
+    return waiting
 
 
 def message_of(
     action: Action, stages: int, gradient: Sequence[bool]
 ) -> tuple[Action, Action] | None:
-    """The send and the receive that carry what a compute action made to the next or the previous stage.
+    """Return the send and the receive of a compute action's result; None if it is not sent.
 
-    `gradient[s]` says whether a gradient flows from stage s + 1 back to stage s.
+    It goes to the next stage or to the previous one. `gradient[s]` says whether a gradient flows
+    from stage s + 1 back to stage s.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD and stage + 1 < stages:
-        return Action(stage, Kind.SEND_FORWARD, microbatch), Action(
-            stage + 1, Kind.RECEIVE_FORWARD, microbatch
-        )
+        send = Action(stage, Kind.SEND_FORWARD, microbatch)
+        return send, Action(stage + 1, Kind.RECEIVE_FORWARD, microbatch)
     if action.kind in BACKWARDS and stage and gradient[stage - 1]:
-        return Action(stage, Kind.SEND_BACKWARD, microbatch), Action(
-            stage - 1, Kind.RECEIVE_BACKWARD, microbatch
-        )
+        send = Action(stage, Kind.SEND_BACKWARD, microbatch)
+        return send, Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
     return None
 
 
 def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Dependencies:
-    """For each compute action of `schedule` the compute actions, on any rank, whose results it uses."""
+    """Return a function that gives the compute actions whose results a compute action uses."""
     stages = problem.stages
-    there = {
+    actions = {
         (TASK_KINDS[action.kind] * stages + action.stage, action.microbatch): action
         for row in schedule.compute
         for action in row
     }
     sources: list[list[int]] = [[] for _ in range(4 * stages)]
-    for task, given in enumerate(dependents(problem)):
-        for handover in given:
-            sources[handover.target].append(task)
+    for task, waiting in enumerate(dependents(problem)):
+        for dependent in waiting:
+            sources[dependent.task].append(task)
 
-    def needs(action: Action) -> list[Action]:
-        task = TASK_KINDS[action.kind] * stages + action.stage
-        # What is not in the schedule is still waited for; its backward is then called by its full name.
-        return [
-            there.get((source, action.microbatch)) or named(source, action.microbatch)
-            for source in sources[task]
-        ]
-
-    def named(task: int, microbatch: int | None) -> Action:
+    def absent(task: int, microbatch: int | None) -> Action:
+        # An action waits even for one that the schedule lacks; it is then named as a full backward.
         kind = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)[task // stages]
         return Action(task % stages, kind, microbatch)
 
-    return needs
+    def dependencies(action: Action) -> list[Action]:
+        task, microbatch = TASK_KINDS[action.kind] * stages + action.stage, action.microbatch
+        return [
+            actions.get((source, microbatch)) or absent(source, microbatch)
+            for source in sources[task]
+        ]
+
+    return dependencies
 
 
 def dependency_order(
-    rows: Sequence[Sequence[Action]], needs: Dependencies
+    rows: Sequence[Sequence[Action]], dependencies: Dependencies
 ) -> Iterator[tuple[int, Action]]:
-    """Each (rank, action) after all before it on its rank and all that it needs.
+    """Yield each (rank, action) after all before it on its rank and all that it waits for.
 
-    The order is one of many, but always the same. ScheduleError names what every rank waits for if there is none.
+    This is one of many such orders, but always the same. If there is none, ScheduleError says what
+    every rank waits for in the end.
     """
     heads = [0] * len(rows)
     done: set[Action] = set()
@@ -131,7 +148,7 @@ def dependency_order(
         rank = ready.popleft()
         for index in range(heads[rank], len(rows[rank])):
             action = rows[rank][index]
-            missing = next((need for need in needs(action) if need not in done), None)
+            missing = next((need for need in dependencies(action) if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 break
@@ -142,5 +159,8 @@ def dependency_order(
     if waiting:
         stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
         raise ScheduleError(
-            "; ".join(f"rank {r} stops at {rows[r][heads[r]]} until {m} is done" for r, m in stuck)
+            "; ".join(
+                f"rank {rank} stops at {rows[rank][heads[rank]]} until {missing} is done"
+                for rank, missing in stuck
+            )
         )

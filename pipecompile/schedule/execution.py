@@ -1,7 +1,7 @@
-"""The compute actions of a schedule, performed by the rules that pipecompile.schedule.simulator states.
+"""Runs the compute actions of a schedule by the rules that pipecompile.schedule.simulator states.
 
-Numbers stand for actions: task = part × stages + stage, code = task × microbatches + microbatch. A schedule of 64
-ranks and 512 microbatches has 98,000 of them.
+Numbers stand for actions: task = kind × stages + stage, code = task × microbatches + microbatch.
+A schedule of 64 ranks and 512 microbatches has 98,000 actions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ __all__ = ["Execution", "Wait", "execute"]
 
 
 class Wait(NamedTuple):
-    """A rank's wait before its event at `position`, in ns; if messages took no time it would end at `made_ns`."""
+    """A rank's wait before its event at index `position`, in ns since the step began.
+
+    At `produced_ns` the last input has been computed; if messages took no time, the wait would end
+    there.
+    """
 
     position: int
     start_ns: int
@@ -35,10 +39,11 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What happened: events and waits by rank, and `turns`, the ranks in an order in which it could happen.
+    """What happened: events and waits by rank.
 
-    `arrivals[code]` is when all inputs of an action are there. `free[rank]` is the time after the rank's last action
-    and the messages that kept it; these kept it for `sending[rank]` in all.
+    `rank_order` are the ranks of all actions in an order in which these can happen.
+    `arrivals[code]` is when all inputs of an action have arrived. `free_ns[rank]` is the time after
+    a rank's last action and the sends that blocked it, which took `sending_ns[rank]` in all.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -50,35 +55,39 @@ class Execution:
 
 
 def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
-    """What happens; ScheduleError names what every rank waits for if the actions cannot come to their end."""
+    """Return what happens; at a deadlock ScheduleError says what every rank waits for."""
     rows = schedule.compute
-    floor = _Executor(problem, rows)
-    rank_order = floor.run()
+    executor = _Executor(problem, rows)
+    rank_order = executor.run()
     if len(rank_order) < sum(map(len, rows)):
-        for _ in dependency_order(
-            rows, compute_dependencies(problem, schedule)
-        ):  # slower, but it names who waits for what
+        # This is slower, but its error says who waits for what.
+        for _ in dependency_order(rows, compute_dependencies(problem, schedule)):
             pass
-        raise AssertionError("what can happen in an order can be performed")
-    ends = [
-        map(int.__add__, starts, durations)
-        for starts, durations in zip(floor.starts, floor.durations, strict=True)
-    ]
-    events = tuple(
-        tuple(map(Event, *columns)) for columns in zip(rows, floor.starts, ends, strict=True)
-    )
+        raise AssertionError("actions that have an order can be executed")
+    events = []
+    for row, starts, durations in zip(rows, executor.starts, executor.durations, strict=True):
+        events.append(tuple(map(Event, row, starts, map(int.__add__, starts, durations))))
     return Execution(
-        events, floor.waits, rank_order, floor.arrivals, floor.free_ns, floor.sending_ns
+        tuple(events),
+        executor.waits,
+        rank_order,
+        executor.arrivals,
+        executor.free_ns,
+        executor.sending_ns,
     )
 
 
 class _Executor:
-    """The ranks at work: where each stands, and what has arrived so far."""
+    """The ranks while they run: where each stands, and what has arrived so far.
+
+    A rank runs until its next action lacks an input. It is then woken by the rank that produces
+    the last missing one, so that the time is linear in the number of actions.
+    """
 
     def __init__(self, problem: PlacedProblem, rows: Sequence[Sequence[Action]]) -> None:
         self.microbatches = problem.microbatches
         self.network = problem.network
-        self.given = dependents(problem)
+        self.dependents = dependents(problem)
         self.tasks = [
             [TASK_KINDS[action.kind] * problem.stages + action.stage for action in row]
             for row in rows
@@ -87,20 +96,24 @@ class _Executor:
         self.numbers = [[action.microbatch or 0 for action in row] for row in rows]
         self.pending = self._pending()
         self.arrivals = [0] * len(self.pending)
-        self.made = [0] * len(self.pending)
+        self.produced = [0] * len(self.pending)
         ranks = range(len(rows))
-        self.links = [[0] * len(rows) for _ in ranks]
+        # links_ns[rank][peer] is when the link between them is free.
+        self.links_ns = [[0] * len(rows) for _ in ranks]
         self.free_ns, self.sending_ns = [0 for _ in ranks], [0 for _ in ranks]
         self.starts: list[list[int]] = [[] for _ in ranks]
         self.waits: list[list[Wait]] = [[] for _ in ranks]
         self.waiting: dict[int, int] = {}
 
     def _pending(self) -> list[int]:
-        """By code how many inputs are missing; less than zero for actions that the schedule does not have."""
-        inputs = [0] * len(self.given)
-        for row in self.given:
-            for handover in row:
-                inputs[handover.target] += 1
+        """Return by code how many inputs are missing.
+
+        It stays below zero for actions that the schedule does not have.
+        """
+        inputs = [0] * len(self.dependents)
+        for row in self.dependents:
+            for dependent in row:
+                inputs[dependent.task] += 1
         pending = [-1 - max(inputs)] * (len(inputs) * self.microbatches)
         for tasks, numbers in zip(self.tasks, self.numbers, strict=True):
             for task, number in zip(tasks, numbers, strict=True):
@@ -108,7 +121,7 @@ class _Executor:
         return pending
 
     def run(self) -> list[int]:
-        """The rank of each action in the order in which they were performed, as far as they could be."""
+        """Return the ranks of the actions in the order in which they ran, as far as they could."""
         ready = deque(range(len(self.tasks)))
         rank_order: list[int] = []
         while ready:
@@ -119,9 +132,9 @@ class _Executor:
         return rank_order
 
     def advance(self, rank: int) -> list[int]:
-        """Performs what `rank` has inputs for, and returns the ranks that waited for what it made."""
+        """Run what a rank has inputs for, and return the ranks that waited for the results."""
         tasks, numbers, durations, starts = (
-            t[rank] for t in (self.tasks, self.numbers, self.durations, self.starts)
+            table[rank] for table in (self.tasks, self.numbers, self.durations, self.starts)
         )
         woken: list[int] = []
         for index in range(len(starts), len(tasks)):
@@ -131,49 +144,50 @@ class _Executor:
                 break
             start, now = self.arrivals[code], self.free_ns[rank]
             if start > now:
-                self.waits[rank].append(Wait(index, now, max(now, self.made[code]), start))
+                self.waits[rank].append(Wait(index, now, max(now, self.produced[code]), start))
             else:
                 start = now
             starts.append(start)
             self.free_ns[rank] = start + durations[index]
-            self.hand_over(rank, tasks[index], numbers[index], woken)
+            self.deliver(rank, tasks[index], numbers[index], woken)
         return woken
 
-    def hand_over(self, rank: int, task: int, number: int, woken: list[int]) -> None:
-        """Gives what a task has just made to those that need it; adds to `woken` the ranks that waited for it."""
+    def deliver(self, rank: int, task: int, number: int, woken: list[int]) -> None:
+        """Give the result of a task that has just ended to those that wait for it.
+
+        The ranks that waited for nothing else are added to `woken`.
+        """
         pending, end = self.pending, self.free_ns[rank]
-        for target, peer, hop in self.given[task]:
+        for target, peer, transfer_ns in self.dependents[task]:
             code = target * self.microbatches + number
-            if pending[code] <= 0:  # the schedule does not have it
-                continue
-            arrival = end if peer == rank else self.send(rank, peer, end, hop)
+            if pending[code] <= 0:
+                continue  # the schedule does not have this action
+            arrival = end if peer == rank else self.send(rank, peer, end, transfer_ns)
             if arrival > self.arrivals[code]:
                 self.arrivals[code] = arrival
-            if end > self.made[code]:
-                self.made[code] = end
+            if end > self.produced[code]:
+                self.produced[code] = end
             pending[code] -= 1
             if not pending[code] and code in self.waiting:
                 woken.append(self.waiting.pop(code))
 
-    def send(self, rank: int, peer: int, end: int, hop: int) -> int:
-        """When a message that was made at `end` arrives."""
+    def send(self, rank: int, peer: int, produced_ns: int, transfer_ns: int) -> int:
+        """Return when a message arrives."""
         if self.network.blocking:
-            self.sending_ns[rank] += hop
-            self.free_ns[rank] += hop
+            self.sending_ns[rank] += transfer_ns
+            self.free_ns[rank] += transfer_ns
             return self.free_ns[rank]
         if self.network.shared:
-            links = self.links[rank]
-            links[peer] = max(end, links[peer]) + hop
+            links = self.links_ns[rank]
+            links[peer] = max(produced_ns, links[peer]) + transfer_ns
             return links[peer]
-        return end + hop
+        return produced_ns + transfer_ns
 
 
 def _durations(problem: PlacedProblem, row: Sequence[Action]) -> Iterator[int]:
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     for action in row:
-        if (
-            action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            and not problem.costs[action.stage].can_split
-        ):
+        if action.kind in halves and not problem.costs[action.stage].can_split:
             raise ScheduleError(
                 f"{action}: the backward of stage {action.stage} is not split; use B instead"
             )

@@ -1,4 +1,8 @@
-"""What a schedule is generated, simulated and searched for: stages on ranks with times, bytes and links."""
+"""What a schedule is generated, simulated and searched for: placed stages, their times and bytes.
+
+`ir.schedule_problem.ScheduleProblem` is the file, which may leave the placement open; a
+`PlacedProblem` has each stage on a rank.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,20 @@ __all__ = ["Network", "PlacedProblem", "Skip", "StageCosts", "placed_problem"]
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One stage and one microbatch: times in ns, and bytes held.
+    """Times in ns and held bytes of one microbatch in one stage.
 
-    `kept_bytes` from the forward on, `recomputed_bytes` more from the recompute on, until the backward;
-    `between_bytes` of them from the gradients of the inputs to those of the weights. `splits`: whether there may be
-    two halves of the backward. `recompute`: the forward runs again before the backward; `but_last`: not that of the
-    step's last microbatch, of which `recomputed_bytes` are kept from its only forward on, and no `kept_bytes`; between
-    the halves it has `remade_bytes` more, which others let go.
+    `kept_bytes` are held from the forward to the backward, `recomputed_bytes` more from the
+    recompute to the backward; `between_bytes` of all these stay from the input gradient to the
+    weight gradient:
+
+              F           R            I               W
+        0 ──▶ kept ─────▶ kept ──────▶ between ──────▶ 0
+                          + recomputed
+
+    `can_split` says whether the backward may be done in two halves, `recompute` whether the stage
+    recomputes its forward. With `except_last` it does not for the step's last microbatch: of that
+    one `recomputed_bytes` are held from its only forward on, and no `kept_bytes`. Between its
+    halves it holds `remade_bytes` more, which are freed where a recompute made them anew.
     """
 
     forward_ns: int
@@ -43,7 +54,10 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A tensor sent from one stage to a later one directly; its source holds `bytes` until its own backward."""
+    """A tensor sent from one stage directly to a later one that is not its neighbour.
+
+    Its source holds `bytes` until its own backward.
+    """
 
     source: int
     destination: int
@@ -54,10 +68,10 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How messages travel: overlapping with compute and with each other unless said otherwise.
+    """How messages travel; by default they overlap with compute and with each other.
 
-    With `blocking` the sender computes nothing meanwhile; with `shared` one message at a time goes from a rank to
-    another.
+    With `blocking` the sender computes nothing while it sends. With `shared` the messages from one
+    rank to another travel one at a time.
     """
 
     blocking: bool = False
@@ -66,10 +80,11 @@ class Network:
 
 @dataclass(frozen=True)
 class PlacedProblem:
-    """Stages on ranks. `placement[s]` is the rank of stage s, `caps` the bytes that each rank may hold, None for any.
+    """Stages on ranks: `placement[s]` is the rank of stage s.
 
-    `forward_hops[s]` is the time from stage s to s + 1 in ns, `backward_hops[s]` that of the gradient back; both are
-    zero within a rank. `gradient[s]` says whether a gradient flows back over that boundary.
+    `caps` are the bytes that each rank may hold, None for any number. `forward_transfer_ns[s]` is
+    the time from stage s to s + 1, and `backward_transfer_ns[s]` that of the gradient back; both
+    are zero within a rank. `gradient[s]` says whether a gradient flows back over that boundary.
     """
 
     placement: tuple[int, ...]
@@ -85,31 +100,32 @@ class PlacedProblem:
     def __post_init__(self) -> None:
         boundaries = len(self.placement) - 1
         if len(self.costs) != boundaries + 1:
-            raise InputError(f"{len(self.costs)} stages, but a placement of {boundaries + 1}")
+            raise InputError(
+                f"there are costs of {len(self.costs)} stages, but the placement has "
+                f"{boundaries + 1} stages"
+            )
         for row in (self.forward_transfer_ns, self.backward_transfer_ns, self.gradient):
             assert len(row) == boundaries, "one entry for each boundary between stages"
 
     @property
     def stages(self) -> int:
-        """How many."""
+        """The number of stages."""
         return len(self.placement)
 
     @cached_property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return max(self.placement) + 1
 
     @cached_property
     def recompute(self) -> tuple[bool, ...]:
-        """Which stages run their forward again."""
+        """For each stage whether it recomputes its forward."""
         return tuple(costs.recompute for costs in self.costs)
 
     def recomputes(self, action: Action) -> bool:
-        """Whether the stage of an action runs the forward of its microbatch again."""
-        costs = self.costs[action.stage]
-        return costs.recompute and not (
-            costs.except_last and action.microbatch == self.microbatches - 1
-        )
+        """Return whether the stage of an action recomputes the forward of its microbatch."""
+        costs, is_last = self.costs[action.stage], action.microbatch == self.microbatches - 1
+        return costs.recompute and not (costs.except_last and is_last)
 
     @cached_property
     def can_split(self) -> bool:
@@ -117,11 +133,13 @@ class PlacedProblem:
         return all(costs.can_split for costs in self.costs)
 
     def held_bytes(self, row: Sequence[Action]) -> tuple[int, ...]:
-        """What a rank holds as of each compute action of its row; where nothing goes back, nothing is kept for it."""
+        """Return what a rank holds from each compute action of its row on.
+
+        In an evaluation, a row without backwards, nothing is held longer than its own action.
+        """
         changes = map(self.change_bytes, row)
-        return tuple(
-            accumulate(changes) if any(action.kind in BACKWARDS for action in row) else changes
-        )
+        trains = any(action.kind in BACKWARDS for action in row)
+        return tuple(accumulate(changes) if trains else changes)
 
     @cached_property
     def _durations(self) -> tuple[dict[Kind, int], ...]:
@@ -140,90 +158,99 @@ class PlacedProblem:
     def _changes(self) -> tuple[dict[Kind, int], ...]:
         return tuple(
             changes(
-                kept=costs.kept_bytes + extra,
+                kept=costs.kept_bytes + skipped,
                 recomputed=costs.recomputed_bytes,
                 between=costs.between_bytes,
             )
-            for costs, extra in zip(self.costs, self._skipped, strict=True)
+            for costs, skipped in zip(self.costs, self._skipped_bytes, strict=True)
         )
 
     @cached_property
     def _last_changes(self) -> tuple[dict[Kind, int], ...]:
-        """Those of the step's last microbatch."""
-        return tuple(
-            changes(
-                kept=costs.recomputed_bytes + extra,
-                recomputed=0,
-                between=costs.between_bytes - costs.kept_bytes + costs.remade_bytes,
-            )
-            if costs.recompute and costs.except_last
-            else plain
-            for costs, extra, plain in zip(self.costs, self._skipped, self._changes, strict=True)
-        )
+        """For each stage the changes of the step's last microbatch."""
+        last = list(self._changes)
+        for stage, costs in enumerate(self.costs):
+            if costs.recompute and costs.except_last:
+                last[stage] = changes(
+                    kept=costs.recomputed_bytes + self._skipped_bytes[stage],
+                    recomputed=0,
+                    between=costs.between_bytes - costs.kept_bytes + costs.remade_bytes,
+                )
+        return tuple(last)
 
     @cached_property
-    def _skipped(self) -> tuple[int, ...]:
-        """Per stage what it keeps for skips."""
+    def _skipped_bytes(self) -> tuple[int, ...]:
+        """For each stage the bytes that it holds for skips."""
         return tuple(
             sum(skip.bytes for skip in self.skips if skip.source == stage)
             for stage in range(self.stages)
         )
 
     def change_bytes(self, action: Action) -> int:
-        """The bytes that a compute action adds to its rank; a forward and a recompute take them as they start."""
+        """Return the bytes that a compute action adds to what its rank holds.
+
+        A forward and a recompute take them as they start.
+        """
         is_last = action.microbatch == self.microbatches - 1
         return (self._last_changes if is_last else self._changes)[action.stage][action.kind]
 
     def duration_ns(self, action: Action) -> int:
-        """How long a compute action occupies its rank."""
+        """Return how long a compute action occupies its rank."""
         return self._durations[action.stage][action.kind]
 
 
-def placed_problem(given: ScheduleProblem, placement: Sequence[int] | None = None) -> PlacedProblem:
-    """The problem in a file, with its own placement or this one."""
-    placement = tuple(placement) if placement is not None else given.placement
+def placed_problem(
+    problem: ScheduleProblem, placement: Sequence[int] | None = None
+) -> PlacedProblem:
+    """Return the problem of a file with a placement, by default the file's own.
+
+    InputError if neither has one.
+    """
+    placement = tuple(placement) if placement is not None else problem.placement
     if placement is None:
         raise InputError(
             "the problem leaves the placement open (rank: null); choose one of linear, loop and v"
         )
-    forward = [given.transfer_ns_between(a, b) for a, b in pairwise(placement)]
-    backward = [given.transfer_ns_between(b, a) for a, b in pairwise(placement)]
+    transfer_ns = problem.transfer_ns_between
+    boundaries = list(pairwise(placement))
+    skips = (
+        Skip(
+            source,
+            destination,
+            size,
+            transfer_ns(placement[source], placement[destination]),
+            transfer_ns(placement[destination], placement[source]),
+        )
+        for source, destination, size in problem.skips
+    )
     return PlacedProblem(
         placement=placement,
-        microbatches=given.microbatches,
-        costs=tuple(_work(given, index) for index in range(len(placement))),
-        forward_transfer_ns=tuple(forward),
-        backward_transfer_ns=tuple(backward),
-        gradient=(True,) * len(forward),
-        caps=given.memory_bytes,
-        skips=tuple(
-            Skip(
-                a,
-                b,
-                size,
-                given.transfer_ns_between(placement[a], placement[b]),
-                given.transfer_ns_between(placement[b], placement[a]),
-            )
-            for a, b, size in given.skips
-        ),
-        network=Network(given.blocking_sends, given.shared_links),
+        microbatches=problem.microbatches,
+        costs=tuple(_costs(problem, index) for index in range(len(placement))),
+        forward_transfer_ns=tuple(transfer_ns(left, right) for left, right in boundaries),
+        backward_transfer_ns=tuple(transfer_ns(right, left) for left, right in boundaries),
+        gradient=(True,) * len(boundaries),
+        caps=problem.memory_bytes,
+        skips=tuple(skips),
+        network=Network(problem.blocking_sends, problem.shared_links),
     )
 
 
-def _work(given: ScheduleProblem, index: int) -> StageCosts:
-    stage = given.stages[index]
-    both = stage.backward_input_ns + stage.backward_weight_ns
-    again = stage.recompute_ns > 0 and index + 1 < len(given.stages)
+def _costs(problem: ScheduleProblem, index: int) -> StageCosts:
+    stage = problem.stages[index]
+    halves_ns = stage.backward_input_ns + stage.backward_weight_ns
+    # The last stage keeps what others recompute, since its backward directly follows its forward.
+    recompute = stage.recompute_ns > 0 and index + 1 < len(problem.stages)
     return StageCosts(
         forward_ns=stage.forward_ns,
-        backward_ns=both if stage.backward_ns is None else stage.backward_ns,
+        backward_ns=halves_ns if stage.backward_ns is None else stage.backward_ns,
         backward_input_ns=stage.backward_input_ns,
         backward_weight_ns=stage.backward_weight_ns,
-        recompute_ns=stage.recompute_ns if again else 0,
+        recompute_ns=stage.recompute_ns if recompute else 0,
         reduce_ns=stage.reduce_ns,
-        kept_bytes=stage.activation_bytes + (0 if again else stage.recompute_bytes),
-        recomputed_bytes=stage.recompute_bytes if again else 0,
+        kept_bytes=stage.activation_bytes + (0 if recompute else stage.recompute_bytes),
+        recomputed_bytes=stage.recompute_bytes if recompute else 0,
         between_bytes=stage.weight_gradient_bytes,
-        can_split=given.split_backward,
-        recompute=again,
+        can_split=problem.split_backward,
+        recompute=recompute,
     )

@@ -35,7 +35,7 @@ class Window:
     parts: tuple[tuple[int, int], ...]
 
     @property
-    def code_count(self) -> int:
+    def operation_count(self) -> int:
         """How many operations."""
         return sum(stop - start for start, stop in self.parts)
 
@@ -62,7 +62,7 @@ def improve_window(
     seed: int,
 ) -> tuple[Rows | None, float]:
     """An order that computes no longer, if one is found, and the work that took, in CP-SAT's deterministic time."""
-    if window.size < 2:
+    if window.operation_count < 2:
         return None, 0.0
     return _Neighbourhood(instance, rows, times, window).solve(effort, seed)
 

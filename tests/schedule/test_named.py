@@ -95,8 +95,25 @@ def test_interleaved_groups_follow_megatron() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="'zigzag' is not known; choose one of gpipe, 1f1b, "):
+    with pytest.raises(
+        InputError, match=r"^unknown schedule 'zigzag'; choose from gpipe, 1f1b, .*forward-only$"
+    ):
         generate("zigzag", range(2), 2)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(
+        InputError, match="^unknown schedule '1F1BB'; did you mean '1f1b'[?] choose from gpipe, "
+    ):
+        required_placement("1F1BB")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_may_be_in_upper_case(name: str) -> None:
+    shape, stages_per_rank = required_placement(name.upper())
+    placement = place("loop" if shape == "any" else shape, 2, stages_per_rank or 1)
+    assert generate(name.upper(), placement, 4) == generate(name, placement, 4)
+    assert peak_in_flight(name.upper(), placement, 4) == peak_in_flight(name, placement, 4)
 
 
 @pytest.mark.parametrize(

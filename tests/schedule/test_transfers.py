@@ -90,10 +90,10 @@ def test_a_stage_is_reduced_once_its_last_gradient_is_there() -> None:
     assert " ".join(lowered.actions[0]).endswith("1W1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD")
 
 
-def test_a_message_that_passes_stages_by_is_refused() -> None:
+def test_a_message_that_skips_stages_is_refused() -> None:
     problem = equal(range(3), 1, skips=(Skip(0, 2, 1, 1, 1),))
     with pytest.raises(
-        InputError, match=r"from stage 0 to 2 passes stages by, .* let the stages between relay"
+        InputError, match=r"from stage 0 to stage 2 skips the stages between, .* relay the tensor"
     ):
         add_transfers(problem, generate("gpipe", range(3), 1, False))
 

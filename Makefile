@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 COPY := build/check
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -28,6 +28,11 @@ check: $(READY)
 	cd $(COPY) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 	cd $(COPY) && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
+# The site, in build/docs: a broken link or an unknown option is an error.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m sphinx -b html -W --keep-going -d build/doctrees docs build/docs
+
 clean:
 	rm -rf build demo .venv *.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -38,5 +43,5 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "pipecompile needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1): try make PYTHON=python3.11" >&2; exit 2; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
 	  { $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,rich]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

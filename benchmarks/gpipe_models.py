@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
 from pipecompile.api.capture import capture_target
-from pipecompile.api.costs import Captured, cost_graph
+from pipecompile.api.costs import cost_graph
+from pipecompile.api.capture import Captured
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft
 from pipecompile.api.target import Target

@@ -73,7 +73,9 @@ def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, NodeCost]) ->
     path, known = _path(depends_on), dict(costs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, encode(Entry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known)))
+        write(
+            path, encode(Entry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known))
+        )
     except (OSError, FormatError) as error:
         logger.warning("measured costs are not cached: %s", error)
 

@@ -5,6 +5,7 @@ Importing the package is cheap: what needs torch brings it in when it is first a
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,30 @@ from pipecompile.errors import (
 )
 
 if TYPE_CHECKING:
+    from pipecompile.api.choices import Choices
     from pipecompile.api.compile import pipecompile
-    from pipecompile.api.options import Choices
     from pipecompile.api.pipeline import Pipeline
+    from pipecompile.ir.encodings import Policy
+    from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
+    from pipecompile.ir.plan import Granularity, Plan, Recompute
 
 __all__ = [
     "CaptureError",
     "Choices",
     "FormatError",
+    "Granularity",
     "InfeasibleError",
     "InputError",
+    "Objective",
+    "OptimizerName",
     "PipecompileError",
     "Pipeline",
+    "PlacementShape",
+    "Plan",
+    "Policy",
+    "Recompute",
     "ScheduleError",
+    "ScheduleName",
     "StalePlanError",
     "StaleProfileError",
     "__version__",
@@ -42,12 +54,23 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
-# What needs torch is loaded when it is first asked for.
+# Each public name with the module that it comes from, which is imported when the name is first used.
 _HOMES = {
-    "Choices": "pipecompile.api.options",
+    "Choices": "pipecompile.api.choices",
+    "Granularity": "pipecompile.ir.plan",
+    "Objective": "pipecompile.ir.options",
+    "OptimizerName": "pipecompile.ir.options",
     "Pipeline": "pipecompile.api.pipeline",
+    "PlacementShape": "pipecompile.ir.options",
+    "Plan": "pipecompile.ir.plan",
+    "Policy": "pipecompile.ir.encodings",
+    "Recompute": "pipecompile.ir.plan",
+    "ScheduleName": "pipecompile.ir.options",
     "pipecompile": "pipecompile.api.compile",
 }
+
+# A library is quiet until the program that uses it sets up logging. Each room has a logger of its own below this one.
+logging.getLogger("pipecompile").addHandler(logging.NullHandler())
 
 # Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside it, at the root.
 _package = Path(__file__).resolve().parent

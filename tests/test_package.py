@@ -20,11 +20,19 @@ PUBLIC = """
     CaptureError
     Choices
     FormatError
+    Granularity
     InfeasibleError
     InputError
+    Objective
+    OptimizerName
     PipecompileError
     Pipeline
+    PlacementShape
+    Plan
+    Policy
+    Recompute
     ScheduleError
+    ScheduleName
     StalePlanError
     StaleProfileError
     __version__

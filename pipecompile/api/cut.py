@@ -19,18 +19,18 @@ from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_bytes
-from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.schedule.named import peak_in_flight, required_placement
 
-__all__ = ["Request", "given_links", "partition"]
+__all__ = ["CutRequest", "given_links", "partition"]
 
 T = TypeVar("T")
 SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
 
 
 @dataclass(frozen=True)
-class Request:
+class CutRequest:
     """What is asked of the partitioner; `memory` and `speeds` are one value, or one a rank with commas between.
 
     In flight is one microbatch, unless a schedule and a number of microbatches are given. `ranks` lets stages have
@@ -89,7 +89,7 @@ class Request:
             for turn, place in turns
         )
 
-    def problem(self, graph: CostGraph) -> Problem:
+    def problem(self, graph: CostGraph) -> PartitionProblem:
         """The problem for a graph; InputError says what does not fit."""
         if self.k > len(graph.nodes):
             count = len(graph.nodes)
@@ -98,7 +98,7 @@ class Request:
             )
         if self.objective == "step-time" and self.speeds is not None:
             raise InputError("objective step-time is simulated with equal ranks; choose max-load")
-        return Problem(
+        return PartitionProblem(
             graph,
             self.k,
             objective=self.objective,
@@ -120,14 +120,14 @@ class Request:
             else lambda assignment: self._step_ns(graph, assignment),
         )
 
-    def _memory(self, graph: CostGraph) -> Memory | None:
+    def _memory(self, graph: CostGraph) -> MemoryConstraint | None:
         if self.memory is None:
             return None
         in_flight_counts = (1,) * self.k
         if self.schedule is not None:
             in_flight_counts = peak_in_flight(self.schedule, range(self.k), self.microbatches or 1)
         caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
-        return Memory.simple(graph, caps, in_flight_counts, _fraction(self.state_factor))
+        return MemoryConstraint.simple(graph, caps, in_flight_counts, _fraction(self.state_factor))
 
     def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
         values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank
@@ -150,7 +150,7 @@ class Request:
         return step_ns(graph, assignment, options, self.links)
 
 
-def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> Cut:
+def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -> Cut:
     """Cuts the cost graph in a file; InfeasibleError says what is in the way and what would fit."""
     if not 0 < seconds < inf:
         raise InputError(f"a time limit of {seconds:g} s: give a positive number")
@@ -176,6 +176,7 @@ def partition(path: str | Path, request: Request, *, seconds: float = 10.0) -> C
         method=search.method,
         seconds=round(time.perf_counter() - began, 3),
         replicas=found.replicas,
+        time_unit=graph.time_unit,
     )
 
 
@@ -190,7 +191,7 @@ def given_links(path: str | None, bandwidth: float | None, latency_ns: int) -> L
     return links_of(path)
 
 
-def _what_would_fit(graph: CostGraph, request: Request) -> str:
+def _what_would_fit(graph: CostGraph, request: CutRequest) -> str:
     """The nearest numbers of stages that can be met, as a sentence."""
     step = request.stages_per_rank
     more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
@@ -198,7 +199,7 @@ def _what_would_fit(graph: CostGraph, request: Request) -> str:
     return f"; this would fit: {' or '.join(fitting[:2])}" if fitting else ""
 
 
-def _is_feasible(graph: CostGraph, request: Request) -> bool:
+def _is_feasible(graph: CostGraph, request: CutRequest) -> bool:
     try:
         solve(request.problem(graph), seconds=SUGGESTING_SECONDS, explained=False)
     except PipecompileError:

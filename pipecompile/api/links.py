@@ -1,4 +1,4 @@
-"""Links as they are given: a file, a value, or one bandwidth and latency for all ranks."""
+"""The links between ranks: from a file, a value, one bandwidth and latency for all ranks, or measured."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.schedule.selection import placements
 
-__all__ = ["Given", "link_of", "links_for", "links_of", "probe_links"]
+__all__ = ["LinksInput", "link_of", "links_for", "links_of", "probe_links"]
 
-Given = Links | Mapping[str, Any] | str | Path | None
+LinksInput = Links | Mapping[str, Any] | str | Path | None
 
 
-def links_of(given: Given) -> Links:
-    """`given` as links: a path to a file, its content as a mapping, or None for free ones."""
+def links_of(given: LinksInput) -> Links:
+    """Return `given` as links: it is a path to a file, its content as a mapping, or None for free links."""
     if given is None:
         return FREE
     if isinstance(given, Links):
         return given
-    return (
-        decode(encode(given), Links, origin="links")
-        if isinstance(given, Mapping)
-        else read(given, Links)
-    )
+    if isinstance(given, Mapping):
+        return decode(encode(given), Links, origin="links")
+    return read(given, Links)
 
 
-def links_for(options: Options, given: Given) -> Links:
-    """The links of a plan with these options; InputError if they are for another number of ranks."""
+def links_for(options: Options, given: LinksInput) -> Links:
+    """Return the links of a plan with these options; InputError if they are for another number of ranks."""
     links, ranks = links_of(given), max(placements(options)[0]) + 1
     if not links.fits(ranks):
         source = f"{given} is" if isinstance(given, str | Path) else "the links are"
         raise InputError(
-            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for {links.ranks}, "
+            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for them with ranks={links.ranks}, "
             f"or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m pipecompile links -o links.json"
         )
     return links
 
 
 def link_of(bandwidth: float | None, latency_ns: int) -> Link:
-    """One link for all ranks, checked; without a bandwidth any size takes no time."""
+    """Return one link for all ranks, checked; without a bandwidth a message takes only its latency."""
     if bandwidth is not None and not 1 <= bandwidth < inf:
         raise InputError(
             f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
@@ -57,7 +55,7 @@ def link_of(bandwidth: float | None, latency_ns: int) -> Link:
 
 
 def probe_links() -> Links:
-    """Measures bandwidth and latency between all ranks; InputError if there is only one."""
+    """Measure bandwidth and latency between all ranks; InputError if there is only one."""
     # Imported here: PyTorch is needed for probing only.
     from pipecompile.runtime import world
 

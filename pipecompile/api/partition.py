@@ -21,7 +21,7 @@ from pipecompile.ir.plan import Faster, Options, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.lower_bounds import buffers, floors, freeable
 from pipecompile.memory_model.rank import rank_memory, room
-from pipecompile.partition.summation import sums_in_order
+from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.named import MAY_SPLIT
@@ -36,7 +36,12 @@ from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import problem_of_stages
 
 if TYPE_CHECKING:
-    from pipecompile.partition.problem import Candidate, Memory, Price, Problem
+    from pipecompile.partition.problem import (
+        MemoryConstraint,
+        PartitionProblem,
+        Price,
+        StageCandidate,
+    )
     from pipecompile.partition.result import Partition
 
 __all__ = ["cut", "problem_of", "step_ns", "with_extra"]
@@ -68,7 +73,7 @@ def cut(
     return replace(found, search=search)
 
 
-def _others(problem: Problem, options: Options) -> Iterator[Faster]:
+def _others(problem: PartitionProblem, options: Options) -> Iterator[Faster]:
     """What a little work on each other objective finds: the step of its cut."""
     from pipecompile.partition.solver import solve
 
@@ -85,7 +90,7 @@ def _others(problem: Problem, options: Options) -> Iterator[Faster]:
 
 
 def with_extra(
-    planner: RecomputePlanner, problem: Problem, assignment: Mapping[str, int], found: Partition
+    planner: RecomputePlanner, problem: PartitionProblem, assignment: Mapping[str, int], found: Partition
 ) -> Partition:
     """This cut with the time that its stages take to fit their ranks, where loads do not have it."""
     from pipecompile.partition.result import Partition
@@ -101,7 +106,7 @@ def with_extra(
 
 def _fitting(
     graph: CostGraph, options: Options, links: Links, placement: Sequence[int]
-) -> tuple[Problem, Partition]:
+) -> tuple[PartitionProblem, Partition]:
     """What is asked of the partitioner, and its cut; InfeasibleError says which constraint cannot be met.
 
     A searched order may hold fewer microbatches than the named one by which the cut is judged: if that does not fit,
@@ -120,7 +125,7 @@ def _fitting(
 
 
 def _within_caps(
-    graph: CostGraph, options: Options, problem: Problem, found: Partition, sparing: bool
+    graph: CostGraph, options: Options, problem: PartitionProblem, found: Partition, sparing: bool
 ) -> Partition:
     """`found`, or another cut where ranks with several stages hold more than the sums that the search goes by.
 
@@ -150,7 +155,7 @@ def _within_caps(
 
 
 def _excess(
-    graph: CostGraph, options: Options, problem: Problem, found: Partition, sparing: bool
+    graph: CostGraph, options: Options, problem: PartitionProblem, found: Partition, sparing: bool
 ) -> list[int]:
     """Per rank the bytes over its cap."""
     held: list[dict[int, Stage]] = [{} for _ in range(problem.ranks)]
@@ -210,7 +215,7 @@ def problem_of(
     placement: Sequence[int] | None = None,
     *,
     sparing: bool = False,
-) -> Problem:
+) -> PartitionProblem:
     """What the options ask of the partitioner, with the stages placed as given or as the schedule has it.
 
     `sparing` stages hold one microbatch between forward and backward, others as many as the schedule has it.
@@ -219,11 +224,11 @@ def problem_of(
         raise InputError(
             "step-time weighs a step with backwards, which forward-only has not; choose max-load"
         )
-    from pipecompile.partition.problem import Problem
+    from pipecompile.partition.problem import PartitionProblem
 
     placement = tuple(placement or placements(options)[0])
     planner = recompute_planner(graph, options, placement)
-    return Problem(
+    return PartitionProblem(
         graph,
         options.k,
         objective=options.objective,
@@ -232,7 +237,7 @@ def problem_of(
         recompute=_share_again(options),
         memory=_memory(planner, sparing),
         pin=options.pin,
-        precedence=tuple(sums_in_order(graph)),
+        precedence=tuple(gradient_sum_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
@@ -241,14 +246,14 @@ def problem_of(
     )
 
 
-def _memory(planner: RecomputePlanner, sparing: bool) -> Memory | None:
+def _memory(planner: RecomputePlanner, sparing: bool) -> MemoryConstraint | None:
     """Stages alone on their ranks are priced by the plan's memory model; sums for others are corrected afterwards."""
     graph, options, placement = planner.graph, planner.options, planner.view.placement
     ranks = max(placement) + 1
     caps = options.caps(ranks)
     if caps is None:
         return None
-    from pipecompile.partition.problem import Floor, Memory
+    from pipecompile.partition.problem import BoundaryBuffers, MemoryConstraint
 
     alone = ranks == options.k
     in_flight = (1,) * options.k if sparing else in_flight_counts(options, placement)
@@ -259,12 +264,12 @@ def _memory(planner: RecomputePlanner, sparing: bool) -> Memory | None:
         options.recompute == "auto" or bool(options.saving),
         planner.policies.lives.bytes_per_ns,
     )
-    return Memory(
+    return MemoryConstraint(
         caps,
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing, saving=options.saving),
         price=_price(planner, sparing) if alone else None,
-        floor=Floor(*buffers(graph, options.microbatches)) if alone else None,
+        floor=BoundaryBuffers(*buffers(graph, options.microbatches)) if alone else None,
         freeable=freeable(graph, options.recompute, options.saving, rate)
         if alone and may_free
         else (),
@@ -287,13 +292,13 @@ def _share_again(options: Options) -> Fraction:
     return Fraction(options.microbatches - spared, options.microbatches)
 
 
-def _price(planner: RecomputePlanner, sparing: bool) -> Callable[[Candidate], Price]:
+def _price(planner: RecomputePlanner, sparing: bool) -> Callable[[StageCandidate], Price]:
     """What a stage computes again to fit its budget by the plan's memory model, if it can; loads know whole stages."""
     from pipecompile.partition.problem import Price
 
     graph, options, placement = planner.graph, planner.options, planner.view.placement
 
-    def price(candidate: Candidate) -> Price:
+    def price(candidate: StageCandidate) -> Price:
         found = planner.of(
             StageSlice(candidate.stage, candidate.before, candidate.nodes), candidate.budget
         )

@@ -42,6 +42,9 @@ class Pipeline:
 
     In one process all stages run on the model's device. Under torchrun (or in any initialised process group) each
     rank runs the stages that the plan gives it, and only those move to its device.
+
+    `plan` is the plan, `seed` and `steps` what random nodes draw from. `_program` is the model's graph in the modes
+    that were planned, cut into stages; `_programs` has one for each set of modes that was used since.
     """
 
     def __init__(
@@ -55,15 +58,14 @@ class Pipeline:
     ) -> None:
         self.plan = plan
         self.seed = seed
-        self.steps = (
-            0  # part of what random nodes draw from: set it when training resumes from a checkpoint
-        )
-        self._program = Program(  # the one that was planned
+        # Random nodes draw from it too: set it when training resumes from a checkpoint.
+        self.steps = 0
+        self._program = Program(
             captured.capture, captured.module, plan.assignment, plan.regions, plan.savings
         )
         self._programs = {self._program.modes: self._program}
         self._target = target
-        self._self_check = self_check  # of captures in other modes
+        self._self_check = self_check
         self._device = _local_device(target) if self._distributed else target.device
         self._schedules: dict[int, Schedule] = {}
         self._orders: dict[int, list[Action]] = {}
@@ -72,22 +74,26 @@ class Pipeline:
         self._evaluators: dict[Program, DistributedPipeline] = {}
         if self._distributed:
             self._move_stages()
-            self._program.remember()  # on a GPU buffers are others now
+            self._program.remember()  # the buffers are other objects if they moved to a GPU
             self._equalise_ties()
+
+    def __repr__(self) -> str:
+        where = f"stages {self._local} here" if self._distributed else "all stages in this process"
+        return f"Pipeline({self.plan!r}, {where}, {self.steps} steps taken)"
 
     # -- what it is
 
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
-        """The stage modules of this process, under the original parameter names."""
+        """The stage modules of this process; their parameters have the original names."""
         return tuple(self._program.stages[index].module for index in self._local)
 
     def simulate(self) -> Timeline:
-        """The step as the plan predicts it."""
+        """The timeline of one step as the plan predicts it."""
         return simulate_plan(self.plan)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters by their first name in the model; a tied one on every rank that holds it."""
+        """Yield this process's parameters by their first name in the model; a tied one on every rank that holds it."""
         for name, parameter in self._target.model.named_parameters():
             if self._holds(name):
                 yield name, parameter
@@ -110,7 +116,7 @@ class Pipeline:
         return {name: value for name, value in state.items() if self._holds(name)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a checkpoint of the original model; InputError names what is missing, unknown or of another shape."""
+        """Load a checkpoint of the original model; InputError names what is missing, unknown or of another shape."""
         model = self._target.model
         own, known = self.state_dict(), model.state_dict().keys()
         _refuse("are missing from", own.keys() - state.keys())
@@ -121,56 +127,56 @@ class Pipeline:
         )
         model.load_state_dict({name: state[name] for name in own}, strict=False)
 
-    # -- what it does
+    # -- training and evaluation
 
     def step(self, batch: Any, target: Any = None) -> Tensor | None:
-        """One training step on a minibatch: gradients are left on the parameters, to be used by an optimizer.
+        """Run one training step on a minibatch; gradients are left on the parameters, for an optimizer.
 
         `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss of the
         microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
         Gradients are those of the mean loss; they are added to what the parameters hold.
 
-        Modules are in the mode that `.train()` and `.eval()` have put them in, on every rank the same. For modes other
-        than the planned ones the model is captured again, once, and cut like the plan, whose figures are not for them.
+        Modules are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For modes other
+        than the planned ones the model is captured once more and cut like the plan, whose figures do not hold for them.
         """
         _refuse_untrainable(self.plan.schedule)
         rows = self._rows(batch)
         if len(rows) > self.plan.microbatches:
             raise InputError(
                 f"the batch holds {len(rows)} microbatches, but the plan was made for {self.plan.microbatches}: memory "
-                "and schedule would be others; give a smaller batch, or plan again with more microbatches"
+                "and schedule would differ; give a smaller batch, or plan again with more microbatches"
             )
         targets = split(target, len(rows))
         schedule = self.plan.schedule.first_microbatches(len(rows))
-        moved = [parameter for _, parameter in self.named_parameters()]
+        parameters = list(self.parameters())
         program = self._current()
-        with program.mode(), fresh_gradients(moved):
+        with program.mode(), fresh_gradients(parameters):
             losses = self._step(program, schedule, rows, targets)
         self.steps += 1
         return None if losses is None else torch.stack(list(losses)).mean()
 
     def evaluate(self, batch: Any) -> Any:
-        """The model's output in eval mode, without gradients; None on ranks without the last stage.
+        """Return the model's output in eval mode, without gradients; None on ranks without the last stage.
 
-        It is what the model computes in eval mode with gradients on, whatever shortcut it takes without.
+        It is what the model computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
         rows = self._rows(batch)
         program = self._in_eval_mode()
         with program.mode():
             if self._distributed:
                 schedule = self._evaluation_schedule(len(rows))
-                found: Sequence[Sequence[Tensor]] | None = self._evaluator(program).run(
+                outputs: Sequence[Sequence[Tensor]] | None = self._evaluator(program).run(
                     schedule, rows, [None] * len(rows), seed=self.seed, step=0
                 )
             else:
                 stages = [_eager(stage, loss=None) for stage in program.stages]
-                found = local.evaluate(stages, rows, seed=self.seed)
-        if found is None:
+                outputs = local.evaluate(stages, rows, seed=self.seed)
+        if outputs is None:
             return None
-        program.check_joinable(found[0])
-        return merge([program.outputs.unflatten(list(values)) for values in found])
+        program.check_joinable(outputs[0])
+        return merge([program.outputs.unflatten(list(values)) for values in outputs])
 
-    # -- how
+    # -- what this rank holds
 
     @cached_property
     def _distributed(self) -> bool:
@@ -186,7 +192,7 @@ class Pipeline:
 
     @cached_property
     def _holders(self) -> dict[str, tuple[int, ...]]:
-        """Every name of every parameter and buffer, with the stages that hold it."""
+        """The stages that hold each parameter and buffer, by every name that it has."""
         return {
             name: parameter.stages
             for parameter in self.plan.parameters
@@ -194,13 +200,13 @@ class Pipeline:
         }
 
     def _holds(self, name: str) -> bool:
-        # What no stage reads (a parameter that the forward does not use) stays with the first stage.
+        # A parameter that the forward does not use is read by no stage: it stays with the first one.
         return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(
             self._local
         )
 
     def _move_stages(self) -> None:
-        """To this rank's device; buffers are other objects there, so the model gets those of its stages."""
+        """Move the stages to this rank's device. Buffers become other objects there, which the model then gets."""
         own = {name for name, _ in self._target.model.named_buffers(remove_duplicate=False)}
         for stage in self.stages:
             stage.to(self._device)
@@ -214,7 +220,7 @@ class Pipeline:
         return self._tied_in(self._program)
 
     def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
-        """Parameters that several stages read."""
+        """The parameters that several stages read."""
         by_name = dict(self._target.model.named_parameters())
         return {
             n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
@@ -222,19 +228,19 @@ class Pipeline:
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The ranks that hold each of them."""
+        """The process group of the ranks that hold each tied parameter."""
         stages = {name: self._program.ties[name].stages for name in self._tied}
         return tie_groups(stages, self.plan.schedule.placement)
 
     def _equalise_ties(self) -> None:
-        """All copies of a tied parameter begin as the owner's: the ranks may have initialised theirs differently."""
+        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs differently."""
         for name, group in self._tie_groups.items():
             if self._holds(name):
                 owner = self.plan.schedule.placement[self._program.ties[name].owner]
                 dist.broadcast(self._tied[name].data, src=owner, group=group)
 
     def _rows(self, batch: Any) -> list[list[Tensor]]:
-        """The minibatch as the input tensors of each microbatch, on the device."""
+        """The input tensors of each microbatch, on the device."""
         captured = self._program.captured
         tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
         names = captured.inputs.tensor_names
@@ -247,11 +253,11 @@ class Pipeline:
         return split([self._at_stage(0, tensor) for tensor in tensors], count)
 
     def _at_stage(self, index: int, tensor: Tensor) -> Tensor:
-        """`tensor` where the stage is; other ranks do not read it."""
+        """`tensor` on the device if the stage is here; other ranks do not read it."""
         return tensor.to(self._device) if index in self._local else tensor
 
     def _evaluation_schedule(self, microbatches: int) -> Schedule:
-        """Each microbatch once through the stages, where the plan has them."""
+        """A schedule that sends each microbatch once through the stages, on the ranks of the plan."""
         if microbatches not in self._schedules:
             compute = generate("forward-only", self.plan.schedule.placement, microbatches)
             self._schedules[microbatches] = add_transfers(self._problem(compute), compute)
@@ -266,10 +272,14 @@ class Pipeline:
             for target in targets
         ]
         if self._distributed:
-            found = self._trainer(program).run(
+            losses_by_microbatch = self._trainer(program).run(
                 schedule, rows, targets, seed=self.seed, step=self.steps
             )
-            return None if found is None else [values[0] for values in found]
+            return (
+                None
+                if losses_by_microbatch is None
+                else [values[0] for values in losses_by_microbatch]
+            )
         order = self._order(schedule)
         losses = local.step(
             self._stages(program), order, rows, targets, seed=self.seed, step=self.steps
@@ -278,7 +288,7 @@ class Pipeline:
         return losses
 
     def _order(self, schedule: Schedule) -> list[Action]:
-        """The compute actions of all ranks, each after those whose results it uses."""
+        """The compute actions of all ranks, each after the actions whose results it uses."""
         if schedule.microbatches not in self._orders:
             needs = compute_dependencies(self._problem(schedule), schedule)
             self._orders[schedule.microbatches] = [
@@ -299,7 +309,7 @@ class Pipeline:
         return partial(self._loss, program) if stage == self.plan.k - 1 else None
 
     def _stages(self, program: Program) -> list[EagerStage]:
-        """All stages, for one process: tied parameters are one tensor, summed stage by stage."""
+        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed stage by stage."""
         if program not in self._eager_stages:
             tied: list[list[nn.Parameter]] = [[] for _ in program.stages]
             gathered: list[list[nn.Parameter]] = [[] for _ in program.stages]
@@ -348,7 +358,7 @@ class Pipeline:
     def _in_eval_mode(self) -> Program:
         model = self._target.model
         flags = {part: part.training for part in model.modules()}
-        for part in flags:  # not by `.eval()`, which a model may make more of
+        for part in flags:  # a model may override `.eval()` to do more than this
             part.training = False
         try:
             return self._current()
@@ -357,42 +367,47 @@ class Pipeline:
                 part.training = flag
 
     def _current(self) -> Program:
-        """The model in the modes that its modules are in now, cut like the planned graph."""
+        """The program for the modes that modules are in now; the model is captured in them if it was not before."""
         modes = modes_of(self._target.model)
         if modes not in self._programs:
             self._program.check_unchanged()
             log_on_first_rank(
                 [
-                    "the model is captured again: its modules are in other modes than those planned for"
+                    "the model is captured once more: its modules are in other modes than those planned for"
                 ]
             )
-            # Over ranks that goes unproven: no rank has the whole model on its device.
+            # Over ranks it is not proven: no rank has the whole model on its device.
             verify = self._self_check and not self._distributed
-            found = capture_target(self._target, self.plan.options, verify=verify)
+            captured = capture_target(self._target, self.plan.options, verify=verify)
             stages = transfer(
-                self.plan.assignment, self._planned_graph(), found.module, self._held_by(found)
+                self.plan.assignment,
+                self._planned_graph(),
+                captured.module,
+                self._held_by(captured),
             )
             regions = transfer_regions(
-                self.plan.regions, self._planned_graph(), found.module, stages
+                self.plan.regions, self._planned_graph(), captured.module, stages
             )
             savings = transfer_savings(
-                self.plan.savings, self._planned_graph(), found.module, stages
+                self.plan.savings, self._planned_graph(), captured.module, stages
             )
-            self._programs[modes] = Program(found.capture, found.module, stages, regions, savings)
+            self._programs[modes] = Program(
+                captured.capture, captured.module, stages, regions, savings
+            )
         return self._programs[modes]
 
-    def _held_by(self, found: Captured) -> dict[str, tuple[int, ...]]:
-        """The stages that hold what a graph reads; over ranks what no planned stage reads lies with the first."""
-        names = named_state(found.module) if self._distributed else ()
+    def _held_by(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+        """The stages that hold what a graph reads; over ranks the first one holds what no planned stage reads."""
+        names = named_state(captured.module) if self._distributed else ()
         return {**{name: (0,) for name, _ in names}, **self._holders}
 
     def _planned_graph(self) -> fx.Graph:
-        """The training graph as it was before it was cut: the nodes that the plan names, in order."""
+        """The planned graph before it was cut: the nodes that the plan names, in order."""
         return self._program.captured.graph
 
 
 def _shape_of(value: Any) -> Any:
-    """The shape of a tensor; None for what a module keeps besides tensors."""
+    """The shape of a tensor; None for a value that is no tensor."""
     return value.shape if isinstance(value, Tensor) else None
 
 
@@ -430,7 +445,7 @@ def _refuse_untrainable(schedule: Schedule) -> None:
         )
     if schedule.weight_versions != "synchronous":
         raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are on their way, which no step does yet; "
+            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which no step does yet; "
             "plan with a synchronous one such as '1f1b'"
         )
 

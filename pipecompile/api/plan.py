@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +27,7 @@ from pipecompile.ir.plan import (
     Stage,
 )
 from pipecompile.ir.schedule import Schedule
-from pipecompile.ir.serialization import encode
+from pipecompile.ir.serialization import fingerprint
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
@@ -96,6 +95,7 @@ def _drafted(
         microbatch_shapes=tuple(microbatch_shapes),
         links=links,
         allocator=graph.memory,
+        time_unit=graph.time_unit,
         stages=made.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
         parameters=tuple(owners_of(graph, made.stages)),
@@ -174,4 +174,4 @@ def predicted(
 def costs_digest(graph: CostGraph) -> str:
     """SHA-256 of the costs; source lines are left out, since they change without the model changing."""
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    return hashlib.sha256(encode(msgspec.structs.replace(graph, nodes=plain))).hexdigest()
+    return fingerprint(msgspec.structs.replace(graph, nodes=plain))

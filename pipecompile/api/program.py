@@ -1,4 +1,4 @@
-"""A graph of the model cut into stages, in one mode."""
+"""A graph of the model cut into stages, for modules that are in given modes (training or evaluation)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pipecompile.codegen.regions import Regions, Savings
 from pipecompile.codegen.stages import Edge, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
-from pipecompile.frontend.signature import Outputs
-from pipecompile.graph.attributes import same, settings
-from pipecompile.graph.autograd_context import observed
+from pipecompile.frontend.signature import OutputStructure
+from pipecompile.graph.attributes import is_same_value, module_settings
+from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.runtime.distributed import Shape
 
 __all__ = ["Program", "modes_of"]
 
-GONE = object()
+ABSENT = object()
 
 
 class Program:
-    """A graph of the model cut as the plan says, in one mode (training or evaluation)."""
+    """A graph of the model cut as the plan says, captured while its modules were in the modes `modes`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Program:
         savings: Savings,
     ) -> None:
         self.captured = captured
-        self._surroundings = observed()
+        self._context = current_context()
         self.remember()
         self.modes = modes_of(captured.model)
         self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, savings)
@@ -49,8 +49,8 @@ class Program:
         self.results = [Shape((tuple(v.shape), v.dtype, False)) for v in output.meta["val"]]
 
     @property
-    def outputs(self) -> Outputs:
-        """How the model's output tensors make its output."""
+    def outputs(self) -> OutputStructure:
+        """How the model's output is put together from its output tensors."""
         return self.captured.outputs
 
     def boundary_shapes(self) -> list[list[Shape]]:
@@ -58,28 +58,29 @@ class Program:
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
 
     def remember(self) -> None:
-        """From now on the model must stay as it is, but for the values of its tensors and what its forward sets."""
+        """Remember the model as it is now: `check_unchanged` compares it, except for tensors and what its forward sets."""
         self._settings = dict(_settings(self.captured))
         self._trainable = {
             name: p.requires_grad for name, p in self.captured.model.named_parameters()
         }
 
-    def check_surroundings(self) -> None:
-        """InputError if what the graph was captured under has changed: types and gradients would not fit it."""
-        around, then = observed(), self._surroundings
-        if (around.autocast, around.cached) != (then.autocast, then.cached):
+    def check_unchanged(self) -> None:
+        """InputError if the model, or the autocast around it, is not as it was when the graph was captured."""
+        now, then = current_context(), self._context
+        if (now.autocast, now.caches_casts) != (then.autocast, then.caches_casts):
             raise InputError(
                 "autocast is not as it was when the model was compiled; compile and step under the same autocast, "
                 "or put it into the model's forward"
             )
-        now = dict(_settings(self.captured))
-        names = self._settings.keys() | now.keys()
+        before, after = self._settings, dict(_settings(self.captured))
         different = [
-            name for name in names if not same(self._settings.get(name, GONE), now.get(name, GONE))
+            name
+            for name in before.keys() | after.keys()
+            if not is_same_value(before.get(name, ABSENT), after.get(name, ABSENT))
         ]
         if different:
             raise InputError(
-                f"{min(different)} is not what it was when the model was compiled, and the graph has it as it was; "
+                f"{min(different)} has changed since the model was compiled, and the graph has its old value; "
                 "compile the model again, or keep what changes in a buffer"
             )
         changed = [
@@ -93,20 +94,22 @@ class Program:
             )
 
     def check_joinable(self, values: Sequence[Tensor]) -> None:
-        """InputError if an output has no batch dimension along which those of several microbatches could be joined."""
+        """InputError if the values that microbatches give for an output have no batch dimension to be joined along."""
         for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
             guards = self.captured.guards
-            grows = value.dim() > 0 and value.shape[0] == guards.batch if guards.fixed else batched
+            grows = (
+                value.dim() > 0 and value.shape[0] == guards.batch if guards.is_fixed else batched
+            )
             if value.dim() and not grows:
                 raise InputError(
-                    f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so those of "
-                    "the microbatches cannot be joined; return it per sample, or evaluate the model itself"
+                    f"output {index} of shape {tuple(value.shape)} does not have the batch as dimension 0, so the "
+                    "outputs of the microbatches cannot be joined; return it per sample, or evaluate the model itself"
                 )
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Modules are in the modes of this program in the block."""
-        self.check_surroundings()
+        """Put modules into the modes of this program for the block."""
+        self.check_unchanged()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
         for path, part in model.named_modules():
@@ -126,9 +129,9 @@ def modes_of(model: nn.Module) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """What a forward may read of the modules besides the values of tensors, without what it sets for itself."""
+    """The attributes of modules that a forward may read, by path, without tensors and what it sets for itself."""
     for path, module in captured.model.named_modules():
-        for name, value in settings(module).items():
+        for name, value in module_settings(module).items():
             full = f"{path}.{name}" if path else name
             if full not in captured.sets:
                 yield full, value

@@ -1,4 +1,4 @@
-"""Is a plan sound by itself, and within the limits that a team sets? Needs no PyTorch."""
+"""Is a plan sound by itself, or was its file edited? Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
+from pipecompile.api.finding import Finding
 from pipecompile.api.plan import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
-from pipecompile.ir.size import budgets
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
@@ -22,19 +22,27 @@ from pipecompile.schedule.selection import (
 )
 from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
 
-__all__ = ["over_limits", "violations"]
+__all__ = ["findings"]
+
+EDITED = "the file was edited; plan again"
 
 
-def violations(plan: Plan) -> list[str]:
-    """What is wrong with a plan by itself: its schedule, its prediction, its memory caps. Empty if it is sound."""
+def findings(plan: Plan) -> list[Finding]:
+    """Return what is wrong with a plan by itself: its schedule, its stages, its caps, its prediction.
+
+    Empty if it is sound. Later checks rely on earlier ones, so only the first kind that fails is reported.
+    """
     try:
         problem = problem_of_plan(plan)
-        found = check_schedule(plan.schedule, replace(problem, caps=None))
+        faults = check_schedule(plan.schedule, replace(problem, caps=None))
         return (
-            found or list(_misstated(plan)) or list(_over_cap(plan)) or list(_edited(plan, problem))
+            [Finding(code="schedule", message=fault) for fault in faults]
+            or list(_impossible_stages(plan))
+            or list(_over_cap(plan))
+            or [Finding(code="edited", message=fault) for fault in _contradictions(plan, problem)]
         )
     except PipecompileError as error:
-        return [str(error)]
+        return [Finding(code="schedule", message=str(error))]
 
 
 KINDS: Mapping[Recompute, set[str]] = {
@@ -42,14 +50,15 @@ KINDS: Mapping[Recompute, set[str]] = {
     "block": {"regions"},
     "sqrt": {"regions"},
 }
-"""What stages compute again by policies that are no kind themselves."""
+"""How stages may recompute under the policies that are not themselves the name of a kind."""
 
 
-def _misstated(plan: Plan) -> Iterator[str]:
-    """Which stages compute again, or save in another form, what no plan with these options would."""
+def _impossible_stages(plan: Plan) -> Iterator[Finding]:
+    """The stages that recompute, or encode saved tensors, as no plan with these options would."""
     for index, stage in enumerate(plan.stages):
         if fault := _fault_of(stage, plan.options):
-            yield f"stage {index} {fault}: the file was edited; plan again"
+            message = f"stage {index} {fault}: {EDITED}"
+            yield Finding(code="stage", message=message, rank=plan.schedule.placement[index])
 
 
 def _fault_of(stage: Stage, options: Options) -> str | None:
@@ -62,51 +71,58 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
     if stage.regions and options.schedule in MAY_SPLIT:
         return f"has regions, which are not possible under schedule {options.schedule!r}"
     if stage.recompute == "none" and stage.recompute_ns:
-        return f"computes nothing again, but for {stage.recompute_ns} ns"
+        return f"recomputes nothing, yet takes {stage.recompute_ns} ns for it"
     if stage.recompute_bound_ns > stage.extra_ns:
         return f"takes {stage.extra_ns} ns more, but at least {stage.recompute_bound_ns}"
-    if unasked := {policy for run in stage.saving for policy in run.policies} - {*options.saving}:
-        return f"saves by {min(unasked)!r}, which the options do not allow"
-    return _misplaced(stage)
+    policies = {policy for run in stage.saving for policy in run.policies}
+    if not policies <= {*options.saving}:
+        return f"saves by {min(policies - {*options.saving})!r}, which the options do not allow"
+    return _misplaced_run(stage)
 
 
-def _misplaced(stage: Stage) -> str | None:
-    """Regions are runs of the stage's nodes that lie apart or one within the other; runs that save otherwise, apart."""
-    runs = [run.nodes for run in stage.saving]
-    for nodes in chain(stage.regions, runs):
+def _misplaced_run(stage: Stage) -> str | None:
+    """Why the regions and the runs of encoded nodes cannot be those of the stage; None if they can be.
+
+    Each is a run of the stage's nodes. Regions lie side by side or one within the other; encoded runs lie apart from
+    each other and from all regions.
+    """
+    encoded = [run.nodes for run in stage.saving]
+    for nodes in chain(stage.regions, encoded):
         first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
         if not nodes or nodes != stage.nodes[first : first + len(nodes)]:
-            return f"has {', '.join(nodes[:1]) or 'nothing'} … as a region or a run, which is no run of its nodes"
-    pairs = [(set(one), set(other)) for one, other in combinations(stage.regions, 2)]
-    if shared := next((a & b for a, b in pairs if a & b and not (a < b or b < a)), None):
-        return f"has {min(shared)} in two regions, neither within the other"
-    every = [*runs, {name for region in stage.regions for name in region}]
-    if shared := next(
-        (set(a) & set(b) for a, b in combinations(every, 2) if not set(a).isdisjoint(b)), None
-    ):
-        return f"saves {min(shared)} in another form twice, or computes it again too"
+            name = nodes[0] if nodes else "nothing"
+            return f"has {name} … as a region or a run, which is no run of its nodes"
+    for one, other in combinations(map(set, stage.regions), 2):
+        shared = one & other
+        if shared and not (one < other or other < one):
+            return f"has {min(shared)} in two regions, neither within the other"
+    recomputed = {name for region in stage.regions for name in region}
+    for one, other in combinations([*map(set, encoded), recomputed], 2):
+        if one & other:
+            return f"encodes what {min(one & other)} saves twice, or recomputes it too"
     return None
 
 
-def _over_cap(plan: Plan) -> Iterator[str]:
-    """Which ranks may hold more than the plan's options allow."""
+def _over_cap(plan: Plan) -> Iterator[Finding]:
+    """The ranks that may hold more than the plan's options allow."""
     caps = plan.options.caps(plan.ranks) or ()
     for rank, (excess, cap) in enumerate(zip(_excess(plan)(plan.schedule), caps, strict=False)):
         if excess:
-            yield f"rank {rank} may need {excess} bytes over its cap of {cap}; plan again"
+            message = f"rank {rank} may need {excess} bytes over its cap of {cap}; plan again"
+            yield Finding(code="cap", message=message, rank=rank, value=cap + excess, limit=cap)
 
 
-def _edited(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
-    """What the plan says of itself, though its stages and its schedule give something else."""
+def _contradictions(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
+    """What the plan says of itself that its stages and its schedule contradict."""
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
-        yield "the prediction is not what the plan's stages and schedule give: the file was edited; plan again"
-    if not _is_placed(plan) or not _is_named_rightly(plan, problem):
-        yield "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
+        yield f"the prediction is not what the plan's stages and schedule give: {EDITED}"
+    if not _is_placed(plan) or not _has_named_order(plan, problem):
+        yield f"the schedule is not the one that the plan names and its options ask for: {EDITED}"
     if plan.search.values.get("step_ns", plan.prediction.step_ns) != plan.prediction.step_ns:
-        yield "the search states another step than the prediction: the file was edited; plan again"
-    if plan.ordering is not None and not _is_compared_rightly(plan, plan.ordering, problem):
-        yield "the other schedules are not what the plan's stages give: the file was edited; plan again"
+        yield f"the search states another step than the prediction: {EDITED}"
+    if plan.ordering is not None and not _has_true_comparison(plan, plan.ordering, problem):
+        yield f"the other schedules are not what the plan's stages give: {EDITED}"
 
 
 def _is_placed(plan: Plan) -> bool:
@@ -114,8 +130,8 @@ def _is_placed(plan: Plan) -> bool:
     return wanted and plan.schedule.placement in placements(plan.options)
 
 
-def _is_named_rightly(plan: Plan, problem: PlacedProblem) -> bool:
-    """A named schedule has the order that its name stands for."""
+def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
+    """Whether a named schedule has the order that its name stands for."""
     name = plan.schedule.name
     if name == "search":
         return True
@@ -127,7 +143,7 @@ def _is_named_rightly(plan: Plan, problem: PlacedProblem) -> bool:
 
 
 def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
-    """What a search for the order of `plan` begins with."""
+    """The problem that a search for the order of `plan` begins with."""
     placement, caps = plan.schedule.placement, plan.options.caps(plan.ranks)
     return replace(
         problem,
@@ -143,8 +159,8 @@ def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
     )
 
 
-def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
-    """What is said of other orders, beside the one that the plan has."""
+def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
+    """Whether what the plan says of other orders is what its stages give."""
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
     step_ns = ordering.searched_ns if ordering.kept else best
     return (
@@ -154,39 +170,3 @@ def _is_compared_rightly(plan: Plan, ordering: Ordering, problem: PlacedProblem)
         and plan.prediction.step_ns == step_ns
         and (ordering.kept or plan.schedule.name != "search")
     )
-
-
-def over_limits(
-    plan: Plan,
-    *,
-    max_imbalance: float | None,
-    memory_bytes: int | tuple[int, ...] | None,
-    max_bubble: float | None,
-    recompute: str | None,
-) -> list[str]:
-    """Which of the given limits the plan's prediction exceeds, and whether it was made by the policy `recompute`.
-
-    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other ranks.
-    """
-    loads, found = plan.prediction.loads_ns, []
-    imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
-    if max_imbalance is not None and imbalance > max_imbalance:
-        found.append(
-            f"imbalance {imbalance:.3f} (largest load / mean load) is over {max_imbalance}"
-        )
-    if max_bubble is not None and plan.prediction.bubble > max_bubble:
-        found.append(
-            f"bubble {plan.prediction.bubble:.3f} is over {max_bubble}; more microbatches make it smaller"
-        )
-    given = () if memory_bytes is None else budgets(memory_bytes, plan.ranks)
-    for rank, (memory, budget) in enumerate(zip(plan.prediction.memory, given, strict=False)):
-        if memory.total.bound > budget:
-            over = f"{memory.total.bound - budget} over its budget of {budget}"
-            found.append(
-                f"rank {rank} may need {memory.total.bound} bytes, {over}; plan again for that budget"
-            )
-    if recompute is not None and recompute != plan.options.recompute:
-        found.append(
-            f"recompute is {plan.options.recompute!r} in the plan, not {recompute!r}; plan again"
-        )
-    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Boundary, OwnedParameter, Route, Stage
 from pipecompile.recompute.planner import RecomputePlanner
@@ -50,12 +50,10 @@ def _stage(
     boundaries: Sequence[tuple[Boundary, ...]],
 ) -> Stage:
     nodes = [graph.by_name[name] for name in names]
-    parameters = tuple(sorted({name for node in nodes for name in node.parameters}))
     return Stage(
-        nodes=names,
+        blocks=tuple(_blocks(nodes)),
         modules=tuple(module_ranges(node.module for node in nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
-        parameters=parameters,
         forward_ns=sum(node.forward_ns for node in nodes),
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
@@ -70,6 +68,12 @@ def _stage(
         saving=again.saving,
         footprint=again.footprint,
     )
+
+
+def _blocks(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:
+    """The names of the nodes, in runs that lie in one block of the model."""
+    for _, run in groupby(nodes, key=lambda node: block_of(node.module)):
+        yield tuple(node.name for node in run)
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
@@ -98,9 +102,13 @@ def routes_of(graph: CostGraph, assignment: dict[str, int]) -> Iterable[Route]:
 
 def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterable[OwnedParameter]:
     """Every parameter with the stages that hold it; one that no node reads stays with the first stage."""
+    readers = [
+        {name for node in stage.nodes for name in graph.by_name[node].parameters}
+        for stage in stages
+    ]
     for parameter in graph.parameters:
         holders = [
-            index for index, stage in enumerate(stages) if parameter.name in stage.parameters
+            index for index, names in enumerate(readers) if parameter.name in names
         ] or [0]
         yield OwnedParameter(
             name=parameter.name,

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile import __version__
+from pipecompile.api.factory import Factory
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
-from pipecompile.graph.propagation import has_values, without_values
+from pipecompile.graph.model_state import has_values, without_values
 
 __all__ = ["LossFunction", "Target", "load_target", "made_with", "model_loss", "sum_of_squares"]
 
@@ -32,8 +28,8 @@ FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optim
 class Target:
     """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`.
 
-    `costs` is a function of the user's that prices nodes, for the costs called "function". `optimizer` names the one
-    whose state counts, see `memory_model/optimizer.py`.
+    `costs` is a user's function that prices nodes, for the costs called "function". `optimizer` names the one whose
+    state is counted, see `memory_model/optimizer.py`.
     """
 
     model: nn.Module
@@ -45,7 +41,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; costs are measured there. Fake tensors are of the meta device for us."""
+        """Where the model is; costs are measured there. Fake tensors count as being on the meta device."""
         first = next(self.model.parameters(), torch.empty(0))
         return torch.device("meta") if isinstance(first, FakeTensor) else first.device
 
@@ -53,9 +49,8 @@ class Target:
     def has_values(self) -> bool:
         """Whether it can run: neither the model nor the minibatch is on the meta device or of fake tensors."""
         state = (*self.model.parameters(), *self.model.buffers())
-        return all(
-            map(has_values, (*state, *_tensors(self.call.args, self.call.kwargs, self.targets)))
-        )
+        minibatch = _tensors(self.call.args, self.call.kwargs, self.targets)
+        return all(map(has_values, (*state, *minibatch)))
 
     def check_values(self, purpose: str) -> None:
         """InputError unless it can run, which `purpose` needs."""
@@ -66,7 +61,7 @@ class Target:
             )
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the minibatch, beside the model."""
+        """`tensor` of the minibatch, moved to the model's device."""
         return tensor.to(self.device) if has_values(tensor) else without_values(tensor, self.device)
 
     @property
@@ -76,36 +71,36 @@ class Target:
 
     @staticmethod
     def of(value: Any, origin: str) -> Target:
-        """Reads what a factory returned: (model, sample_input) or a mapping."""
+        """Return the target that a factory returned as (model, sample_input) or as a mapping.
+
+        InputError, which begins with `origin`, if it returned anything else.
+        """
         if isinstance(value, tuple) and len(value) == 2:
             value = {"model": value[0], "sample_input": value[1]}
-        if not isinstance(value, Mapping) or not {"model", "sample_input"} <= value.keys() <= set(
-            FIELDS
-        ):
+        required, known = {"model", "sample_input"}, set(FIELDS)
+        if not isinstance(value, Mapping) or not required <= value.keys() <= known:
             raise InputError(
                 f"{origin} must return (model, sample_input) or a mapping with model, sample_input and optionally "
                 f"{', '.join(FIELDS[2:])}; it returned {_described(value)}"
             )
-        if not isinstance(value["model"], nn.Module):
+        model = value["model"]
+        if not isinstance(model, nn.Module):
             raise InputError(
-                f"{origin}: model is a {type(value['model']).__name__}, but must be an nn.Module"
+                f"{origin}: model is a {type(model).__name__}, but must be an nn.Module"
             )
-        call = arguments_of(value["model"], value["sample_input"], value.get("sample_kwargs"))
-        optimizer = _optimizer_name(value.get("optimizer"), value["model"], origin)
-        return Target(
-            value["model"], call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer
-        )
+        call = arguments_of(model, value["sample_input"], value.get("sample_kwargs"))
+        optimizer = _optimizer_name(value.get("optimizer"), model, origin)
+        return Target(model, call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
 
 
 def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
-    """The name of an optimizer given as a name, as a class or as one that is ready to step."""
+    """The name of an optimizer that is given as a name, as a class, or as an instance."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, torch.optim.Optimizer):
         _check_state(value, model, origin)
-    if isinstance(value, torch.optim.SGD) and any(
-        group["momentum"] for group in value.param_groups
-    ):
+    groups = value.param_groups if isinstance(value, torch.optim.SGD) else ()
+    if any(group["momentum"] for group in groups):
         return "momentum"
     kind = value if isinstance(value, type) else type(value)
     if issubclass(kind, torch.optim.Optimizer):
@@ -126,12 +121,11 @@ def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str
             f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; {estimate} without"
         )
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
-    left = [
-        name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped
-    ]
-    if left:
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    left_out = [name for name, parameter in trained if id(parameter) not in stepped]
+    if left_out:
         raise InputError(
-            f"{origin}: optimizer, {kind}, does not step {left[0]!r} of the model (nor {len(left) - 1} more); "
+            f"{origin}: optimizer, {kind}, does not step {left_out[0]!r} of the model (nor {len(left_out) - 1} more); "
             f"freeze what is not trained (requires_grad_(False)), or {estimate} for all trained parameters"
         )
 
@@ -141,65 +135,14 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _described(value: Any) -> str:
-    return (
-        f"a mapping with {sorted(map(str, value))}"
-        if isinstance(value, Mapping)
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, Mapping):
+        return f"a mapping with {sorted(map(str, value))}"
+    return f"a {type(value).__name__}"
 
 
 def load_target(text: str) -> Target:
-    """Runs the factory that `package.module:factory` or `path/file.py:factory` names."""
-    place, _, name = text.rpartition(":")
-    if not place or not name.isidentifier():
-        raise InputError(
-            f"{text!r} is not a target; write package.module:factory or path/file.py:factory"
-        )
-    module = _from_file(Path(place), text) if place.endswith(".py") else _by_name(place, text)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        known = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
-        raise InputError(
-            f"{text}: there is no factory {name!r}; {place} defines {', '.join(known) or 'nothing'}"
-        )
-    try:
-        value = factory()
-    except Exception as error:
-        raise InputError(f"{text}: the factory failed: {type(error).__name__}: {error}") from error
-    return Target.of(value, text)
-
-
-def _by_name(place: str, text: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise InputError(
-            f"{text}: {place} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-
-
-def _from_file(path: Path, text: str) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{text}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its functions are found again by name, as torch and pickling expect.
-    sys.modules.setdefault(path.stem, module)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(
-            f"{text}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    return module
+    """Call the factory that `package.module:factory` or `path/file.py:factory` names."""
+    return Target.of(Factory.of(text).call(), text)
 
 
 def made_with(target: Target) -> str:
@@ -208,7 +151,7 @@ def made_with(target: Target) -> str:
 
 
 def model_loss(output: Any, target: Any) -> Tensor:
-    """The loss that the model computed itself, as its `loss` output."""
+    """Return the loss that the model computed itself, as its `loss` output; InputError if it has none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.dim():
         raise InputError(
@@ -219,9 +162,7 @@ def model_loss(output: Any, target: Any) -> Tensor:
 
 def sum_of_squares(output: Any, target: Any) -> Tensor:
     """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
-    values: Sequence[Tensor] = [
-        leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)
-    ]
+    values: Sequence[Tensor] = _tensors(output)
     squares = [value.float().square().sum() for value in values if value.requires_grad]
     if not squares:
         raise InputError("no output of the model carries a gradient, so there is nothing to train")

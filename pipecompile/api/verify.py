@@ -1,4 +1,4 @@
-"""Does the pipeline train the model? Steps of both, compared tensor by tensor."""
+"""Does the pipeline train the model? One step of each, compared tensor by tensor."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import LossFunction, Target, sum_of_squares
 from pipecompile.errors import InputError
-from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.ir.plan import Plan
-from pipecompile.passes.autograd_context import EnterRegions
-from pipecompile.passes.contract import apply
+from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import scale
@@ -36,15 +36,18 @@ __all__ = [
 ]
 
 ORIGINAL = "the original module"
-TOLERANCE = 1e-6  # what the order of a sum over ranks may change, relative to the largest element
-HALF_TOLERANCE = (
-    2**-5
-)  # of the gradients' norm; half precision changes each saved element by up to 2⁻⁸
+UNDER_SEEDS = "the unsplit graph under the same seeds"
+AS_GIVEN = "modules in the modes that they have"
+EVAL = "modules in eval mode, where nothing is drawn"
+# What the order of a sum over ranks may change, relative to the largest element.
+TOLERANCE = 1e-6
+# Of the gradients' norm. Half precision changes each saved element by up to 2⁻⁸ of it (bfloat16).
+HALF_TOLERANCE = 2**-5
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of both runs: `relative` is the largest difference over the largest element."""
+    """One tensor of both runs. `relative` is the largest difference divided by the largest element."""
 
     kind: str
     name: str
@@ -58,17 +61,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pipelined step beside the unsplit one. `reference` says what the unsplit one was.
+    """A pipelined step beside the unsplit one. `reference` says what the unsplit one was, `mode` how modules ran.
 
-    Where the plan saves in half precision gradients are not the same, and need only be near: `distance` is then the
-    norm of what all of them differ by over their norm, of the rank that is furthest off.
+    `losses` are the unsplit one and the pipeline's. `tied` are gradients that are summed over ranks, in another order
+    than the unsplit sum. Where the plan saves in half precision, gradients need only be near: `distance` is then the
+    norm of their difference divided by their norm, of the rank where it is largest.
     """
 
     reference: str
     losses: tuple[float, float]
     differences: tuple[Difference, ...]
-    tied: frozenset[str]  # summed over ranks, in another order than the unsplit sum
+    tied: frozenset[str]
     distance: float | None = None
+    mode: str = AS_GIVEN
 
     @property
     def worst(self) -> Difference:
@@ -77,16 +82,19 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """All equal bit for bit, but for what is summed over ranks, and for gradients under half precision."""
-        exact = [d for d in self.differences if self.distance is None or d.kind != "gradient"]
-        equal = all(d.relative <= (TOLERANCE if d.name in self.tied else 0.0) for d in exact)
-        return (
-            equal and self.losses[0] == self.losses[1] and (self.distance or 0.0) <= HALF_TOLERANCE
-        )
+        """Whether all is equal bit for bit, except sums over ranks, and gradients under half precision."""
+        has_exact_gradients = self.distance is None
+        for difference in self.differences:
+            tolerance = TOLERANCE if difference.name in self.tied else 0.0
+            is_exact = has_exact_gradients or difference.kind != "gradient"
+            if is_exact and difference.relative > tolerance:
+                return False
+        is_near = (self.distance or 0.0) <= HALF_TOLERANCE
+        return is_near and self.losses[0] == self.losses[1]
 
 
 class Reference:
-    """The unsplit model's training step, by the semantics of a step: microbatch by microbatch, summed, divided."""
+    """The unsplit model's training step as a step is defined: microbatch by microbatch, summed, then divided by M."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, run: Any, description: str) -> None:
         self.model = model
@@ -95,14 +103,14 @@ class Reference:
         self._run = run
 
     def step(self, target: Target, microbatches: int, *, seed: int = 0, step: int = 0) -> Tensor:
-        """Leaves gradients on `model`, which starts without any; returns the mean loss."""
+        """Run one step; gradients are left on `model`, whose old ones are dropped. Returns the mean loss."""
         self.model.zero_grad(set_to_none=True)
         rows = split((target.call.args, target.call.kwargs), microbatches)
         losses = []
         for index, ((args, kwargs), wanted) in enumerate(
             zip(rows, split(target.targets, microbatches), strict=True)
         ):
-            loss = self._loss_fn(self._run(Moment(seed, step, index), args, kwargs), wanted)
+            loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
             loss.backward()
             losses.append(loss.detach())
         scale(self.model.parameters(), microbatches)
@@ -110,9 +118,10 @@ class Reference:
 
 
 def reference_for(target: Target, plan: Plan) -> Reference:
-    """The unsplit model to compare with, on a copy of it.
+    """Return a copy of the unsplit model to compare with.
 
-    It is the original module, unless it draws random numbers: then it is its whole graph under the same seeds.
+    It is the original module, unless that draws random numbers: the pipeline draws them from seeds of its own, for each
+    node and microbatch, so the reference is then the model's whole graph under these seeds.
     """
     model = copy.deepcopy(target.model)
     twin = Target(model, target.call, target.loss_fn, target.targets)
@@ -120,15 +129,15 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
         return Reference(model, twin.trained_by, lambda _, a, k: model(*a, **k), ORIGINAL)
     graph = captured.module
-    apply(graph.graph, [Seed(), EnterRegions()])
+    apply_passes(graph.graph, [Seed(), EnterContexts()])
     graph.recompile()
 
-    def run(moment: Moment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with at(moment):
+    def run(moment: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with use_stream(moment):
             call = type(captured.sample)(args, kwargs)
             return captured.capture.outputs.unflatten(graph(*captured.capture.inputs.flatten(call)))
 
-    return Reference(model, twin.trained_by, run, "the unsplit graph under the same seeds")
+    return Reference(model, twin.trained_by, run, UNDER_SEEDS)
 
 
 def compare(
@@ -138,10 +147,10 @@ def compare(
     buffers: Mapping[str, Tensor],
     description: str,
 ) -> Comparison:
-    """A step that `pipeline` just took beside the unsplit one's loss, gradients and buffers, by name.
+    """Compare the step that `pipeline` just took with the unsplit one's loss, and its gradients and buffers by name.
 
-    `losses` are the unsplit one and this process's, None where the last stage is elsewhere. In several processes
-    each compares its part, and all get the whole.
+    `losses` are the unsplit one and this process's, None if the last stage is elsewhere. With several processes each
+    compares its part, and all get the whole.
     """
     found = [
         *(_difference("gradient", n, p.grad, gradients[n]) for n, p in pipeline.named_parameters()),
@@ -163,7 +172,7 @@ def compare(
 
 
 def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:
-    """Of all gradients of this process as one vector; infinite where one is missing."""
+    """The distance of all gradients of this process, as one vector, divided by its norm; infinite if one is missing."""
     apart = size = 0.0
     for name, parameter in pipeline.named_parameters():
         got, other = parameter.grad, wanted[name]
@@ -188,19 +197,24 @@ def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None)
 
 
 def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
-    """A seeded step of the pipeline beside the unsplit model's: as the model is, and, if that is random, in eval mode.
+    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's.
 
-    Without a loss and without a `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares
-    its own part, and every rank returns all of them.
+    A model that draws random numbers is compared twice: in its own modes with its graph under the same seeds, and in
+    eval mode with the original module. The two losses differ, because dropout changes the output. Costs are "flops"
+    unless given, because the plan only has to be one of many that must all train the same. Without a loss and without a
+    `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares its own part, and every rank
+    returns all of them.
     """
+    options = {"costs": "flops", **options}
     target.check_values("verify")
     target = replace(target, loss_fn=_loss_for(target))
-    # A copy from before the first step: that updates buffers, on each rank only its own.
+    # Copied before the first step, which updates buffers, and on each rank only its own.
     untouched = replace(target, model=copy.deepcopy(target.model).eval())
     plan, first = compared(target, **options)
     if first.reference == ORIGINAL:
         return plan, [first]
-    return plan, [first, compared(untouched, **options)[1]]
+    _, second = compared(untouched, **options)
+    return plan, [first, replace(second, mode=EVAL)]
 
 
 def _loss_for(target: Target) -> LossFunction | None:
@@ -217,7 +231,7 @@ def _loss_for(target: Target) -> LossFunction | None:
 
 
 def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
-    """A seeded step of the pipeline beside the unsplit model's, in the modes that the model is in."""
+    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's, in the model's modes."""
     pipeline = pipecompile(
         target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
     )
@@ -233,7 +247,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
 
 
 def _gathered(own: Comparison) -> Comparison:
-    """The comparisons of all ranks as one."""
+    """The comparisons of all ranks as one comparison."""
     parts = world.gathered(own)
     losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
     distance = None if own.distance is None else max(part.distance or 0.0 for part in parts)

@@ -1,54 +1,81 @@
-"""How a command answers: its exit code, errors in one line, and text printed once."""
+"""How a command answers: its exit code, errors in one line, and text that is printed once."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
 from pipecompile.ir.serialization import encode
 
-__all__ = ["FINE", "NO", "answers", "framed", "is_first_rank", "print_findings", "say"]
+if TYPE_CHECKING:
+    from pipecompile.api.finding import Finding
+
+__all__ = ["FINE", "NO", "AnswerGroup", "framed", "is_first_rank", "print_findings", "say"]
 
 FINE, NO, ERROR = 0, 1, 2
 
 
-def answers(command: Callable[..., int]) -> Callable[..., None]:
-    """Exits with what `command` returns; an error of ours becomes one line on standard error."""
+class AnswerCommand(click.Command):
+    """A command whose function returns its exit code. It has the options -q and -v."""
 
-    @wraps(command)
-    def run(**options: Any) -> None:
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.params += [
+            click.Option(["-q", "--quiet"], is_flag=True, help="Say nothing but warnings."),
+            click.Option(["-v", "--verbose"], is_flag=True, help="Say everything."),
+        ]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command with the log on standard error."""
+        from pipecompile.cli.log import logging_to_stderr
+
+        quiet, verbose = ctx.params.pop("quiet"), ctx.params.pop("verbose")
+        with logging_to_stderr(quiet=quiet, verbose=verbose):
+            return super().invoke(ctx)
+
+
+class AnswerGroup(click.Group):
+    """Commands that end with what their function returns; an error becomes one line on standard error."""
+
+    command_class = AnswerCommand
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command, and exit with its code."""
         try:
-            code = command(**options)
+            code = super().invoke(ctx)
         except (InfeasibleError, StalePlanError, StaleProfileError) as error:
-            code = _complain(error, NO)
+            code = _complain(str(error), NO)
         except PipecompileError as error:
-            code = _complain(error, ERROR)
-        except click.exceptions.ClickException:
+            code = _complain(str(error), ERROR)
+        except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
-        except Exception as error:  # the user's model or loss, or a defect of ours: never exit 1, which is an answer
+        except Exception as error:
+            # It comes from the user's model or loss, or is a defect of ours. Exit code 1 would be an answer.
             if "PIPECOMPILE_DEBUG" in os.environ:
                 raise
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}:{place.lineno}"
-            reason = str(error).strip().split("\n")[0][:300]
-            text = f"{type(error).__name__}: {reason} ({where}); set PIPECOMPILE_DEBUG=1 for the whole trace"
-            code = _complain(PipecompileError(text), ERROR)
+            code = _complain(_unexpected(error), ERROR)
         sys.stdout.flush()
         raise SystemExit(code)
 
-    return run
+
+def _unexpected(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    reason = str(error).strip().split("\n")[0][:300]
+    return (
+        f"{type(error).__name__}: {reason} ({place.filename}:{place.lineno}); "
+        "set PIPECOMPILE_DEBUG=1 for the whole trace"
+    )
 
 
-def _complain(error: PipecompileError, code: int) -> int:
+def _complain(message: str, code: int) -> int:
     if is_first_rank():
-        click.echo(f"pipecompile: {' '.join(str(error).split())}", err=True)
+        click.echo(f"pipecompile: {' '.join(message.split())}", err=True)
     return code
 
 
@@ -58,24 +85,26 @@ def is_first_rank() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints once, however many ranks run."""
+    """Print `text` once, however many ranks run."""
     if is_first_rank():
         click.echo(text)
 
 
 def framed(text: str, form: str) -> str:
-    """`text` as `--format` wants it: GitHub shows it as it is within a fence."""
+    """`text` as `--format` wants it: GitHub shows what is fenced as it is."""
     return f"```\n{text}\n```" if form == "github" else text
 
 
-def print_findings(path: str, found: Sequence[str], form: str) -> None:
-    """What is wrong with a file, or that it is sound."""
+def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
+    """Print what was checked of a plan: for people all of it, for programs what failed, and the limits."""
+    failed = [finding for finding in findings if not finding.passed]
     if form == "json":
-        click.echo(encode({"plan": path, "sound": not found, "findings": list(found)}), nl=False)
+        figures = {"plan": path, "sound": not failed, "findings": failed, "checks": findings}
+        click.echo(encode(figures), nl=False)
     elif form == "github":
-        click.echo(
-            "\n".join(f"::error file={path}::{line}" for line in found)
-            or f"::notice file={path}::sound"
-        )
+        lines = [f"::error file={path}::{finding.message}" for finding in failed]
+        click.echo("\n".join(lines) or f"::notice file={path}::sound")
     else:
-        click.echo("\n".join(found) or "sound")
+        marks = {True: "✓", False: "✗"}
+        lines = [f"{marks[finding.passed]} {finding.message}" for finding in findings]
+        click.echo("\n".join(lines))

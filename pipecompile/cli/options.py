@@ -1,156 +1,136 @@
-"""Options that several commands share."""
+"""The options of the commands. Those that decide a plan are generated from `OPTIONS` (pipecompile/ir/options.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 
 from pipecompile.errors import InputError
-from pipecompile.ir.plan import GRANULARITIES
+from pipecompile.ir.options import OPTIONS, Option, known_name
 
 __all__ = [
-    "COSTS_HELP",
-    "OPTIMIZER_HELP",
+    "LOWERCASE",
+    "OneOf",
     "format_option",
-    "given_options",
-    "granularity_option",
-    "leaf_option",
+    "plan_option",
     "planning_options",
-    "self_check_option",
 ]
 
-SCHEDULE_HELP = (
-    "gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-v, v-half, v-min, dualpipe-v, "
-    "forward-only, or search."
-)
 
-SAVING_HELP = "Forms for what backwards need, to fit --memory: mask, relu, pool, offload, half (half is not exact)."
+class OneOf(click.ParamType[str]):
+    """One of a few names, in whatever case; an unknown one is answered with the nearest."""
 
-OPTIMIZER_HELP = (
-    "Count its state: sgd, momentum, rmsprop, adam, adamw or adafactor; default the target's."
-)
+    def __init__(self, what: str, names: Iterable[str]) -> None:
+        self.name = what
+        self.names = tuple(names)
 
-MEMORY_HELP = "Cap of each rank, such as 16GiB, or one a rank with commas between."
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name in small letters; InputError if there is no such name."""
+        return known_name(self.name, value, self.names)
 
-RECOMPUTE_HELP = "auto, none, stage, except-last, block or sqrt."
 
-COSTS_HELP = "flops, measured, roofline:DEVICE (a name or a file of calibrate) or table:FILE."
+class _Lowercase(click.ParamType[str]):
+    """A name that the room which knows it checks; here it is only written in small letters."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name in small letters."""
+        return str(value).lower()
+
+
+LOWERCASE = _Lowercase()
 
 format_option = click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "github"]),
+    type=OneOf("format", ("text", "json", "github")),
     default="text",
     show_default=True,
+    metavar="FORMAT",
+    help="text, json or github.",
 )
 
-granularity_option = click.option(
-    "--granularity",
-    type=click.Choice(GRANULARITIES),
-    default="operators",
-    show_default=True,
-    help="What is cut between.",
-)
 
-leaf_option = click.option(
-    "--leaf", multiple=True, metavar="MODULE", help="Take a module (path or class) as one node."
-)
+def planning_options(
+    **changes: dict[str, Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds the options of a plan to a command; `changes` are for single options."""
 
-self_check_option = click.option(
-    "--self-check/--no-self-check",
-    default=True,
-    show_default=True,
-    help="Prove the graph by a training step.",
-)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(OPTIONS):
+            function = plan_option(option.name, **changes.get(option.name, {}))(function)
+        return function
+
+    return decorate
+
+
+def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator for the option of a plan that is called `name` in Python, with `changes`."""
+    option = next(option for option in OPTIONS if option.name == name)
+    flag, attributes = _on_command_line(option)
+    if "default" in changes:
+        changes.setdefault("help", _help(option, str(changes["default"])))
+    return click.option(flag, option.name, **{**attributes, **changes})
+
+
+def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
+    """The flag of an option, and the attributes with which click declares it."""
+    shown: dict[str, Any] = {"help": _help(option)}
+    if option.form == "switch":
+        flag = f"{option.flag}/--no-{option.flag[2:]}" if option.default else option.flag
+        return flag, {**shown, "is_flag": True, "default": option.default}
+    shown["metavar"] = option.metavar
+    match option.form:
+        case "list":
+            return option.flag, {**shown, "default": "", "callback": _listed}
+        case "pins":
+            return option.flag, {**shown, "multiple": True, "callback": _pinned}
+        case "groups":
+            return option.flag, {**shown, "multiple": True, "callback": _grouped}
+        case "repeated":
+            return option.flag, {**shown, "multiple": True}
+    if option.choices:
+        shown["metavar"] = "NAME"
+        shown["type"] = OneOf(option.name, option.choices)
+    elif option.type == int | None:
+        shown["type"] = int
+    return option.flag, {**shown, "default": option.default}
+
+
+def _help(option: Option, default: str = "") -> str:
+    """What an option does, which names it may have, and its default, or another `default`."""
+    names = f" One of {', '.join(option.choices)}." if option.choices else ""
+    is_off = option.form == "switch" and not option.default
+    shown = "" if is_off else f"  [default: {default or option.shown_default}]"
+    return f"{option.help}{names}{shown}"
 
 
 def _listed(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(filter(None, text.split(",")))
+    """The values between commas."""
+    return tuple(part for part in text.split(",") if part)
 
 
-def planning_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that decide a plan."""
-    for option in reversed(
-        [
-            click.option(
-                "-k", "k", type=int, default=4, show_default=True, help="Number of stages."
-            ),
-            click.option("--microbatches", type=int, help="Microbatches per step; default k."),
-            click.option("--schedule", default="1f1b", show_default=True, help=SCHEDULE_HELP),
-            click.option(
-                "--stages-per-rank",
-                type=int,
-                help="Stages on each rank; default what the schedule needs.",
-            ),
-            click.option(
-                "--placement",
-                type=click.Choice(["linear", "loop", "v"]),
-                help="Where the stages lie.",
-            ),
-            click.option(
-                "--objective",
-                default="variance",
-                show_default=True,
-                help="variance, max-load or step-time.",
-            ),
-            click.option("--memory", help=MEMORY_HELP),
-            click.option("--optimizer", help=OPTIMIZER_HELP),
-            click.option(
-                "--master-weights",
-                is_flag=True,
-                help="Count float32 copies of parameters of fewer bits.",
-            ),
-            click.option("--recompute", default="none", show_default=True, help=RECOMPUTE_HELP),
-            click.option(
-                "--saving", default="", callback=_listed, metavar="FORM[,…]", help=SAVING_HELP
-            ),
-            click.option("--costs", default="measured", show_default=True, help=COSTS_HELP),
-            click.option(
-                "--links",
-                help="File with bandwidth and latency from rank to rank; without it: free.",
-            ),
-            click.option(
-                "--pin",
-                multiple=True,
-                metavar="NODE=STAGE",
-                help="Fix the stage of a node (-1: the last).",
-            ),
-            click.option(
-                "--no-split",
-                multiple=True,
-                metavar="MODULE[,…]",
-                help="Keep modules or nodes on one stage.",
-            ),
-            click.option(
-                "--parameters-everywhere",
-                is_flag=True,
-                help="Each stage has a node with parameters.",
-            ),
-            granularity_option,
-            leaf_option,
-            self_check_option,
-        ]
-    ):
-        function = option(function)
-    return function
+def _grouped(
+    context: click.Context, option: click.Parameter, texts: Iterable[str]
+) -> tuple[tuple[str, ...], ...]:
+    """The names between commas, of each time that the option is given."""
+    return tuple(tuple(text.split(",")) for text in texts)
 
 
-def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Command line options as `options_for` takes them."""
+def _pinned(
+    context: click.Context, option: click.Parameter, texts: Iterable[str]
+) -> dict[str, int]:
+    """The stage of each node that NODE=STAGE gives; InputError if a node has two."""
     pins: dict[str, int] = {}
-    for node, stage in map(_pin, options.pop("pin")):
-        if pins.setdefault(node, stage) != stage:
-            raise InputError(f"--pin {node}={pins[node]} and {node}={stage}: a node has one stage")
-    groups = tuple(tuple(text.split(",")) for text in options.pop("no_split"))
-    return {**options, "pin": pins, "groups": groups}
-
-
-def _pin(text: str) -> tuple[str, int]:
-    node, _, stage = text.rpartition("=")
-    try:
-        return node, int(stage)
-    except ValueError:
-        raise InputError(f"--pin {text}: write NODE=STAGE, for example lm_head=-1") from None
+    for text in texts:
+        node, _, stage = text.rpartition("=")
+        try:
+            number = int(stage)
+        except ValueError:
+            raise InputError(f"--pin {text}: write NODE=STAGE, for example lm_head=-1") from None
+        if pins.setdefault(node, number) != number:
+            raise InputError(f"--pin {node}={pins[node]} and {node}={number}: a node has one stage")
+    return pins

@@ -1,4 +1,4 @@
-"""What `verify` found, for people and for programs."""
+"""The verdict of `verify`, for people and for programs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from pipecompile.ir.plan import Plan
 
 __all__ = ["figures", "text"]
 
+WHY_TWO = (
+    "the model draws random numbers, for dropout for instance, so it is compared in two modes: the losses of the two",
+    "differ, and within each the loss of the pipeline must be that of the unsplit model",
+)
+
 
 def figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """By comparison the losses, and how near all tensors are."""
+    """The losses of each comparison, and how near all tensors are."""
     passed = all(comparison.passed for comparison in comparisons)
     return {"passed": passed, "comparisons": list(map(_comparison, comparisons))}
 
 
-def text(target: str, made: Plan, comparisons: Sequence[Comparison]) -> str:
-    """What was run, each comparison, and the verdict."""
+def text(target: str, plan: Plan, comparisons: Sequence[Comparison]) -> str:
+    """What was run, each comparison, why there are two, and the verdict."""
     lines = [
-        f"{target}: {made.k} stages, {made.schedule.name}, {made.microbatches} microbatches, "
-        f"{len(made.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in made.parameters)} tied over stages",
+        f"{target}: {plan.k} stages, {plan.schedule.name}, {plan.microbatches} microbatches, "
+        f"{len(plan.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in plan.parameters)} tied over stages",
+        *(WHY_TWO if len(comparisons) > 1 else ()),
         *(line for comparison in comparisons for line in _lines(comparison)),
         _verdict(comparisons),
     ]
@@ -35,13 +41,16 @@ def _verdict(comparisons: Sequence[Comparison]) -> str:
     ]
     if not distances:
         return "equal" if passed else "DIFFERENT"
-    found = f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
-    return f"{'not exact' if passed else 'DIFFERENT'}, as saved in half precision: {found}"
+    difference = (
+        f"gradients differ by {max(distances):.2%} of their norm, {HALF_TOLERANCE:.1%} allowed"
+    )
+    return f"{'not exact' if passed else 'DIFFERENT'}, as saved in half precision: {difference}"
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {
         "reference": comparison.reference,
+        "mode": comparison.mode,
         "loss": comparison.losses[1],
         "loss_unsplit": comparison.losses[0],
         "tensors": len(comparison.differences),
@@ -55,7 +64,8 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 def _lines(comparison: Comparison) -> list[str]:
     """The figures of one comparison, and each tensor that is not bit-equal."""
     lines = [
-        f"against {comparison.reference}: loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"
+        f"against {comparison.reference}, {comparison.mode}: "
+        f"loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"
     ]
     for kind in ("gradient", "buffer"):
         rows = [difference for difference in comparison.differences if difference.kind == kind]

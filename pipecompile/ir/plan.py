@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from itertools import chain
 from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName, Instructions
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
@@ -105,7 +108,7 @@ class Saving(Value, frozen=True, kw_only=True):
         return self.forward_ns + self.backward_ns
 
 
-class Stage(Value, frozen=True, kw_only=True):
+class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
 
     `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
@@ -116,10 +119,9 @@ class Stage(Value, frozen=True, kw_only=True):
     policy it is `recompute_ns`.
     """
 
-    nodes: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]
     modules: tuple[str, ...]
     groups: tuple[str, ...]
-    parameters: tuple[str, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
     backward_input_ns: NonNegative | None
@@ -133,6 +135,11 @@ class Stage(Value, frozen=True, kw_only=True):
     regions: tuple[tuple[str, ...], ...] = ()
     saving: tuple[Saving, ...] = ()
     footprint: Footprint
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of all its nodes, in the order of the forward."""
+        return tuple(chain.from_iterable(self.blocks))
 
     @property
     def extra_ns(self) -> int:
@@ -152,13 +159,13 @@ class Route(Value, frozen=True, kw_only=True):
     stages: tuple[NonNegative, ...]
 
 
-class OwnedParameter(Value, frozen=True, kw_only=True):
+class OwnedParameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     """A parameter or buffer: its owner answers for it; tied ones lie on several `stages`, their gradients summed."""
 
     name: str
-    aliases: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
     bytes: NonNegative
-    trainable: bool
+    trainable: bool = True
     owner: NonNegative
     stages: tuple[NonNegative, ...]
 
@@ -211,9 +218,13 @@ class Ordering(Value, frozen=True, kw_only=True):
 
 
 class Provenance(Value, frozen=True, kw_only=True):
-    """How the model became a graph: whether a training step proved them equal, by which method, and what to know."""
+    """How the model, of class `model`, became a graph: by which method, and what to know about it.
+
+    `verified` tells whether a training step proved graph and model equal.
+    """
 
     verified: bool
+    model: str = ""
     method: str = "recorded"
     notes: tuple[str, ...] = ()
 
@@ -236,6 +247,7 @@ class Plan(Value, frozen=True, kw_only=True):
     microbatch_shapes: tuple[tuple[NonNegative, ...], ...]
     links: Links
     allocator: AllocatorName
+    time_unit: TimeUnit = "ns"
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
     parameters: tuple[OwnedParameter, ...]
@@ -282,6 +294,13 @@ class Plan(Value, frozen=True, kw_only=True):
             if left.outputs != right.inputs:
                 raise ValueError("a stage's outputs are not the next one's inputs")
 
+    def __repr__(self) -> str:
+        """One line: the whole plan is a page, which `pipecompile show` prints."""
+        return (
+            f"Plan({self.k} stages on {self.ranks} ranks, {self.schedule.name}, "
+            f"{self.microbatches} microbatches, costs {self.options.costs})"
+        )
+
     @property
     def assignment(self) -> dict[str, int]:
         """The stage of each node."""
@@ -300,6 +319,10 @@ class Plan(Value, frozen=True, kw_only=True):
             for index, s in enumerate(self.stages)
         }
         return {index: chosen for index, chosen in runs.items() if chosen}
+
+    def parameters_of(self, stage: int) -> list[OwnedParameter]:
+        """Return the parameters and buffers that lie on a stage."""
+        return [parameter for parameter in self.parameters if stage in parameter.stages]
 
     def footprints(self, rank: int) -> dict[int, Footprint]:
         """What the stages of a rank hold, by stage."""

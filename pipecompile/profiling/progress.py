@@ -1,42 +1,50 @@
-"""Long work says how far it is: a bar on a terminal, a line every few seconds elsewhere."""
+"""The progress of long work, reported to the log.
+
+The command line shows a bar instead, from the same records: each carries its `Progress` as `record.progress`.
+"""
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-__all__ = ["progress"]
+__all__ = ["Progress", "progress"]
 
-QUIET_SECONDS = 5.0
+logger = logging.getLogger("pipecompile.profiling")
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many of `total` steps are done; `label` says of what."""
+
+    label: str
+    done: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.done} of {self.total}"
 
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call after each of `total` steps; everything goes to standard error."""
-    if not sys.stderr.isatty():
-        yield _lines(label, total)
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        yield _lines(label, total)
-        return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
+    """Yield a function to call after each of `total` steps.
 
-
-def _lines(label: str, total: int) -> Callable[[], None]:
-    done, spoken = 0, time.monotonic()
+    Every step is logged for debugging, one each few seconds as information, so that a file of the log stays short.
+    """
+    done, last_line = 0, time.monotonic()
 
     def advance() -> None:
-        nonlocal done, spoken
+        nonlocal done, last_line
         done += 1
-        if time.monotonic() - spoken >= QUIET_SECONDS:
-            spoken = time.monotonic()
-            print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
+        is_due = time.monotonic() - last_line >= SECONDS_BETWEEN_LINES
+        if is_due:
+            last_line = time.monotonic()
+        state = Progress(label, done, total)
+        level = logging.INFO if is_due else logging.DEBUG
+        logger.log(level, "%s", state, extra={"progress": state})
 
-    return advance
+    yield advance

@@ -31,7 +31,14 @@ from pipecompile.schedule.stages import activation_caps, problem_of_plan, proble
 from pipecompile.schedule.torch_csv import read_csv
 from pipecompile.schedule.transfers import add_transfers
 
-__all__ = ["PLACEMENTS", "ScheduleAnswer", "ScheduleRequest", "answer", "answer_for_plan", "schedule"]
+__all__ = [
+    "PLACEMENTS",
+    "ScheduleAnswer",
+    "ScheduleRequest",
+    "answer",
+    "answer_for_plan",
+    "schedule",
+]
 
 PLACEMENTS = (*SHAPES, "open")
 

@@ -103,7 +103,7 @@ def test_a_model_that_changed_since_it_was_compiled(change: Any, name: str) -> N
     change(model)
     for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
         with pytest.raises(
-            InputError, match=rf"^{name} is not what it was when the model was compiled"
+            InputError, match=rf"^{name} has changed since the model was compiled"
         ):
             run()
 

@@ -12,14 +12,14 @@ from cuts import chain, cuts, graphs, node
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.api.cut import Request, given_links, partition
+from pipecompile.api.cut import CutRequest, given_links, partition
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Parameter, Tensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import encode, write
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.solver import solve
-from pipecompile.partition.summation import sums_in_order
+from pipecompile.partition.summation import gradient_sum_order
 
 
 def _file(tmp_path: Path, graph: CostGraph) -> Path:
@@ -38,7 +38,7 @@ def _file(tmp_path: Path, graph: CostGraph) -> Path:
 def test_no_other_objective_has_a_shorter_step_and_the_bound_holds(
     graph: CostGraph, k: int, microbatches: int, schedule: str, free: bool
 ) -> None:
-    request = Request(
+    request = CutRequest(
         k=k,
         objective="step-time",
         schedule=schedule,
@@ -66,8 +66,8 @@ def test_memory_counts_the_microbatches_in_flight(tmp_path: Path) -> None:
     graph = chain([1] * 4)
     nodes = tuple(msgspec.structs.replace(node, saved_bytes=10) for node in graph.nodes)
     path = _file(tmp_path, CostGraph(nodes=nodes, tensors=graph.tensors))
-    assert partition(path, Request(k=2, memory="20")).loads_ns == (2, 2)
-    held = Request(k=2, memory="30", schedule="1f1b", microbatches=2)
+    assert partition(path, CutRequest(k=2, memory="20")).loads_ns == (2, 2)
+    held = CutRequest(k=2, memory="30", schedule="1f1b", microbatches=2)
     assert partition(path, held).loads_ns == (1, 3)
     with pytest.raises(
         InfeasibleError, match="30 bytes, but the best cut into k=2 stages that was found needs 40"
@@ -78,22 +78,22 @@ def test_memory_counts_the_microbatches_in_flight(tmp_path: Path) -> None:
 def test_what_would_fit_is_true(tmp_path: Path) -> None:
     path = _file(tmp_path, chain([1] * 6, held=[10] * 6))
     with pytest.raises(InfeasibleError, match="this would fit: k=3 or k=4") as caught:
-        partition(path, Request(k=2, memory="20"))
+        partition(path, CutRequest(k=2, memory="20"))
     assert "needs 30, 10 more" in str(caught.value)
-    assert partition(path, Request(k=3, memory="20")).proven
+    assert partition(path, CutRequest(k=3, memory="20")).proven
 
 
 def test_stages_go_around_the_ranks_or_there_and_back(tmp_path: Path) -> None:
-    assert Request(k=6, stages_per_rank=2).stage_ranks == (0, 1, 2, 0, 1, 2)
-    assert Request(k=6, stages_per_rank=2, placement="v").stage_ranks == (0, 1, 2, 2, 1, 0)
+    assert CutRequest(k=6, stages_per_rank=2).stage_ranks == (0, 1, 2, 0, 1, 2)
+    assert CutRequest(k=6, stages_per_rank=2, placement="v").stage_ranks == (0, 1, 2, 2, 1, 0)
     path = _file(tmp_path, chain([4, 1, 1, 4, 2, 2]))
-    around = partition(path, Request(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5"))
+    around = partition(path, CutRequest(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5"))
     assert (len(around.loads_ns), around.proven) == (2, True)
 
 
 def test_replicas_divide_the_load(tmp_path: Path) -> None:
     path = _file(tmp_path, chain([2, 2, 8, 8]))
-    found = partition(path, Request(k=2, objective="max-load", ranks=5))
+    found = partition(path, CutRequest(k=2, objective="max-load", ranks=5))
     assert (found.replicas, found.loads_ns) == ((1, 4), (4, 4))
 
 
@@ -127,11 +127,11 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        partition(_file(tmp_path, chain([1] * 6)), Request(**options))  # type: ignore[arg-type]
+        partition(_file(tmp_path, chain([1] * 6)), CutRequest(**options))  # type: ignore[arg-type]
 
 
 def test_fractions_of_speed_are_exact() -> None:
-    assert Request(k=2, speeds="0.1,3/2").problem(chain([1, 1])).speeds == (
+    assert CutRequest(k=2, speeds="0.1,3/2").problem(chain([1, 1])).speeds == (
         Fraction(1, 10),
         Fraction(3, 2),
     )
@@ -141,9 +141,9 @@ def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
     """The unsplit model adds d + c, then b, then a: only c and d may change stages with each other."""
     fork = Tensor(producer="x", consumers=("a", "b", "c", "d"), bytes=1, gradient_bytes=1)
     graph = CostGraph(nodes=tuple(node(name, 1) for name in "xabcd"), tensors=(fork,))
-    assert set(sums_in_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
+    assert set(gradient_sum_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
     pair = msgspec.structs.replace(fork, consumers=("a", "b"))
-    assert not list(sums_in_order(msgspec.structs.replace(graph, tensors=(pair,))))
+    assert not list(gradient_sum_order(msgspec.structs.replace(graph, tensors=(pair,))))
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -151,10 +151,10 @@ def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
     shared = Parameter(name="p", bytes=1, trainable=trainable)
     nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
     pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
-    assert set(sums_in_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
+    assert set(gradient_sum_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
 
 
 def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
     value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
     graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
-    assert set(sums_in_order(graph)) == {("b", "a")}
+    assert set(gradient_sum_order(graph)) == {("b", "a")}

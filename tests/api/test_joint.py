@@ -21,10 +21,10 @@ from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.rank import rank_memory
 from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.partition.check import faults
 from pipecompile.partition.objective import objective_value, stage_loads
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
+from pipecompile.partition.violations import violations
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.selection import snapshots_of
 from tests.ir.cost_graphs import cost_graphs
@@ -45,11 +45,11 @@ def options_of(schedule: str, cap: int, recompute: str = "auto") -> Options:
     )
 
 
-def every_cut(problem: Problem) -> Iterator[dict[str, int]]:
+def every_cut(problem: PartitionProblem) -> Iterator[dict[str, int]]:
     names = [node.name for node in problem.graph.nodes]
     for stages in product(range(problem.k), repeat=len(names)):
         assignment = dict(zip(names, stages, strict=True))
-        if not any(faults(replace(problem, memory=None), assignment)):
+        if not any(violations(replace(problem, memory=None), assignment)):
             yield assignment
 
 
@@ -82,7 +82,7 @@ def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[st
     return next(fitting, None)
 
 
-def best(graph: CostGraph, options: Options, problem: Problem) -> int | None:
+def best(graph: CostGraph, options: Options, problem: PartitionProblem) -> int | None:
     """The best of all cuts with all choices."""
     values, lives = [], Lives(graph)
     for assignment in every_cut(problem):

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan
-from pipecompile.api.costs import Captured, cost_graph
+from pipecompile.api.capture import Captured, capture_target
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft
+from pipecompile.api.planning import make_plan
 from pipecompile.api.target import Target
 from pipecompile.cli import commands
 from pipecompile.errors import InfeasibleError, InputError
@@ -61,7 +61,7 @@ def held(plan: Plan, kind: str = "optimizer") -> list[int]:
 
 def counters(plan: Plan) -> list[int]:
     """Of steps, 4 bytes for each parameter."""
-    return [4 * len(stage.parameters) for stage in plan.stages]
+    return [4 * len(plan.parameters_of(stage)) for stage in range(plan.k)]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from torch.nn import functional
 from zoo import same
 
 from pipecompile import InfeasibleError, InputError
-from pipecompile.api.capture import capture_target
+from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.costs import Captured, cost_graph
+from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft, predicted
 from pipecompile.api.recompute import recompute_planner

@@ -6,8 +6,8 @@ import pytest
 
 from examples import models
 from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan
 from pipecompile.api.options import options_for
+from pipecompile.api.planning import make_plan
 from pipecompile.api.soundness import violations
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.measure import ROUNDS, DoesNotFitError, corrected
 from pipecompile.api.plan import draft
+from pipecompile.api.stage_correction import ROUNDS, correct_stages
+from pipecompile.api.stage_timer import DoesNotFitError
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
@@ -75,7 +76,7 @@ def test_the_cut_moves_away_from_the_stage_that_takes_longer(
 ) -> None:
     graph = chain([10] * 8)
     true_ns = {node.name: 30 if index < 4 else 10 for index, node in enumerate(graph.nodes)}
-    first, last = planned(graph), corrected(graph, planned, lambda plan: truth(true_ns, plan))
+    first, last = planned(graph), correct_stages(graph, planned, lambda plan: truth(true_ns, plan))
     assert [len(stage.nodes) for stage in first.stages] == [4, 4]
     assert [len(stage.nodes) for stage in last.stages] == [3, 5]
     assert [stage.forward_ns for stage in last.stages] == [90, 70]
@@ -85,7 +86,7 @@ def test_the_cut_moves_away_from_the_stage_that_takes_longer(
 
 def test_a_cut_that_stays_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     graph = chain([10] * 8)
-    plan = corrected(
+    plan = correct_stages(
         graph, planned, lambda plan: truth({node.name: 13 for node in graph.nodes}, plan)
     )
     assert [stage.backward_ns for stage in plan.stages] == [104, 104]
@@ -104,10 +105,10 @@ def test_stages_that_do_not_fit_leave_the_best_of_what_was_measured(
             raise DoesNotFitError("rank 1 is full")
         return truth(true_ns, plan)
 
-    assert corrected(graph, planned, lambda plan: measure(plan, 0)) == planned(graph)
+    assert correct_stages(graph, planned, lambda plan: measure(plan, 0)) == planned(graph)
     assert "stage correction left out: rank 1 is full" in capsys.readouterr().err
     asked.clear()
-    plan = corrected(graph, planned, lambda plan: measure(plan, 1))
+    plan = correct_stages(graph, planned, lambda plan: measure(plan, 1))
     assert plan.assignment == asked[0].assignment
     assert [stage.forward_ns for stage in plan.stages] == [120, 40]
 
@@ -125,7 +126,7 @@ def test_it_ends_whatever_is_measured_and_keeps_the_best_that_was(times: list[in
         run.append((plan.assignment, found))
         return found
 
-    plan = corrected(graph, planned, measure)
+    plan = correct_stages(graph, planned, measure)
     assert len(run) <= ROUNDS
     cuts = [assignment for assignment, _ in run]
     assert all(left != right for index, left in enumerate(cuts) for right in cuts[:index]), (
@@ -207,7 +208,7 @@ def test_a_plan_has_what_ends_the_step_of_each_stage_exactly(names: list[list[st
         {Kind.FORWARD: 20, Kind.BACKWARD: 40, Kind.REDUCE: 7},
         {Kind.FORWARD: 20, Kind.BACKWARD: 40, Kind.REDUCE: 1000},
     ]
-    plan = corrected(with_parameters(names), planned, lambda plan: found)
+    plan = correct_stages(with_parameters(names), planned, lambda plan: found)
     assert [stage.finish_ns for stage in plan.stages] == [7, 1000]
 
 

@@ -195,8 +195,9 @@ def test_weights_that_autocast_casts_once_have_the_gradients_of_the_whole(
             pin={"blocks_0": 0},
         )
     assert all(comparison.passed for comparison in found), found
-    assert sum("shared.weight" in stage.parameters for stage in plan.stages) == layers
-    assert all("embedding.weight" in stage.parameters for stage in plan.stages)
+    stages = {parameter.name: parameter.stages for parameter in plan.parameters}
+    assert len(stages["shared.weight"]) == layers
+    assert stages["embedding.weight"] == tuple(range(plan.k))
 
 
 class TwoRegions(nn.Module):
@@ -326,14 +327,14 @@ def test_an_edited_plan_is_refused() -> None:
     made = compiled(linears(6)).plan
     first, second = made.stages
     moved = [
-        msgspec.structs.replace(first, nodes=(*first.nodes, second.nodes[-1])),
-        msgspec.structs.replace(second, nodes=second.nodes[:-1]),
+        msgspec.structs.replace(first, blocks=(*first.blocks, (second.nodes[-1],))),
+        msgspec.structs.replace(second, blocks=(second.nodes[:-1],)),
     ]
     edited: Plan = msgspec.structs.replace(made, stages=tuple(moved))
     with pytest.raises(PipecompileError):
         compiled(linears(6), plan=edited)
     dropped = msgspec.structs.replace(
-        made, stages=(first, msgspec.structs.replace(second, nodes=second.nodes[1:]))
+        made, stages=(first, msgspec.structs.replace(second, blocks=(second.nodes[1:],)))
     )
     with pytest.raises(StalePlanError, match="the plan was edited"):
         compiled(linears(6), plan=dropped)

@@ -13,14 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
 from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan, pipecompile
+from pipecompile.api.compile import pipecompile
 from pipecompile.api.options import options_for
+from pipecompile.api.planning import make_plan
 from pipecompile.api.profile import profiled
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.propagation import without_values
+from pipecompile.graph.model_state import without_values
 from pipecompile.ir.serialization import encode
 from pipecompile.report.text import summary
 from tests.sweeps import sweep

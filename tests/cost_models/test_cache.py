@@ -17,7 +17,7 @@ from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
-from pipecompile.cost_models.cache import NodeCost, cache_folder, keep, recalled
+from pipecompile.cost_models.cache import NodeCost, cache_folder, cached_costs, store_costs
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
 
@@ -45,20 +45,20 @@ def costs(forward_ns: int) -> dict[str, NodeCost]:
 def test_what_is_kept_is_recalled_as_it_was(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    assert recalled(SURROUNDINGS) is None
-    keep(SURROUNDINGS, costs(1))
+    assert cached_costs(SURROUNDINGS) is None
+    store_costs(SURROUNDINGS, costs(1))
     assert capsys.readouterr().err == ""
-    assert recalled(SURROUNDINGS) == costs(1)
+    assert cached_costs(SURROUNDINGS) == costs(1)
     assert "reused" in capsys.readouterr().err
-    keep(SURROUNDINGS, costs(2))
-    assert recalled(SURROUNDINGS) == costs(2)
+    store_costs(SURROUNDINGS, costs(2))
+    assert cached_costs(SURROUNDINGS) == costs(2)
     assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("part", SURROUNDINGS)
 def test_other_surroundings_have_other_costs(part: str) -> None:
-    keep(SURROUNDINGS, costs(1))
-    assert recalled({**SURROUNDINGS, part: "another"}) is None
+    store_costs(SURROUNDINGS, costs(1))
+    assert cached_costs({**SURROUNDINGS, part: "another"}) is None
 
 
 def damaged(data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -71,13 +71,13 @@ def damaged(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def test_a_damaged_entry_counts_as_none(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    keep(SURROUNDINGS, costs(1))
+    store_costs(SURROUNDINGS, costs(1))
     (path,) = folder.iterdir()
     whole = path.read_bytes()
     for what, data in damaged(whole):
         assert data != whole, what
         path.write_bytes(data)
-        assert recalled(SURROUNDINGS) is None, what
+        assert cached_costs(SURROUNDINGS) is None, what
         assert "measuring again" in capsys.readouterr().err, what
 
 
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_no_failure(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     folder.write_text("a file")
-    keep(SURROUNDINGS, costs(1))
+    store_costs(SURROUNDINGS, costs(1))
     assert "not kept" in capsys.readouterr().err
 
 

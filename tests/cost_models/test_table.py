@@ -13,7 +13,9 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan, pipecompile, staleness
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.staleness import staleness
+from pipecompile.api.planning import make_plan
 from pipecompile.api.costs import comparable, cost_graph, cost_model
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target

@@ -9,13 +9,13 @@ from typing import NoReturn
 import pytest
 import torch
 
-from pipecompile.api import measure as measuring
+from pipecompile.api import stage_timer as measuring
 from pipecompile.api.capture import capture_target
-from pipecompile.api.compile import make_plan
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.measure import DoesNotFitError, Stopwatch
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft
+from pipecompile.api.planning import make_plan
+from pipecompile.api.stage_timer import DoesNotFitError, StageTimer
 from pipecompile.api.target import Target
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Plan, Provenance
@@ -41,7 +41,7 @@ def measured(target: Target, **options: object) -> list[set[Kind]]:
     plan = draft(
         costs, chosen, graph_digest="", capture=Provenance(verified=False), microbatch_shapes=[(4,)]
     )
-    times = Stopwatch(target, captured, CPU)(plan)
+    times = StageTimer(target, captured, CPU)(plan)
     assert all(value > 0 for each in times for value in each.values())
     return [set(each) for each in times]
 
@@ -154,6 +154,6 @@ def test_a_rank_whose_stages_fail_otherwise_is_heard_above_one_whose_stages_do_n
     monkeypatch.setattr(
         measuring.world, "gathered", lambda own: [{}, DoesNotFitError("rank 1 is full")]
     )
-    monkeypatch.setattr(measuring.Stopwatch, "_own", lambda *_: {})
+    monkeypatch.setattr(measuring.StageTimer, "_own", lambda *_: {})
     with pytest.raises(DoesNotFitError, match="rank 1 is full"):
         measured(example("sequential"))

@@ -1,60 +1,52 @@
-"""What the stages of a plan take on the devices that will run them: each rank measures its own, all at the same time.
+"""What the stages of a plan take on the devices that will run them.
 
-So that ranks which share memory or cores slow each other down as they do in a step.
-
-Stage correction: whole stages are measured, nodes scaled to add up to them, and the graph is cut again.
-What a stage takes is not the sum of what its nodes take alone: caches, accumulated gradients and the runtime's own
-work are missed. So the cut is made, its stages are run as the runtime runs them, and the costs of the nodes in each are
-scaled; that may move the cut, and then the new stages are run. It ends when the cut stays where it is, when one comes
-back, or after a few rounds; the best of those that were run is kept.
+Each rank measures its own stages, all ranks at the same time, so that ranks which share memory or cores slow each other
+down as they do in a step. `stage_correction` calls it.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecompile.api.costs import Captured
+from pipecompile.api.capture import Captured
 from pipecompile.api.program import Program
 from pipecompile.api.target import Target, model_loss
 from pipecompile.codegen.stages import StageModule
 from pipecompile.cost_models.placement import lent
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.graph.propagation import named_state
-from pipecompile.graph.random_streams import Moment
-from pipecompile.ir.graph import CostGraph
+from pipecompile.graph.model_state import named_state
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.serialization import decode, encode
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.profiling.scaling import Times, scaled
+from pipecompile.profiling.scaling import Times
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.timing import Work, halved, timed, whole
-from pipecompile.schedule.dependencies import compute_needs, in_order
+from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 
-__all__ = ["DoesNotFitError", "Draft", "Stopwatch", "corrected"]
+__all__ = ["DoesNotFitError", "StageTimer"]
 
 FRAMES = 9
-ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Stopwatch:
+class StageTimer:
     """Measures the stages of plans for one captured model on `device`.
 
     Rank 0 calls it, and `dismiss` when it is done; the others `assist` until then.
@@ -148,7 +140,7 @@ class Stopwatch:
                 random=stage.random,
             )
             with self._at_hand(stage):
-                outputs = run.evaluate(values, Moment(0, 0, 0))
+                outputs = run.evaluate(values, StreamKey(0, 0, 0))
             if stage.index in mine:
                 is_last = stage.index == plan.k - 1
                 run.loss = self._loss(program, outputs) if is_last else None
@@ -174,7 +166,7 @@ class Stopwatch:
     def _program(self, plan: Plan) -> Program:
         """The plan's stages, cut out of a graph of their own: cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
-        apply(module.graph, [Group(plan.options.groups)])
+        apply_passes(module.graph, [Group(plan.options.groups)])
         return Program(self.captured.capture, module, plan.assignment, plan.regions, plan.savings)
 
     @cached_property
@@ -204,9 +196,9 @@ class Stopwatch:
 
 def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[int, Times]:
     """In the order of the plan with whole backwards; again in two halves if its schedule has any."""
-    needs = compute_needs(problem_of_plan(plan), plan.schedule)
+    needs = compute_dependencies(problem_of_plan(plan), plan.schedule)
     order = [
-        action for _, action in in_order(plan.schedule.compute, needs) if action.stage in works
+        action for _, action in dependency_order(plan.schedule.compute, needs) if action.stage in works
     ]
     times = timed(works, whole(order), device)
     if plan.options.schedule not in MAY_SPLIT:
@@ -217,47 +209,3 @@ def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[
 
 class DoesNotFitError(Exception):
     """A device has not the memory to run its stages; the message says which."""
-
-
-class Draft(Protocol):
-    """From costs to a plan, with the cut left open or given."""
-
-    def __call__(self, graph: CostGraph, *, assignment: Mapping[str, int] | None = None) -> Plan:
-        """The plan for `graph`."""
-
-
-def corrected(graph: CostGraph, draft: Draft, measure: Callable[[Plan], Sequence[Times]]) -> Plan:
-    """The plan for `graph` whose stages take what they were measured to take, exactly.
-
-    `measure` gives the times of a plan's stages. If they do not fit on their devices, it is the best plan of those that
-    were measured before, or else the one for `graph` as it is. What was found is said on standard error.
-    """
-    plan, run = draft(graph), list[Plan]()
-    ratio = None
-    while len(run) < ROUNDS and all(plan.assignment != other.assignment for other in run):
-        try:
-            times = measure(plan)
-        except DoesNotFitError as error:
-            print(f"stage correction left out: {error}", file=sys.stderr)
-            return min(run or [plan], key=lambda plan: plan.prediction.step_ns)
-        ratio = ratio or _ratio(plan, times)
-        graph = scaled(graph, plan.stages, times)
-        cut, plan = plan.assignment, draft(graph)
-        run.append(plan if plan.assignment == cut else draft(graph, assignment=cut))
-    print(
-        f"stage correction: {_rounds(len(run))}, stages took {ratio:.2f}× their nodes' sum",
-        file=sys.stderr,
-    )
-    return min(run, key=lambda plan: plan.prediction.step_ns)
-
-
-def _ratio(plan: Plan, times: Sequence[Times]) -> float:
-    """What the stages take over what their nodes take."""
-    kinds = {Kind.FORWARD: "forward_ns", Kind.BACKWARD: "backward_ns"}
-    known = [(kind, name) for kind, name in kinds.items() if all(kind in each for each in times)]
-    nodes = sum(getattr(stage, name) for stage in plan.stages for _, name in known)
-    return sum(each[kind] for each in times for kind, _ in known) / nodes if nodes else 1.0
-
-
-def _rounds(number: int) -> str:
-    return "1 round" if number == 1 else f"{number} rounds"

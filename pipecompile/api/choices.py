@@ -1,0 +1,221 @@
+"""What is asked of a plan, checked before PyTorch is imported and before a model is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from pipecompile.cost_models.device import load_device
+from pipecompile.errors import InputError, unknown
+from pipecompile.ir.encodings import POLICIES, Policy
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.options import (
+    DEFAULT_STAGES,
+    OPTIONS,
+    Objective,
+    OptimizerName,
+    Option,
+    PlacementShape,
+    ScheduleName,
+    known_name,
+    python_help,
+)
+from pipecompile.ir.plan import Granularity, Options, Recompute
+from pipecompile.ir.serialization import read
+from pipecompile.ir.size import parse_budget
+from pipecompile.schedule.named import ASYNCHRONOUS, MAY_SPLIT, required_placement
+from pipecompile.schedule.selection import placements
+
+__all__ = ["ChoiceTypes", "Choices", "check_names", "requested_options", "unknown_costs"]
+
+COSTS = ("flops", "measured", "measured:DEVICE", "roofline:DEVICE", "table:FILE")
+BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
+
+
+class ChoiceTypes(TypedDict, total=False):
+    """The types of `Choices`, for editors and type checkers; tests/api/test_choices.py compares them with OPTIONS."""
+
+    ranks: int | None
+    microbatches: int | None
+    schedule: ScheduleName
+    stages_per_rank: int | None
+    placement: PlacementShape | None
+    objective: Objective
+    memory: int | str | Sequence[int | str] | None
+    optimizer: OptimizerName | None
+    master_weights: bool
+    recompute: Recompute
+    saving: Iterable[Policy]
+    pin: Mapping[str, int] | None
+    groups: Iterable[Iterable[str]]
+    parameters_everywhere: bool
+    granularity: Granularity
+    leaf: Iterable[str]
+
+
+# A TypedDict cannot be generated from a table, and its help lists the methods of dict. So type checkers
+# read the TypedDict, and Python has a class whose help is the table; a call of either returns a dict.
+if TYPE_CHECKING:
+    Choices: TypeAlias = ChoiceTypes
+else:
+
+    class Choices:  # noqa: D101 (its docstring is the table)
+        __slots__ = ()
+        __doc__ = f"The keywords that `pipecompile()` takes to choose a plan.\n\n{python_help()}"
+
+        def __new__(cls, **choices):  # noqa: D102
+            check_names(choices)
+            return choices
+
+
+def check_names(choices: Iterable[str]) -> None:
+    """InputError if one of the keywords is no choice; it suggests the nearest one."""
+    known = [option.name for option in OPTIONS if option.is_choice]
+    for name in choices:
+        if name not in known:
+            raise unknown("option", name, known)
+
+
+def requested_options(**choices: Any) -> Options:
+    """Return the options of a plan as far as they are known without the model.
+
+    `choices` are the keywords of `pipecompile.Choices`, k and costs. Microbatches are k if they are not given; an
+    optimizer that the target brings, and the CPU's instructions, are left to `options_for`. InputError names what was
+    given and what there is.
+    """
+    given = {option.name: choices.pop(option.name, option.default) for option in OPTIONS}
+    check_names(choices)
+    for option in OPTIONS:
+        given[option.name] = _checked(option, given[option.name])
+    _check_costs(given["costs"])
+    k = _stages(given)
+    memory = given["memory"]
+    options = Options(
+        k=k,
+        microbatches=k if given["microbatches"] is None else given["microbatches"],
+        schedule=given["schedule"],
+        objective=given["objective"],
+        recompute=given["recompute"],
+        saving=_encodings(given["saving"]),
+        memory_bytes=None if memory is None else parse_budget(memory),
+        optimizer=given["optimizer"],
+        master_weights=given["master_weights"],
+        costs=given["costs"],
+        pin=dict(given["pin"] or {}),
+        groups=tuple(_names("groups", names) for names in given["groups"]),
+        parameters_everywhere=given["parameters_everywhere"],
+        granularity=given["granularity"],
+        leaf=_names("leaf", given["leaf"]),
+        stages_per_rank=given["stages_per_rank"],
+        placement=given["placement"],
+    )
+    _check_together(options, placements(options)[0])
+    return options
+
+
+def _checked(option: Option, value: Any) -> Any:
+    """`value` if it has the type of a whole number or of one of a few names, as `option` asks."""
+    if value is None and option.default is None:
+        return None
+    if option.type == int | None:
+        if type(value) is not int:
+            raise InputError(f"{option.name}={value!r} must be a whole number")
+        if value < 1:
+            raise InputError(f"{option.name}={value}, but {LEAST[option.name]}")
+    if option.name == "schedule" and value in ASYNCHRONOUS:
+        return value  # `placements` says why no plan has such a schedule
+    if option.choices and option.form == "value":
+        return known_name(option.name, value, option.choices)
+    return value
+
+
+LEAST = {
+    "k": "a pipeline has at least one stage",
+    "ranks": "a pipeline has at least one rank",
+    "microbatches": "a step has at least one microbatch",
+    "stages_per_rank": "a rank has at least one stage",
+}
+
+
+def _stages(given: Mapping[str, Any]) -> int:
+    """The number of stages by `k` or by `ranks`; InputError if both are given and disagree."""
+    k, ranks = given["k"], given["ranks"]
+    if ranks is None:
+        return DEFAULT_STAGES if k is None else int(k)
+    each = _stages_per_rank(given["schedule"], given["stages_per_rank"])
+    if k is not None and k != ranks * each:
+        raise InputError(
+            f"k={k} and ranks={ranks} disagree: schedule {given['schedule']!r} has {each} on each rank, "
+            f"which is k={ranks * each}; give only one of k and ranks"
+        )
+    return int(ranks) * each
+
+
+def _stages_per_rank(schedule: str, requested: int | None) -> int:
+    """How many stages lie on each rank if `requested` are asked for, as `placements` has it."""
+    shape, needed = ("any", None) if schedule == "search" else required_placement(schedule)
+    return requested or needed or (2 if shape == "loop" else 1)
+
+
+def _check_costs(costs: Any) -> None:
+    """InputError or FormatError unless `costs` names a cost model whose device or file is there."""
+    kind, _, place = str(costs).partition(":")
+    if kind == "roofline" and place:
+        load_device(place)
+    elif kind == "table" and place:
+        read(place, CostGraph)
+    elif costs not in ("flops", "measured", "function") and not (kind == "measured" and place):
+        raise unknown_costs(costs)
+
+
+def unknown_costs(costs: object) -> InputError:
+    """The error for costs that are none of `COSTS`."""
+    error = unknown("costs", costs, COSTS)
+    return InputError(f"{error}, or in Python give a function")
+
+
+def _check_together(options: Options, placement: Sequence[int]) -> None:
+    """InputError if options are given together that no plan can have."""
+    options.caps(max(placement) + 1)
+    if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
+        raise InputError(
+            f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
+            "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
+        )
+    if options.recompute == "except-last" and options.schedule == "search":
+        raise InputError(
+            "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
+            "choose stage, or a named schedule"
+        )
+    if options.saving:
+        _check_saving(options, placement)
+
+
+def _check_saving(options: Options, placement: Sequence[int]) -> None:
+    """InputError if `saving` is not planned with the other options."""
+    if len(placement) > max(placement) + 1:
+        raise InputError(
+            "saving chooses for ranks of one stage each; leave it out, or have one stage a rank"
+        )
+    if options.schedule in MAY_SPLIT:
+        raise InputError(
+            f"saving is not planned under schedule {options.schedule!r}, whose backwards may be split; leave it "
+            "out, or choose another schedule"
+        )
+    if options.recompute not in ("none", "auto"):
+        raise InputError(
+            f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them"
+        )
+
+
+def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    names = () if isinstance(given, str) else tuple(given)
+    if isinstance(given, str) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{what}={given!r} is not a list of names")
+    return names
+
+
+def _encodings(given: Iterable[str]) -> tuple[Policy, ...]:
+    """The encodings in the order in which they are tried."""
+    names = [known_name("saving", name, POLICIES) for name in _names("saving", given)]
+    return tuple(policy for policy in POLICIES if policy in names)

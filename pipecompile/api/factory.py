@@ -1,0 +1,110 @@
+"""What the command line calls a TARGET: a factory in a module or a file. Needs no PyTorch before it is called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipecompile.errors import InputError
+
+__all__ = ["Factory"]
+
+
+@dataclass(frozen=True)
+class Factory:
+    """The function `name` in `place`, a module or a file of Python, as the user wrote it in `text`."""
+
+    text: str
+    place: str
+    name: str
+
+    @classmethod
+    def of(cls, text: str) -> Factory:
+        """Read `package.module:factory` or `path/file.py:factory`; InputError if there is no such module or file.
+
+        Nothing is imported for it, so that a misspelt name is answered at once.
+        """
+        place, _, name = text.rpartition(":")
+        if not place or not name.isidentifier():
+            raise InputError(
+                f"{text!r} is not a target; write package.module:factory or path/file.py:factory"
+            )
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise InputError(f"{text}: there is no file {place}")
+        else:
+            _check_package(place, text)
+        return cls(text, place, name)
+
+    def call(self) -> Any:
+        """Import the module and call the factory; InputError says what went wrong in it."""
+        module = self._module()
+        function = getattr(module, self.name, None)
+        if not callable(function):
+            raise InputError(
+                f"{self.text}: there is no factory {self.name!r}; {self.place} defines {_functions_of(module)}"
+            )
+        try:
+            return function()
+        except Exception as error:
+            raise InputError(
+                f"{self.text}: the factory failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _module(self) -> ModuleType:
+        try:
+            return (
+                _of_file(Path(self.place)) if self.place.endswith(".py") else _of_name(self.place)
+            )
+        except Exception as error:
+            raise InputError(
+                f"{self.text}: {self.place} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _check_package(place: str, text: str) -> None:
+    """InputError if the outermost package of a dotted name is not there: that alone needs no import."""
+    package = place.partition(".")[0]
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        is_there = package in sys.modules or importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # an empty name, as in ".module"
+        is_there = False
+    finally:
+        sys.path.pop(0)
+    if not is_there:
+        raise InputError(
+            f"{text}: {place} cannot be imported: there is no module {package!r} here; "
+            "run the command where it lies, or write path/file.py:factory"
+        )
+
+
+def _functions_of(module: ModuleType) -> str:
+    names = [
+        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+    ]
+    return ", ".join(names) or "nothing"
+
+
+def _of_name(place: str) -> ModuleType:
+    """The module of that name, also if it lies in the working directory."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    finally:
+        sys.path.pop(0)
+
+
+def _of_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # torch and pickling look functions up by the name of their module.
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

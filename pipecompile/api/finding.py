@@ -1,0 +1,27 @@
+"""What a check of a plan says: each thing that was looked at, and whether it is as it should be."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipecompile.ir.serialization import Value
+
+__all__ = ["Code", "Finding"]
+
+Code = Literal[
+    "schedule", "stage", "cap", "edited", "imbalance", "bubble", "memory", "recompute", "stale"
+]
+"""schedule: incomplete, out of order or deadlocking; stage: no plan with these options has such a stage; cap: a rank is
+over the cap that the plan was made for; edited: the file contradicts itself; stale: the model has changed. The others
+are limits that were given to the check."""
+
+
+class Finding(Value, frozen=True, kw_only=True):
+    """One thing that was checked. `value` and `limit` are bytes for memory, a ratio for imbalance and bubble."""
+
+    code: Code
+    message: str
+    passed: bool = False
+    rank: int | None = None
+    value: float | str | None = None
+    limit: float | str | None = None

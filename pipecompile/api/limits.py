@@ -1,0 +1,94 @@
+"""The limits that a team sets for its plans, in CI for instance. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipecompile.api.finding import Finding
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.size import budgets
+
+__all__ = ["check_limits"]
+
+
+def check_limits(
+    plan: Plan,
+    *,
+    max_imbalance: float | None = None,
+    memory_bytes: int | tuple[int, ...] | None = None,
+    max_bubble: float | None = None,
+    recompute: str | None = None,
+) -> list[Finding]:
+    """Return one finding for each limit that is given, passed or not; for memory one for each rank.
+
+    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other ranks. `recompute` is the
+    policy by which the plan was to be made.
+    """
+    findings = []
+    if max_imbalance is not None:
+        findings.append(_imbalance(plan, max_imbalance))
+    if max_bubble is not None:
+        findings.append(_bubble(plan, max_bubble))
+    if memory_bytes is not None:
+        findings.extend(_memory(plan, budgets(memory_bytes, plan.ranks)))
+    if recompute is not None:
+        findings.append(_recompute(plan, recompute))
+    return findings
+
+
+def _imbalance(plan: Plan, limit: float) -> Finding:
+    loads = plan.prediction.loads_ns
+    imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+    text = f"imbalance {imbalance:.3f} (largest load / mean load)"
+    passed = imbalance <= limit
+    return Finding(
+        code="imbalance",
+        message=f"{text} is {'within' if passed else 'over'} {limit}",
+        passed=passed,
+        value=imbalance,
+        limit=limit,
+    )
+
+
+def _bubble(plan: Plan, limit: float) -> Finding:
+    bubble = plan.prediction.bubble
+    passed = bubble <= limit
+    advice = "" if passed else "; more microbatches make it smaller"
+    return Finding(
+        code="bubble",
+        message=f"bubble {bubble:.3f} is {'within' if passed else 'over'} {limit}{advice}",
+        passed=passed,
+        value=bubble,
+        limit=limit,
+    )
+
+
+def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
+    for rank, (memory, limit) in enumerate(zip(plan.prediction.memory, limits, strict=True)):
+        needed = memory.total.bound
+        passed = needed <= limit
+        if passed:
+            verdict = f"within its budget of {limit}"
+        else:
+            verdict = f"{needed - limit} over its budget of {limit}; plan again for that budget"
+        yield Finding(
+            code="memory",
+            message=f"rank {rank} may need {needed} bytes, {verdict}",
+            passed=passed,
+            rank=rank,
+            value=needed,
+            limit=limit,
+        )
+
+
+def _recompute(plan: Plan, policy: str) -> Finding:
+    actual = plan.options.recompute
+    passed = actual == policy
+    message = f"recompute is {actual!r} in the plan"
+    return Finding(
+        code="recompute",
+        message=message if passed else f"{message}, not {policy!r}; plan again",
+        passed=passed,
+        value=actual,
+        limit=policy,
+    )

@@ -1,0 +1,99 @@
+"""From a captured target to its plan: costs, cut and schedule, and whole stages measured where costs are."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from itertools import islice
+
+from torch import fx
+
+from pipecompile.api.capture import Captured
+from pipecompile.api.costs import cost_graph, measured_on
+from pipecompile.api.plan import draft
+from pipecompile.api.stage_correction import correct_stages
+from pipecompile.api.stage_timer import StageTimer
+from pipecompile.api.target import Target
+from pipecompile.cost_models.device import load_device
+from pipecompile.errors import InfeasibleError
+from pipecompile.graph.autograd_context import shared_cast_readers
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import Options, Plan
+
+__all__ = ["assist", "make_plan"]
+
+logger = logging.getLogger("pipecompile.api")
+
+
+def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
+    """Return the plan for a captured target; InfeasibleError says which constraint cannot be met.
+
+    Where costs are measured, whole stages are measured too, by all ranks: the others call `assist` meanwhile.
+    """
+    tensors = captured.capture.inputs.flatten(captured.sample)
+    plan_for = partial(
+        draft,
+        options=options,
+        graph_digest=captured.digest,
+        capture=captured.provenance,
+        microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
+        links=links,
+    )
+    timer = _stage_timer(target, options, captured)
+    try:
+        graph = cost_graph(
+            target, options.costs, options.microbatches, captured, instructions=options.instructions
+        )
+        plan = plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{_explain_casts(captured.module.graph)}") from None
+    finally:
+        if timer is not None:
+            timer.dismiss()
+    _warn_if_too_large(plan)
+    return plan
+
+
+def assist(target: Target, options: Options, captured: Captured) -> None:
+    """Measure the stages of this rank when rank 0, which makes the plan, asks for it."""
+    timer = _stage_timer(target, options, captured)
+    if timer is not None:
+        timer.assist()
+
+
+def _stage_timer(target: Target, options: Options, captured: Captured) -> StageTimer | None:
+    """What measures whole stages, None if costs are not measured."""
+    device = measured_on(options.costs, target)
+    return None if device is None else StageTimer(target, captured, device)
+
+
+def _explain_casts(graph: fx.Graph) -> str:
+    """Why readers of a weight share a stage and what to do, "" unless autocast is the reason.
+
+    Autocast keeps a weight that it has cast for all readers, so that its gradients are summed as cast: in two stages
+    they would be cast first and summed afterwards, which rounds differently.
+    """
+    readers = [[node.name for node in nodes] for nodes in shared_cast_readers(graph.nodes)]
+    shortened = (names if len(names) < 5 else [*names[:3], "…", names[-1]] for names in readers)
+    groups = dict.fromkeys(", ".join(names) for names in shortened)
+    if not groups:
+        return ""
+    return (
+        "; autocast casts a weight once and sums its gradients as cast, so its readers share a stage "
+        f"({'; '.join(islice(groups, 3))}): to part them, call them outside autocast, or enter it with "
+        "cache_enabled=False"
+    )
+
+
+def _warn_if_too_large(plan: Plan) -> None:
+    """Warn if ranks may not fit the named device, and no cap was given."""
+    kind, _, device = plan.options.costs.partition(":")
+    if kind != "roofline" or plan.options.memory_bytes is not None:
+        return
+    there = load_device(device).memory_bytes
+    needed = max(rank.total.bound for rank in plan.prediction.memory)
+    if needed > there:
+        logger.warning(
+            "a rank may need %d bytes, but %s has %d: give memory=%d to have it cut otherwise",
+            *(needed, device, there, there),
+        )

@@ -1,0 +1,75 @@
+"""Plans and answers as people and other programs read them: text, pages, pictures, traces, figures.
+
+The command line calls these functions, and so can a program. Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Timeline
+from pipecompile.report.cut import cut_text
+from pipecompile.report.links import links_table
+from pipecompile.report.page import profile_page
+from pipecompile.report.profile import profile_figures, profile_text
+from pipecompile.report.step import step_figures, step_text
+from pipecompile.report.svg import timeline_svg
+from pipecompile.report.text import summary, timeline_text
+from pipecompile.report.trace import trace
+from pipecompile.report.view import plan_page
+from pipecompile.schedule.critical_path import critical_path
+from pipecompile.schedule.simulator import simulate_plan
+from pipecompile.schedule.stages import problem_of_plan
+
+__all__ = [
+    "cut_text",
+    "links_table",
+    "page_of",
+    "picture_of",
+    "profile_figures",
+    "profile_page",
+    "profile_text",
+    "step_figures_of",
+    "step_text_of",
+    "text_of",
+    "timeline_of",
+    "trace_of",
+]
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """When each rank does what in one step of `plan`, simulated."""
+    return simulate_plan(plan)
+
+
+def text_of(plan: Plan) -> str:
+    """The plan for people: stages, loads, memory and timeline."""
+    return f"{summary(plan)}\n{timeline_text(timeline_of(plan))}"
+
+
+def page_of(plan: Plan) -> str:
+    """The plan as one HTML page."""
+    return plan_page(plan, timeline_of(plan))
+
+
+def picture_of(plan: Plan) -> str:
+    """The timeline of one step as SVG."""
+    return timeline_svg(plan, timeline_of(plan))
+
+
+def trace_of(plan: Plan) -> bytes:
+    """The timeline of one step as Chrome JSON, for Perfetto."""
+    return trace(plan, timeline_of(plan))
+
+
+def step_text_of(plan: Plan) -> str:
+    """One step for people: when ranks wait, and which actions decide how long it takes."""
+    timeline = timeline_of(plan)
+    return step_text(timeline, critical_path(problem_of_plan(plan), timeline))
+
+
+def step_figures_of(plan: Plan) -> dict[str, Any]:
+    """The same as figures for JSON."""
+    timeline = timeline_of(plan)
+    return step_figures(timeline, critical_path(problem_of_plan(plan), timeline))

@@ -1,0 +1,64 @@
+"""The scheduler alone: an order for a schedule problem, or for the stages of a plan. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipecompile.errors import InputError
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.serialization import read
+from pipecompile.report.order import order_text as text_of_order
+from pipecompile.report.order import order_title
+from pipecompile.report.svg import picture
+from pipecompile.schedule.request import ScheduleAnswer, ScheduleRequest, answer, answer_for_plan
+from pipecompile.schedule.torch_csv import write_csv
+
+__all__ = ["csv_of", "order_for", "order_picture", "order_text"]
+
+
+class _Header(msgspec.Struct):
+    """What all files have."""
+
+    schema: str = ""
+
+
+def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
+    """Return the order for the schedule problem, or for the stages of the plan, in the file at `path`.
+
+    `request` are the fields of `ScheduleRequest`.
+    """
+    checked = ScheduleRequest(**request)
+    if _is_plan(path):
+        return answer_for_plan(read(path, Plan), checked)
+    return answer(path, checked)
+
+
+def _is_plan(path: str | Path) -> bool:
+    """Whether the file says that it is a plan; a file that cannot be read is none."""
+    try:
+        schema = msgspec.json.decode(Path(path).read_bytes(), type=_Header).schema
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return schema.startswith("pipecompile/plan/")
+
+
+def order_text(answer: ScheduleAnswer) -> str:
+    """The order for people."""
+    return text_of_order(answer.order, answer.timeline)
+
+
+def order_picture(answer: ScheduleAnswer) -> str:
+    """The timeline of the order as SVG."""
+    return picture(order_title(answer.order), answer.timeline)
+
+
+def csv_of(answer: ScheduleAnswer) -> str | None:
+    """The order as torch reads it, None if it does not fit; InputError if torch has no words for it."""
+    if answer.skips:
+        raise InputError(
+            "torch's runtime sends to the next stage only, so an order with skips has no CSV; drop --csv"
+        )
+    return write_csv(answer.schedule) if answer.order.fits else None

@@ -1,0 +1,94 @@
+"""Where the log goes on the command line: to standard error, with a bar for long work on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from pipecompile.cli.answers import is_first_rank
+
+__all__ = ["logging_to_stderr"]
+
+
+@contextmanager
+def logging_to_stderr(*, quiet: bool, verbose: bool) -> Iterator[None]:
+    """Show the log in the block: warnings only if `quiet`, everything if `verbose`.
+
+    Of several ranks only the first one speaks; the others would say the same.
+    """
+    logger = logging.getLogger("pipecompile")
+    level = logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO
+    # A bar follows every step of long work, which is logged for debugging.
+    has_bar = sys.stderr.isatty() and not quiet
+    handler = _TerminalHandler(level) if has_bar else _LineHandler(level)
+    before = logger.level, logger.propagate
+    logger.setLevel((logging.DEBUG if has_bar else level) if is_first_rank() else logging.CRITICAL)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _line(record: logging.LogRecord) -> str:
+    prefix = "warning: " if record.levelno >= logging.WARNING else ""
+    return prefix + record.getMessage()
+
+
+class _LineHandler(logging.Handler):
+    """One line for each record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= self.level:
+            click.echo(_line(record), err=True)
+
+
+class _TerminalHandler(logging.Handler):
+    """Lines in colour, and a bar for records that carry their progress (pipecompile/profiling/progress.py)."""
+
+    def __init__(self, level: int) -> None:
+        # Imported here: a command whose output goes to a file does not need it.
+        from rich.console import Console
+
+        super().__init__(logging.DEBUG)
+        self._shown_level = level
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar: Any = None
+        self._task: Any = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        progress = getattr(record, "progress", None)
+        if progress is not None:
+            self._show(progress)
+        elif record.levelno >= self._shown_level:
+            style = "yellow" if record.levelno >= logging.WARNING else "dim"
+            self._console.print(_line(record), style=style, markup=False)
+
+    def _show(self, progress: Any) -> None:
+        from rich.progress import Progress
+
+        if self._bar is None:
+            self._bar = Progress(console=self._console, transient=True)
+            self._task = self._bar.add_task(progress.label, total=progress.total)
+            self._bar.start()
+        self._bar.update(self._task, completed=progress.done)
+        if progress.done >= progress.total:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        self._stop()
+        super().close()

@@ -1,0 +1,133 @@
+"""The commands that read a plan. None of them needs PyTorch, except `check` when it is given a target."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, print_findings
+from pipecompile.cli.options import OneOf, format_option
+from pipecompile.ir.plan import RECOMPUTES, Plan
+from pipecompile.ir.serialization import check_writable, encode, read, write
+from pipecompile.ir.size import parse_budget
+
+__all__ = ["check", "print_plan", "show", "simulate", "view"]
+
+logger = logging.getLogger("pipecompile.cli")
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("path", metavar="PLAN")
+@format_option
+def show(path: str, form: str) -> int:
+    """The plan for people: stages, loads, memory, timeline."""
+    print_plan(_read_plan(path), form)
+    return FINE
+
+
+def print_plan(plan: Plan, form: str) -> None:
+    """Print `plan` in the form that `--format` asks for."""
+    from pipecompile.api.report import text_of
+
+    if form == "json":
+        click.echo(encode(plan), nl=False)
+    else:
+        click.echo(framed(text_of(plan), form))
+
+
+def _read_plan(path: str) -> Plan:
+    """The plan; a warning if it is not sound, because its figures are then not to be trusted."""
+    from pipecompile.api.soundness import findings
+
+    plan = read(path, Plan)
+    faults = findings(plan)
+    if faults:
+        logger.warning(
+            "%s is not sound: %s; see pipecompile check %s", path, faults[0].message, path
+        )
+    return plan
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("path", metavar="PLAN")
+@click.option("-o", "--output", required=True, help="Where to write the page (HTML, one file).")
+def view(path: str, output: str) -> int:
+    """The plan as a page: timeline, memory of ranks by kind and cap, what stages recompute."""
+    from pipecompile.api.report import page_of
+
+    check_writable(output)
+    plan = _read_plan(path)
+    write(output, page_of(plan).encode())
+    logger.info("wrote %s: open it in a browser", output)
+    return FINE
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("path", metavar="PLAN")
+@click.argument("target", required=False)
+@click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
+@click.option(
+    "--memory",
+    "--max-memory",
+    help="Largest bound of a rank, such as 16GiB, or one for each rank with commas between.",
+)
+@click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
+@click.option(
+    "--recompute",
+    type=OneOf("recompute", RECOMPUTES),
+    metavar="NAME",
+    help=f"The policy that the plan was to be made by. One of {', '.join(RECOMPUTES)}.",
+)
+@format_option
+def check(path: str, target: str | None, form: str, memory: str | None, **limits: Any) -> int:
+    """Is PLAN sound (deadlock-free, complete, within its limits) and, given TARGET, still current?"""
+    from pipecompile.api.factory import Factory
+    from pipecompile.api.finding import Finding
+    from pipecompile.api.limits import check_limits
+    from pipecompile.api.soundness import findings
+
+    factory = None if target is None else Factory.of(target)
+    plan = read(path, Plan)
+    budget = None if memory is None else parse_budget(memory)
+    checks = check_limits(plan, memory_bytes=budget, **limits)
+    faults = findings(plan)
+    sound = Finding(
+        code="schedule", passed=True, message="sound: schedule, stages and prediction agree"
+    )
+    checks = [*(faults or [sound]), *checks]
+    if factory is not None:
+        # Only now is PyTorch imported.
+        from pipecompile.api.staleness import staleness
+        from pipecompile.api.target import Target
+
+        reason = staleness(plan, Target.of(factory.call(), factory.text))
+        message = reason or f"current: {target} gives this plan"
+        checks.append(Finding(code="stale", passed=reason is None, message=message))
+    print_findings(path, checks, form)
+    return FINE if all(finding.passed for finding in checks) else NO
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("path", metavar="PLAN")
+@click.option("--trace", "trace_path", help="Write a trace for Perfetto (Chrome JSON).")
+@click.option("--svg", "svg_path", help="Write the timeline as a picture.")
+@format_option
+def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
+    """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long it takes."""
+    from pipecompile.api.report import picture_of, step_figures_of, step_text_of, trace_of
+
+    check_writable(trace_path, svg_path)
+    plan = _read_plan(path)
+    if trace_path is not None:
+        write(trace_path, trace_of(plan))
+        logger.info("wrote %s: open it in ui.perfetto.dev", trace_path)
+    if svg_path is not None:
+        write(svg_path, picture_of(plan).encode())
+        logger.info("wrote %s", svg_path)
+    if form == "json":
+        click.echo(encode(step_figures_of(plan)), nl=False)
+    else:
+        click.echo(framed(step_text_of(plan), form))
+    return FINE

@@ -1,0 +1,176 @@
+"""The commands that run a model or measure a device. They import PyTorch after their options are checked."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+import click
+
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, is_first_rank, say
+from pipecompile.cli.options import OneOf, format_option, plan_option, planning_options
+from pipecompile.cli.plans import print_plan
+from pipecompile.ir.serialization import check_writable, encode, write
+
+__all__ = ["calibrate", "measure_links", "plan", "profile", "verify"]
+
+logger = logging.getLogger("pipecompile.cli")
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("target")
+@planning_options()
+@click.option("-o", "--output", help="Where to write the plan.")
+@format_option
+def plan(target: str, output: str | None, form: str, **options: Any) -> int:
+    """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
+    from pipecompile.api.choices import requested_options
+    from pipecompile.api.factory import Factory
+    from pipecompile.api.links import links_for
+
+    check_writable(output)
+    factory = Factory.of(target)
+    self_check, given_links = options.pop("self_check"), options.pop("links")
+    requested = requested_options(**options)
+    links = links_for(requested, given_links)
+    # Only now is PyTorch imported.
+    from pipecompile.api.capture import capture_target
+    from pipecompile.api.options import completed
+    from pipecompile.api.planning import make_plan
+    from pipecompile.api.target import Target, made_with
+
+    subject = Target.of(factory.call(), target)
+    chosen = completed(subject, requested)
+    result = make_plan(subject, chosen, capture_target(subject, chosen, verify=self_check), links)
+    if output is not None:
+        write(output, encode(result))
+        logger.info("wrote %s", output)
+    print_plan(result, form)
+    # The plan's bytes do not depend on these, so they are said beside it.
+    logger.info(made_with(subject))
+    return FINE
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("target")
+@plan_option("costs")
+@plan_option("microbatches", default=4)
+@plan_option("optimizer")
+@click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
+@click.option("--page", help="Where to write the page (HTML, one file).")
+@plan_option("leaf")
+@plan_option("self_check")
+@format_option
+def profile(
+    target: str,
+    output: str | None,
+    page: str | None,
+    form: str,
+    self_check: bool,
+    **options: Any,
+) -> int:
+    """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost graph."""
+    from pipecompile.api.choices import requested_options
+    from pipecompile.api.factory import Factory
+
+    check_writable(output, page)
+    factory = Factory.of(target)
+    requested = requested_options(k=1, **options)
+    # Only now is PyTorch imported.
+    from pipecompile.api.profile import profiled
+    from pipecompile.api.report import profile_figures, profile_page, profile_text
+    from pipecompile.api.target import Target, made_with
+
+    subject = Target.of(factory.call(), target)
+    graph, result = profiled(subject, requested, self_check=self_check)
+    if page is not None:
+        write(page, profile_page(target, result).encode())
+        logger.info("wrote %s: open it in a browser", page)
+    if output is not None:  # last: if it is there, all went well
+        write(output, encode(graph))
+        logger.info("wrote %s: use it with --costs table:%s", output, output)
+    if form == "json":
+        click.echo(encode(profile_figures(result)), nl=False)
+    else:
+        click.echo(framed(profile_text(result).rstrip(), form))
+    logger.info(made_with(subject))
+    return FINE
+
+
+@click.command(cls=AnswerCommand)
+@click.argument("target")
+@planning_options(costs={"default": "flops"})
+@format_option
+def verify(target: str, form: str, **options: Any) -> int:
+    """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and buffer.
+
+    Under torchrun the stages run on its ranks.
+    """
+    from pipecompile.api.choices import requested_options
+    from pipecompile.api.factory import Factory
+    from pipecompile.api.links import links_for
+
+    factory = Factory.of(target)
+    choices = {
+        name: value for name, value in options.items() if name not in ("links", "self_check")
+    }
+    links_for(requested_options(**choices), options["links"])
+    # Only now is PyTorch imported.
+    from pipecompile.api.target import Target
+    from pipecompile.api.verify import verify as compare
+    from pipecompile.cli.verdict import figures, text
+
+    compared_plan, comparisons = compare(Target.of(factory.call(), target), **options)
+    if form == "json":
+        say(encode(figures(comparisons)).decode().rstrip())
+    else:
+        say(framed(text(target, compared_plan, comparisons), form))
+    return FINE if all(comparison.passed for comparison in comparisons) else NO
+
+
+@click.command("links", cls=AnswerCommand)
+@click.option("-o", "--output", help="Where to write the links, for plan, verify and partition.")
+@format_option
+def measure_links(output: str | None, form: str) -> int:
+    """Measure bandwidth and latency between the ranks that torchrun started."""
+    from pipecompile.api.links import probe_links
+    from pipecompile.api.report import links_table
+
+    output = output if is_first_rank() else None
+    check_writable(output)
+    links = probe_links()
+    if output is not None:
+        write(output, encode(links))
+        logger.info("wrote %s: use it with --links %s", output, output)
+    text = encode(links).decode().rstrip() if form == "json" else links_table(links)
+    say(framed(text, form))
+    return FINE
+
+
+@click.command(cls=AnswerCommand)
+@click.option(
+    "--device",
+    type=OneOf("device", ("cpu", "cuda")),
+    default="cpu",
+    show_default=True,
+    metavar="DEVICE",
+    help="cpu or cuda.",
+)
+@click.option("-o", "--output", help="Where to write the device, for --costs roofline:FILE.")
+@format_option
+def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
+    """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them best."""
+    check_writable(output)
+    # Only now is PyTorch imported.
+    from pipecompile.api.calibration import calibrate as fit
+    from pipecompile.api.calibration import calibration_text
+
+    calibration = fit(device)
+    if output is not None:
+        write(output, encode(calibration.device))
+        logger.info("wrote %s: use it with --costs roofline:%s", output, output)
+    if form == "json":
+        click.echo(encode(calibration.device), nl=False)
+    else:
+        click.echo(framed(calibration_text(calibration), form))
+    return FINE

@@ -1,8 +1,9 @@
-"""Whether a lowered schedule is complete, in order and free of deadlocks; linear in the number of actions.
+"""Checks that a schedule with its transfers is complete, in order and free of deadlocks.
 
-Two properties are proven separately. Under rendezvous a send blocks until its receive is reached, and the other
-way round: that is the strictest runtime. With buffered sends only receives block. Beyond hanging, messages must have
-the same order at both ends of a link: NCCL has no tags, so crossed messages would deliver wrong data silently.
+The time is linear in the number of actions. Two properties are proven separately. Under rendezvous
+a send blocks until its receive is reached, and the other way around: that is the strictest runtime.
+With buffered sends only receives block. Even without a deadlock, messages must have the same order
+at both ends of a link: NCCL has no tags, so crossed messages would silently deliver wrong data.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pipecompile.schedule.weight_versions import version_violations, without_ver
 
 __all__ = ["check_schedule"]
 
+# By kind of transfer the kind at its other end, and how many stages further that is.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
     Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
@@ -40,13 +42,14 @@ _PARTNERS = {
     Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
 }
 _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+_RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 
 
 def check_schedule(schedule: Schedule, problem: PlacedProblem | None = None) -> list[str]:
-    """Every violation, one line each, naming rank, action and peer; empty if the schedule is sound.
+    """Return every violation, one line each with rank, action and peer; empty if it is sound.
 
-    Without a problem nothing is said of memory, and a boundary over which no gradient is sent or received at all
-    counts as having none.
+    Without a problem memory is not checked, and a boundary over which no gradient is sent or
+    received at all counts as having none.
     """
     if problem and (schedule.placement, schedule.microbatches) != (
         problem.placement,
@@ -55,17 +58,17 @@ def check_schedule(schedule: Schedule, problem: PlacedProblem | None = None) -> 
         return [
             "the schedule has another placement or another number of microbatches than its problem"
         ]
-    subject = _CheckedSchedule(without_versions(schedule), problem or _seen(schedule))
-    # Each step speaks only where the one before found nothing: it relies on it.
+    checked = _CheckedSchedule(without_versions(schedule), problem or _problem_seen_in(schedule))
+    # Each step relies on the one before it, and so runs only if that found nothing.
     return (
-        list(_counts(subject))
+        list(_count_violations(checked))
         or [
-            *_orders(subject),
-            *_in_microbatch_order(subject),
+            *_order_violations(checked),
+            *_microbatch_violations(checked),
             *version_violations(schedule),
-            *_memory(subject),
+            *_memory_violations(checked),
         ]
-        or [*_links(subject), *_deadlocks(subject)]
+        or [*_crossed_messages(checked), *_deadlocks(checked)]
     )
 
 
@@ -91,204 +94,224 @@ class _CheckedSchedule:
 
     @cached_property
     def messages(self) -> dict[Action, tuple[Action, Action]]:
-        """By compute action the send and the receive of what it hands to another rank."""
+        """By compute action the send and the receive of its result, if another rank needs it."""
         stages = len(self.schedule.placement)
-        pairs = (
-            (a, message_of(a, stages, self.problem.gradient))
-            for a in self.counts
-            if a.kind in COMPUTE
-        )
-        return {a: pair for a, pair in pairs if pair and self.rank(pair[0]) != self.rank(pair[1])}
+        messages = {}
+        for action in self.counts:
+            pair = None
+            if action.kind in COMPUTE:
+                pair = message_of(action, stages, self.problem.gradient)
+            if pair and self.rank(pair[0]) != self.rank(pair[1]):
+                messages[action] = pair
+        return messages
 
     def rank(self, action: Action) -> int:
         return self.schedule.placement[action.stage]
 
     def name(self, action: Action) -> str:
-        """The action with its rank and, for a transfer, the peer's."""
+        """Return the action with its rank and, for a transfer, its peer's rank."""
+        text = f"rank {self.rank(action)}: {action}"
         if action.kind not in _PARTNERS:
-            return f"rank {self.rank(action)}: {action}"
-        towards = "to" if action.kind in _SENDS else "from"
-        peer = action.stage + _PARTNERS[action.kind][1]
-        known = 0 <= peer < len(self.schedule.placement)
-        return f"rank {self.rank(action)}: {action} {towards} rank {self.schedule.placement[peer] if known else '?'}"
+            return text
+        stage = action.stage + _PARTNERS[action.kind][1]
+        is_stage = 0 <= stage < len(self.schedule.placement)
+        peer = self.schedule.placement[stage] if is_stage else "?"
+        return f"{text} {'to' if action.kind in _SENDS else 'from'} rank {peer}"
 
 
-def _seen(schedule: Schedule) -> PlacedProblem:
-    """A problem without costs, with gradients over the boundaries over which some are sent or received."""
-    sent = {a.stage - 1 for _, a in schedule if a.kind is Kind.SEND_BACKWARD}
-    received = {a.stage for _, a in schedule if a.kind is Kind.RECEIVE_BACKWARD}
-    ranks = schedule.placement
+def _problem_seen_in(schedule: Schedule) -> PlacedProblem:
+    """Return a problem without costs, with a gradient where the schedule sends or receives one."""
+    placement, crossed = schedule.placement, set[int]()
+    for _, action in schedule:
+        if action.kind is Kind.SEND_BACKWARD:
+            crossed.add(action.stage - 1)
+        elif action.kind is Kind.RECEIVE_BACKWARD:
+            crossed.add(action.stage)
     gradient = tuple(
-        s in sent | received or ranks[s] == ranks[s + 1] for s in range(len(ranks) - 1)
+        stage in crossed or left == right for stage, (left, right) in enumerate(pairwise(placement))
     )
     free = (0,) * len(gradient)
-    return PlacedProblem(
-        ranks, schedule.microbatches, (StageCosts(0, 0),) * len(ranks), free, free, gradient
-    )
+    costs = (StageCosts(0, 0),) * len(placement)
+    return PlacedProblem(placement, schedule.microbatches, costs, free, free, gradient)
 
 
-def _counts(subject: _CheckedSchedule) -> Iterator[str]:
-    """Each action that must be there is there once, and no other."""
-    counts, expected = subject.counts, set(_expected(subject))
-    suspect = (expected ^ counts.keys()) | {action for action, count in counts.items() if count > 1}
-    for action in sorted(
-        suspect, key=lambda a: (a.stage, -1 if a.microbatch is None else a.microbatch, a.kind)
-    ):
-        count, wanted = counts[action], action in expected
-        if count != wanted and not (count == 1 and _is_optional(subject, action)):
-            problem = (
-                "is missing"
-                if not count
-                else f"appears {count} times"
-                if wanted
-                else "is out of place"
-            )
-            yield f"{subject.name(action)} {problem}"
+def _count_violations(checked: _CheckedSchedule) -> Iterator[str]:
+    """Each required action must be there once, and no other one."""
+    counts, required = checked.counts, set(_required_actions(checked))
+    repeated = {action for action, count in counts.items() if count > 1}
+    suspects = (required ^ counts.keys()) | repeated
+    for action in sorted(suspects, key=_by_stage_and_microbatch):
+        count = counts[action]
+        if count == 1 and _is_optional(checked, action):
+            continue
+        if not count:
+            yield f"{checked.name(action)} is missing"
+        elif action in required:
+            yield f"{checked.name(action)} appears {count} times"
+        else:
+            yield f"{checked.name(action)} is out of place"
 
 
-def _is_optional(subject: _CheckedSchedule, action: Action) -> bool:
-    """A recompute that saves nothing, and optimizer steps, which are the training loop's if all step together."""
+def _by_stage_and_microbatch(action: Action) -> tuple[int, int, Kind]:
+    microbatch = -1 if action.microbatch is None else action.microbatch
+    return action.stage, microbatch, action.kind
+
+
+def _is_optional(checked: _CheckedSchedule, action: Action) -> bool:
+    """Recomputes that save nothing are allowed, and the steps of asynchronous schedules.
+
+    In synchronous schedules all stages step together, in the training loop.
+    """
     if action.kind is Kind.STEP:
-        return subject.schedule.weight_versions != "synchronous"
-    return action.kind is Kind.RECOMPUTE and subject.trains
+        return checked.schedule.weight_versions != "synchronous"
+    return action.kind is Kind.RECOMPUTE and checked.trains
 
 
-def _expected(subject: _CheckedSchedule) -> Iterator[Action]:
-    schedule, counts = subject.schedule, subject.counts
+def _required_actions(checked: _CheckedSchedule) -> Iterator[Action]:
+    schedule, counts = checked.schedule, checked.counts
     for stage, microbatch in product(range(len(schedule.placement)), range(schedule.microbatches)):
         yield Action(stage, Kind.FORWARD, microbatch)
-        if subject.trains:
-            again = Action(stage, Kind.RECOMPUTE, microbatch)
-            if subject.problem.recomputes(again):
-                yield again
-            split = (
+        if checked.trains:
+            recompute = Action(stage, Kind.RECOMPUTE, microbatch)
+            if checked.problem.recomputes(recompute):
+                yield recompute
+            halves = (
                 Action(stage, Kind.BACKWARD_INPUT, microbatch),
                 Action(stage, Kind.BACKWARD_WEIGHT, microbatch),
             )
-            halved = split[0] in counts or split[1] in counts
-            yield from split if halved else (Action(stage, Kind.BACKWARD, microbatch),)
-    if subject.trains and schedule.weight_versions == "synchronous":
+            is_split = halves[0] in counts or halves[1] in counts
+            yield from halves if is_split else (Action(stage, Kind.BACKWARD, microbatch),)
+    if checked.trains and schedule.weight_versions == "synchronous":
         yield from (Action(stage, Kind.REDUCE) for stage in range(len(schedule.placement)))
-    for pair in subject.messages.values():
+    for pair in checked.messages.values():
         yield from pair
 
 
-def _orders(subject: _CheckedSchedule) -> Iterator[str]:
-    """Each action stands after those on its own rank whose result it uses."""
-    for first, second in _ordered_pairs(subject):
-        places = subject.places
+def _order_violations(checked: _CheckedSchedule) -> Iterator[str]:
+    """Each action must stand behind those on its own rank whose results it uses."""
+    places = checked.places
+    for first, second in _ordered_pairs(checked):
         if first in places and second in places and places[second] < places[first]:
-            yield f"{subject.name(second)} stands before {first}, which it needs"
+            yield f"{checked.name(second)} stands before {first}, which it needs"
 
 
-def _ordered_pairs(subject: _CheckedSchedule) -> Iterator[tuple[Action, Action]]:
-    needs = compute_dependencies(subject.problem, subject.schedule)
-    for action in subject.counts:
+def _ordered_pairs(checked: _CheckedSchedule) -> Iterator[tuple[Action, Action]]:
+    """Yield pairs of actions on one rank of which the first must come first."""
+    dependencies = compute_dependencies(checked.problem, checked.schedule)
+    for action in checked.counts:
         if action.kind not in COMPUTE:
             continue
-        for need in needs(action):
-            if subject.rank(need) == subject.rank(action):
-                yield need, action
-            elif need in subject.messages:
-                yield subject.messages[need][1], action
-        if action in subject.messages:
-            yield action, subject.messages[action][0]
+        for needed in dependencies(action):
+            if checked.rank(needed) == checked.rank(action):
+                yield needed, action
+            elif needed in checked.messages:
+                yield checked.messages[needed][1], action
+        if action in checked.messages:
+            yield action, checked.messages[action][0]
         if action.kind in BACKWARDS:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch), action
         if action.kind in WEIGHT_GRADIENT_KINDS:
             yield action, Action(action.stage, Kind.REDUCE)
-    for stage in range(len(subject.schedule.placement)):
+    for stage in range(len(checked.schedule.placement)):
         yield Action(stage, Kind.REDUCE), Action(stage, Kind.STEP)
 
 
-def _in_microbatch_order(subject: _CheckedSchedule) -> Iterator[str]:
-    """What the runtime, and the order in which the unsplit run adds gradients, leave no choice about."""
-    last = len(subject.schedule.placement) - 1
-    for rank, row in enumerate(subject.schedule.rows):
-        # torch stores losses by append and reads them by index.
+def _microbatch_violations(checked: _CheckedSchedule) -> Iterator[str]:
+    """Two kinds of actions must take the microbatches in ascending order.
+
+    torch appends the losses of the last stage to a list and reads them by index. Gradients must be
+    added in the order in which the unsplit run adds them, so that the sums are equal bit for bit.
+    """
+    last = len(checked.schedule.placement) - 1
+    for rank, row in enumerate(checked.schedule.rows):
         losses = [a for a in row if a.stage == last and a.kind is Kind.FORWARD]
-        yield from _falling(rank, losses, "the last stage takes its microbatches in order")
+        yield from _descents(rank, losses, "the last stage takes its microbatches in order")
         sums: dict[int, list[Action]] = defaultdict(list)
         for action in row:
             if action.kind in WEIGHT_GRADIENT_KINDS:
                 sums[action.stage].append(action)
         for actions in sums.values():
-            yield from _falling(
+            yield from _descents(
                 rank, actions, "a stage sums its gradients in the order of the microbatches"
             )
 
 
-def _falling(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
+def _descents(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
     for left, right in pairwise(actions):
         if (left.microbatch or 0) > (right.microbatch or 0):
             yield f"rank {rank}: {right} comes after {left}, but {rule}"
 
 
-def _memory(subject: _CheckedSchedule) -> Iterator[str]:
-    """What each rank holds, from its own order alone, stays within its cap."""
-    problem = subject.problem
-    for rank, (row, cap) in enumerate(
-        zip(subject.schedule.compute, problem.caps or (), strict=False)
-    ):
+def _memory_violations(checked: _CheckedSchedule) -> Iterator[str]:
+    """What each rank holds must stay within its cap; it follows from the rank's own order."""
+    problem = checked.problem
+    pairs = zip(checked.schedule.compute, problem.caps or (), strict=False)
+    for rank, (row, cap) in enumerate(pairs):
         held = problem.held_bytes(row)
         over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
         if over is not None:
-            excess = max(held) - cap
-            yield f"rank {rank}: from {over} on it holds up to {max(held)} bytes, {excess} over its cap of {cap}"
+            yield (
+                f"rank {rank}: from {over} on it holds up to {max(held)} bytes, "
+                f"{max(held) - cap} over its cap of {cap}"
+            )
 
 
-def _links(subject: _CheckedSchedule) -> Iterator[str]:
-    """The k-th message that a rank sends to another is the k-th that the other expects from it."""
+def _crossed_messages(checked: _CheckedSchedule) -> Iterator[str]:
+    """The k-th message that a rank sends to another must be the k-th that the other expects."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     expected: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, action in subject.schedule:
+    for rank, action in checked.schedule:
         if action.kind in _SENDS:
-            sent[rank, subject.rank(_partner(action))].append(_partner(action))
-        elif action.kind in _PARTNERS:
-            expected[subject.rank(_partner(action)), rank].append(action)
+            receive = _partner(action)
+            sent[rank, checked.rank(receive)].append(receive)
+        elif action.kind in _RECEIVES:
+            expected[checked.rank(_partner(action)), rank].append(action)
     for link in sorted(sent):
         pairs = zip_longest(sent[link], expected[link])
         crossed = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if crossed is not None:
-            yield f"{subject.name(crossed[1])} would get the data of {_partner(crossed[0])}: sends and receives cross"
+            yield (
+                f"{checked.name(crossed[1])} would get the data of {_partner(crossed[0])}: "
+                "sends and receives cross"
+            )
 
 
 def _partner(action: Action) -> Action:
+    """Return the receive of a send, or the send of a receive."""
     kind, step = _PARTNERS[action.kind]
     return Action(action.stage + step, kind, action.microbatch)
 
 
-def _deadlocks(subject: _CheckedSchedule) -> Iterator[str]:
-    strict = _stuck(subject, _rendezvous(subject))
+def _deadlocks(checked: _CheckedSchedule) -> Iterator[str]:
+    strict = _deadlock(checked, _rendezvous(checked))
     if strict:
         yield f"deadlock if sends wait for their receives: {strict}"
-        buffered = _stuck(subject, _buffered)  # it can only hang where the stricter runtime does
+        # With buffered sends a schedule can only deadlock where the stricter runtime does.
+        buffered = _deadlock(checked, _buffered)
         if buffered:
             yield f"deadlock even if sends are buffered: {buffered}"
 
 
-def _stuck(subject: _CheckedSchedule, needs: Dependencies) -> str | None:
-    """What each rank waits for in the end, if not all of them come to theirs."""
+def _deadlock(checked: _CheckedSchedule, dependencies: Dependencies) -> str | None:
+    """Return what each rank waits for in the end; None if all actions can happen."""
     try:
-        for _ in dependency_order(subject.schedule.rows, needs):
+        for _ in dependency_order(checked.schedule.rows, dependencies):
             pass
     except ScheduleError as error:
         return str(error)
     return None
 
 
-def _rendezvous(subject: _CheckedSchedule) -> Dependencies:
-    """A transfer ends once its partner is reached, that is, once the action before the partner is done."""
-    before = {b: a for row in subject.schedule.rows for a, b in pairwise(row)}
+def _rendezvous(checked: _CheckedSchedule) -> Dependencies:
+    """A transfer ends when its partner is reached, that is, when the action before that is done."""
+    before = {right: left for row in checked.schedule.rows for left, right in pairwise(row)}
 
-    def needs(action: Action) -> list[Action]:
+    def dependencies(action: Action) -> list[Action]:
         previous = before.get(_partner(action)) if action.kind in _PARTNERS else None
         return [] if previous is None else [previous]
 
-    return needs
+    return dependencies
 
 
 def _buffered(action: Action) -> list[Action]:
-    return (
-        [_partner(action)] if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD) else []
-    )
+    return [_partner(action)] if action.kind in _RECEIVES else []

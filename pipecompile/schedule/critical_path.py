@@ -1,4 +1,4 @@
-"""The critical path of a simulated step: what would have to be faster for the step to be faster."""
+"""The critical path of a simulated step: what must be faster for the step to be faster."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = ["critical_path"]
 
+_Place = tuple[int, int]
+"""A rank and an index in its row of events."""
+
 
 class _Delivery(NamedTuple):
-    """The last input of an action: when it arrives, and the event that set it on its way or blocked that way."""
+    """The last input of an action to arrive.
+
+    The event at `rank` and `position` produced it or, if it `queued`, the first of the messages
+    ahead of it on its link.
+    """
 
     arrival_ns: int
     rank: int
@@ -27,58 +34,62 @@ class _Delivery(NamedTuple):
 
 
 def critical_path(problem: PlacedProblem, timeline: Timeline) -> tuple[CriticalEvent, ...]:
-    """Events from time 0 to the makespan; each begins when the one before it ends, and what `why` names is over."""
+    """Return the events from time 0 to the makespan, each of which waits for the one before it.
+
+    Between two events lies only what the reason of the second one names.
+    """
     if not timeline.makespan_ns:
         return ()
-    sums, place = _end(timeline)
-    found, deliveries = [], _deliveries(problem, timeline)
+    # The path is followed backwards, from the end of the step.
+    sums, place = _last_events(timeline)
+    path, deliveries = [], _deliveries(problem, timeline)
     while place is not None:
         rank, index = place
-        why, place = _before(problem, timeline, deliveries, rank, index)
-        found.append(CriticalEvent(rank, timeline.events[rank][index], why))
-    return (*reversed(found), *reversed(sums))
+        why, place = _predecessor(problem, timeline, deliveries, rank, index)
+        path.append(CriticalEvent(rank, timeline.events[rank][index], why))
+    return (*reversed(path), *reversed(sums))
 
 
-def _end(timeline: Timeline) -> tuple[list[CriticalEvent], tuple[int, int] | None]:
-    """The sums that the step ends with, backwards, and the place of the last compute event on the path."""
-    makespan = timeline.makespan_ns
+def _last_events(timeline: Timeline) -> tuple[list[CriticalEvent], _Place]:
+    """Return the sums that the step ends with, last one first, and the last compute event."""
+    makespan_ns = timeline.makespan_ns
     for rank, row in enumerate(timeline.events):
-        if row and row[-1].end_ns == makespan:
+        if row and row[-1].end_ns == makespan_ns:
             return [], (rank, len(row) - 1)
     rank = next(
-        rank for rank, row in enumerate(timeline.reductions) if row and row[-1].end_ns == makespan
+        rank
+        for rank, row in enumerate(timeline.reductions)
+        if row and row[-1].end_ns == makespan_ns
     )
     sums: list[CriticalEvent] = []
     for event in reversed(timeline.reductions[rank]):
         sums.append(CriticalEvent(rank, event, "reduction"))
         for index, (action, _, end) in enumerate(timeline.events[rank]):
-            if (action.stage, end) == (
-                event.action.stage,
-                event.start_ns,
-            ) and action.kind in WEIGHT_GRADIENT_KINDS:
+            completes = (action.stage, end) == (event.action.stage, event.start_ns)
+            if completes and action.kind in WEIGHT_GRADIENT_KINDS:
                 return sums, (rank, index)
     raise AssertionError("the first sum begins when its gradients are there")
 
 
-def _before(
+def _predecessor(
     problem: PlacedProblem,
     timeline: Timeline,
     deliveries: dict[int, _Delivery],
     rank: int,
     index: int,
-) -> tuple[StartReason, tuple[int, int] | None]:
-    """Why an event does not begin earlier, and the place of the one that it waits for."""
-    action, start, _ = timeline.events[rank][index]
-    if not start:
+) -> tuple[StartReason, _Place | None]:
+    """Return why an event does not begin earlier, and the place of the event that it waits for."""
+    action, start_ns, _ = timeline.events[rank][index]
+    if not start_ns:
         return "start", None
-    if index and timeline.events[rank][index - 1].end_ns == start:
+    if index and timeline.events[rank][index - 1].end_ns == start_ns:
         return "rank", (rank, index - 1)
     delivery = deliveries.get(_code(problem, action))
-    if delivery is None or delivery.arrival_ns < start:
+    if delivery is None or delivery.arrival_ns < start_ns:
         return "send", (rank, index - 1)
-    made = timeline.events[delivery.rank][delivery.position].end_ns
-    why: StartReason = "queue" if delivery.queued else "transfer" if made < start else "dependency"
-    return why, (delivery.rank, delivery.position)
+    produced_ns = timeline.events[delivery.rank][delivery.position].end_ns
+    why: StartReason = "transfer" if produced_ns < start_ns else "dependency"
+    return "queue" if delivery.queued else why, (delivery.rank, delivery.position)
 
 
 def _code(problem: PlacedProblem, action: Action) -> int:
@@ -87,34 +98,34 @@ def _code(problem: PlacedProblem, action: Action) -> int:
 
 
 def _deliveries(problem: PlacedProblem, timeline: Timeline) -> dict[int, _Delivery]:
-    """By action the last of its inputs; the rules are those of pipecompile.schedule.simulator."""
-    given, network = dependents(problem), problem.network
-    there = {_code(problem, event.action) for row in timeline.events for event in row}
-    found: dict[int, _Delivery] = {}
+    """Return by action its last input; the rules are those of pipecompile.schedule.simulator."""
+    waiting, network = dependents(problem), problem.network
+    scheduled = {_code(problem, event.action) for row in timeline.events for event in row}
+    last: dict[int, _Delivery] = {}
     for rank, row in enumerate(timeline.events):
-        lines: dict[int, _Delivery] = {}
-        for index, (action, _, end) in enumerate(row):
+        links: dict[int, _Delivery] = {}  # by peer the last message on the link to it
+        for index, (action, _, end_ns) in enumerate(row):
             task, number = divmod(_code(problem, action), problem.microbatches)
-            clock = end
-            for target, peer, hop in given[task]:
+            clock_ns = end_ns
+            for target, peer, transfer_ns in waiting[task]:
                 code = target * problem.microbatches + number
-                if code not in there:
+                if code not in scheduled:
                     continue
-                delivery = _Delivery(clock + hop, rank, index, queued=False)
-                if peer != rank and network.blocking:
-                    clock += hop
-                elif peer != rank and network.shared:
-                    delivery = lines[peer] = _after(lines.get(peer), delivery, hop)
-                elif peer == rank:
-                    delivery = delivery._replace(arrival_ns=end)
-                found[code] = max(
-                    delivery, found.get(code, delivery), key=lambda one: one.arrival_ns
+                delivery = _Delivery(clock_ns + transfer_ns, rank, index, queued=False)
+                if peer == rank:
+                    delivery = delivery._replace(arrival_ns=end_ns)
+                elif network.blocking:
+                    clock_ns += transfer_ns
+                elif network.shared:
+                    delivery = links[peer] = _queued(links.get(peer), delivery, transfer_ns)
+                last[code] = max(
+                    delivery, last.get(code, delivery), key=lambda item: item.arrival_ns
                 )
-    return found
+    return last
 
 
-def _after(earlier: _Delivery | None, delivery: _Delivery, hop: int) -> _Delivery:
-    """A delivery on a line on which another one may still be under way."""
-    if earlier is None or earlier.arrival_ns <= delivery.arrival_ns - hop:
+def _queued(ahead: _Delivery | None, delivery: _Delivery, transfer_ns: int) -> _Delivery:
+    """Return a delivery over a link that the message ahead of it may still occupy."""
+    if ahead is None or ahead.arrival_ns <= delivery.arrival_ns - transfer_ns:
         return delivery
-    return earlier._replace(arrival_ns=earlier.arrival_ns + hop, queued=True)
+    return ahead._replace(arrival_ns=ahead.arrival_ns + transfer_ns, queued=True)

@@ -12,64 +12,71 @@ from pipecompile.schedule.problem import PlacedProblem
 __all__ = ["idle_of"]
 
 
-def idle_of(problem: PlacedProblem, run: Execution, timeline: Timeline) -> tuple[Idle, ...]:
-    """Per rank the idle time by cause; `ir.schedule.Idle` says what the causes are."""
-    busy = timeline.busy_ns
+def idle_of(problem: PlacedProblem, execution: Execution, timeline: Timeline) -> tuple[Idle, ...]:
+    """Return for each rank its idle time by cause; `ir.schedule.Idle` says what the causes are."""
+    busy_ns = timeline.busy_ns
     return tuple(
-        _idle(problem, run, timeline, rank, max(busy) - busy[rank]) for rank in range(len(busy))
+        _idle(problem, execution, timeline, rank, max(busy_ns) - busy_ns[rank])
+        for rank in range(len(busy_ns))
     )
 
 
 def _idle(
-    problem: PlacedProblem, run: Execution, timeline: Timeline, rank: int, less_ns: int
+    problem: PlacedProblem, execution: Execution, timeline: Timeline, rank: int, spare_ns: int
 ) -> Idle:
-    """The causes of one rank, which has `less_ns` less to do than the busiest."""
-    tail = timeline.makespan_ns - run.free_ns[rank]
-    summing = max(
-        (event.end_ns - run.free_ns[rank] for event in timeline.reductions[rank]), default=0
+    """Return the causes of one rank, which is busy `spare_ns` less than the busiest one.
+
+    A wait has two parts, and so has the time from a rank's last action to the end of the step:
+
+        wait         start ── memory, imbalance or dependency ── produced ── transfer ── end
+        at the end   last action ── reductions (transfer) ── imbalance or dependency ── makespan
+    """
+    free_ns, waits = execution.free_ns[rank], execution.waits[rank]
+    reducing_ns = max(
+        0, max((event.end_ns - free_ns for event in timeline.reductions[rank]), default=0)
     )
-    transfer = (
-        run.sending_ns[rank]
-        + max(0, summing)
-        + sum(wait.end_ns - wait.produced_ns for wait in run.waits[rank])
-    )
-    memory = sum(_held_back(problem, run, timeline, rank))
-    rest = (
-        sum(wait.produced_ns - wait.start_ns for wait in run.waits[rank])
-        - memory
-        + tail
-        - max(0, summing)
-    )
-    imbalance = min(rest, less_ns)
+    arriving_ns = sum(wait.end_ns - wait.produced_ns for wait in waits)
+    memory_ns = sum(_blocked_by_memory(problem, execution, timeline, rank))
+    producing_ns = sum(wait.produced_ns - wait.start_ns for wait in waits)
+    at_end_ns = timeline.makespan_ns - free_ns - reducing_ns
+    rest_ns = producing_ns - memory_ns + at_end_ns
+    # No order makes a rank idle less than the busiest one leaves it to.
+    imbalance_ns = min(rest_ns, spare_ns)
     return Idle(
-        dependency_ns=rest - imbalance,
-        transfer_ns=transfer,
-        memory_ns=memory,
-        imbalance_ns=imbalance,
+        dependency_ns=rest_ns - imbalance_ns,
+        transfer_ns=execution.sending_ns[rank] + reducing_ns + arriving_ns,
+        memory_ns=memory_ns,
+        imbalance_ns=imbalance_ns,
     )
 
 
-def _held_back(
-    problem: PlacedProblem, run: Execution, timeline: Timeline, rank: int
+def _blocked_by_memory(
+    problem: PlacedProblem, execution: Execution, timeline: Timeline, rank: int
 ) -> Iterator[int]:
-    """Of each wait the part in which some later forward could have started, had its bytes fitted."""
+    """Yield the part of each wait in which a later forward could have run, had its bytes fitted."""
     if problem.caps is None:
         return
-    row, held = timeline.events[rank], timeline.held_bytes[rank]
-    ready: dict[
-        int, int
-    ] = {}  # by stage, when the first of the forwards from `seen` on has its inputs
+    row, held_bytes = timeline.events[rank], timeline.held_bytes[rank]
+    # The waits are read backwards. By stage, when the first of the forwards behind the wait has
+    # its inputs.
+    ready_ns: dict[int, int] = {}
     seen = len(row)
-    for wait in reversed(run.waits[rank]):
+    for wait in reversed(execution.waits[rank]):
         for event in row[wait.position : seen]:
             stage, kind, microbatch, _ = event.action
             if kind is Kind.FORWARD:
-                code = (TASK_KINDS[kind] * problem.stages + stage) * problem.microbatches + (
-                    microbatch or 0
-                )
-                ready[stage] = min(run.arrivals[code], ready.get(stage, run.arrivals[code]))
+                task = TASK_KINDS[kind] * problem.stages + stage
+                arrival = execution.arrivals[task * problem.microbatches + (microbatch or 0)]
+                ready_ns[stage] = min(arrival, ready_ns.get(stage, arrival))
         seen = wait.position
-        room = problem.caps[rank] - (held[wait.position - 1] if wait.position else 0)
-        too_large = (s for s in ready if problem.change_bytes(Action(s, Kind.FORWARD)) > room)
-        first = min((ready[s] for s in too_large), default=wait.produced_ns)
-        yield max(0, wait.produced_ns - max(wait.start_ns, first))
+        held = held_bytes[wait.position - 1] if wait.position else 0
+        room = problem.caps[rank] - held
+        first_ns = min(
+            (
+                ready_ns[stage]
+                for stage in ready_ns
+                if problem.change_bytes(Action(stage, Kind.FORWARD)) > room
+            ),
+            default=wait.produced_ns,
+        )
+        yield max(0, wait.produced_ns - max(wait.start_ns, first_ns))

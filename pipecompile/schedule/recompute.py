@@ -1,7 +1,7 @@
-"""Recomputation where its rank would idle, as early as its memory allows.
+"""Places recomputes where their rank would idle, as early as its memory allows.
 
 before   F0 F1 F2 F3 R0 .  .  .  .  B0 R1 B1 R2 B2 R3 B3
-after    F0 F1 F2 F3 R0 R1 R2 .  .  B0 B1 B2 R3 B3          with room for three microbatches' activations
+after    F0 F1 F2 F3 R0 R1 R2 .  .  B0 B1 B2 R3 B3          with memory for three recomputed ones
 """
 
 from __future__ import annotations
@@ -14,56 +14,59 @@ from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.schedule.execution import Execution, Wait, execute
 from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["move_recomputes", "insert_recomputes", "add_recomputes"]
+__all__ = ["add_recomputes", "insert_recomputes", "move_recomputes"]
 
 
-def insert_recomputes(row: Iterable[Action], again: Callable[[Action], bool]) -> Iterator[Action]:
-    """The row with a recompute right before each backward of what is computed `again`."""
+def insert_recomputes(
+    row: Iterable[Action], is_recomputed: Callable[[Action], bool]
+) -> Iterator[Action]:
+    """Yield the row with a recompute right before each backward for which that is asked."""
     for action in row:
-        if action.kind in BACKWARDS and again(action):
+        if action.kind in BACKWARDS and is_recomputed(action):
             yield action._replace(kind=Kind.RECOMPUTE)
         yield action
 
 
 def add_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
-    """A schedule without recomputes, with one for each backward that needs it, as early as it may be."""
+    """Return a schedule with the recomputes that its stages need, each as early as it may be."""
     if not any(problem.recompute):
         return schedule
     rows = [list(insert_recomputes(row, problem.recomputes)) for row in schedule.rows]
-    lazy = Schedule.of(
+    late = Schedule.of(
         schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions
     )
-    return move_recomputes(problem, lazy)
+    return move_recomputes(problem, late)
 
 
 def move_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
-    """`schedule` with each recompute that its rank does not wait behind anyway moved into the nearest earlier gap.
+    """Return a schedule with recomputes moved into the nearest earlier gap.
 
-    A gap is a wait that is long enough for it, so that nothing else begins later than it does in the simulated step.
-    No rank comes to hold more than its cap, or than it did before. The order of all other actions is kept. Where that
-    shortens the step there are new gaps, and it is done again.
+    Those that directly follow a wait of their rank stay. A gap is a wait that is long enough for
+    the recompute, so that no other action begins later than in the simulated step. No rank comes to
+    hold more than its cap, or than it held before. All other actions keep their order. Where this
+    shortens the step there are new gaps, and it is repeated.
     """
-    run = execute(problem, schedule)
+    execution = execute(problem, schedule)
     while True:
-        placed = _placed(problem, schedule, run.waits)
-        after = execute(problem, placed)
-        if _end(after) >= _end(run):
+        moved = _moved_into_gaps(problem, schedule, execution.waits)
+        after = execute(problem, moved)
+        if _end_ns(after) >= _end_ns(execution):
             return schedule
-        schedule, run = placed, after
+        schedule, execution = moved, after
 
 
-def _end(run: Execution) -> int:
-    return max((row[-1].end_ns for row in run.events if row), default=0)
+def _end_ns(execution: Execution) -> int:
+    return max((row[-1].end_ns for row in execution.events if row), default=0)
 
 
-def _placed(
+def _moved_into_gaps(
     problem: PlacedProblem, schedule: Schedule, waits: Sequence[Sequence[Wait]]
 ) -> Schedule:
     caps = problem.caps or (0,) * problem.ranks
-    rows = [
-        list(_rebuilt(row, _moves(problem, compute, waits[rank], caps[rank])))
-        for rank, (row, compute) in enumerate(zip(schedule.rows, schedule.compute, strict=True))
-    ]
+    rows = []
+    for rank, (row, compute) in enumerate(zip(schedule.rows, schedule.compute, strict=True)):
+        moves = _moves(problem, compute, waits[rank], caps[rank])
+        rows.append(list(_with_moves(row, moves)))
     return Schedule.of(
         schedule.name, schedule.microbatches, schedule.placement, rows, schedule.weight_versions
     )
@@ -72,7 +75,7 @@ def _placed(
 def _moves(
     problem: PlacedProblem, row: Sequence[Action], waits: Sequence[Wait], cap: int
 ) -> dict[int, int]:
-    """By index of a recompute the index of the action that it goes in front of."""
+    """Return by index of a recompute the index of the action in front of which it goes."""
     held = list(accumulate(map(problem.change_bytes, row)))
     limit = max([cap, *held])
     gaps = {wait.position: wait.end_ns - wait.start_ns for wait in waits}
@@ -84,20 +87,22 @@ def _moves(
             earlier.append(index)
         if action.kind is Kind.FORWARD:
             forwards[action.stage, action.microbatch] = index
+        # A recompute whose backward waits anyway delays nothing where it is.
         if action.kind is not Kind.RECOMPUTE or index + 1 in gaps:
             continue
-        time, size = problem.duration_ns(action), problem.change_bytes(action)
-        after = forwards[action.stage, action.microbatch]
-        gap = next((gap for gap in reversed(earlier) if gaps[gap] >= time), -1)
-        if gap > after and max(held[gap - 1 : index]) + size <= limit:
+        time_ns, size = problem.duration_ns(action), problem.change_bytes(action)
+        forward = forwards[action.stage, action.microbatch]
+        gap = next((gap for gap in reversed(earlier) if gaps[gap] >= time_ns), -1)
+        if gap > forward and max(held[gap - 1 : index]) + size <= limit:
             moves[index] = gap
-            gaps[gap] -= time
+            gaps[gap] -= time_ns
+            # What is recomputed is held from the gap on.
             held[gap - 1 : index] = [before + size for before in held[gap - 1 : index]]
     return moves
 
 
-def _rebuilt(row: Sequence[Action], moves: dict[int, int]) -> Iterator[Action]:
-    """The row with its compute actions moved; what else is in it stays behind what it followed."""
+def _with_moves(row: Sequence[Action], moves: dict[int, int]) -> Iterator[Action]:
+    """Yield the row with its compute actions moved; others stay behind what they followed."""
     compute = [action for action in row if action.kind in COMPUTE]
     moved: dict[int, list[Action]] = defaultdict(list)
     for index, target in moves.items():

@@ -1,18 +1,22 @@
-"""A step, simulated: when each action happens, what each rank holds, and why it idles.
+"""Simulates a step: when each action happens, what each rank holds, and why it idles.
 
-Each rank performs its row in order, one compute action at a time. An action starts when its rank is free and all
-that it needs has ended and, if that was on another rank, arrived. Transfers overlap with compute and with each
-other. These rules reproduce table 5 of the Zero Bubble paper (Qi et al., arXiv 2401.10241). Besides:
+Each rank performs its row in order, one compute action at a time. An action starts when its rank is
+free, and when all its inputs are computed and have arrived. Transfers overlap with compute and with
+each other. These rules reproduce table 5 of the Zero Bubble paper (Qi et al., arXiv 2401.10241).
+Further rules:
 
-- With `Network.shared` the messages from one rank to another travel one at a time, in the order of the actions that
-  make them; of one action first that to the neighbouring stage, then those over skips, as the problem lists them.
-- With `Network.blocking` a rank sends what an action made, one message after the other in that same order, before it
-  goes on. Its links are then never busy when a message is ready, so `shared` adds nothing.
+- With `Network.shared` the messages from one rank to another travel one at a time, in the order of
+  the actions that produce them. An action's message to the neighbouring stage goes first, then
+  those over skips, as the problem lists them.
+- With `Network.blocking` a rank sends the messages of an action, one after the other in that same
+  order, before it goes on. Its links are then never busy when a message is ready, so that `shared`
+  adds nothing.
 - A message whose receiver does not occur in the schedule is not sent.
-- A stage's data-parallel sum starts with the end of its last full backward or gradients of weights, if `reduce_ns` is
-  not zero; those of one rank follow each other in that order, beside its compute. Sums, but no other messages, can
-  be what a step ends with.
-- An optimizer's step takes no time, and no action waits for a version of the weights: the order says it all.
+- If `reduce_ns` is not zero, a stage's sum over its replicas starts when its last full backward or
+  weight gradient ends. The sums of one rank follow each other in that order, beside its compute.
+  A step may end with a sum, but not with any other message.
+- An optimizer step takes no time, and no action waits for a weight version: the order of each rank
+  ensures that it is there.
 """
 
 from __future__ import annotations
@@ -31,11 +35,16 @@ __all__ = ["simulate", "simulate_plan"]
 
 
 def simulate(problem: PlacedProblem, schedule: Schedule) -> Timeline:
-    """The timeline of `schedule`, lowered or not; ScheduleError if it cannot come to its end."""
+    """Return the timeline of a schedule, with or without its transfers.
+
+    ScheduleError if it deadlocks; InputError if it is for another placement or number of
+    microbatches.
+    """
     if (schedule.placement, schedule.microbatches) != (problem.placement, problem.microbatches):
         raise InputError(
-            f"the schedule is for placement {list(schedule.placement)} and {schedule.microbatches} microbatches, "
-            f"the problem for {list(problem.placement)} and {problem.microbatches}"
+            f"the schedule is for placement {list(schedule.placement)} and "
+            f"{schedule.microbatches} microbatches, the problem for {list(problem.placement)} "
+            f"and {problem.microbatches}"
         )
     run = execute(problem, schedule)
     held = tuple(map(problem.held_bytes, schedule.compute))
@@ -45,16 +54,17 @@ def simulate(problem: PlacedProblem, schedule: Schedule) -> Timeline:
 
 
 def simulate_plan(plan: Plan) -> Timeline:
-    """The timeline that a plan predicts."""
+    """Return the timeline that a plan predicts."""
     return simulate(problem_of_plan(plan), plan.schedule)
 
 
 def _reductions(problem: PlacedProblem, row: Sequence[Event]) -> Iterator[Event]:
-    """The sums of a rank's stages, one after another in the order in which they are ready."""
-    ready: dict[int, int] = {}
+    """Yield the sums of a rank's stages, one after another in the order in which they are ready."""
+    ready: dict[int, int] = {}  # by stage, in the order of its last gradients
     for (stage, kind, *_), _, end in row:
         if kind in WEIGHT_GRADIENT_KINDS:
-            ready.pop(stage, None)  # the last one counts, and comes last
+            # Only the last gradient counts, and the stage moves to the end of the dictionary.
+            ready.pop(stage, None)
             ready[stage] = end
     free = 0
     for stage, end in ready.items():

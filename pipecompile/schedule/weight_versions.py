@@ -1,4 +1,8 @@
-"""Versions of the weights in schedules without a common optimizer step: 0 to begin with, and one more by each step."""
+"""Checks the weight versions of asynchronous schedules.
+
+The weights of a stage begin with version 0, and each optimizer step of the stage produces the next
+version. `ir.schedule.Schedule` says which version each rule requires.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ from pipecompile.ir.schedule import (
     Schedule,
 )
 
-__all__ = ["without_versions", "version_violations"]
+__all__ = ["version_violations", "without_versions"]
 
 
 def without_versions(schedule: Schedule) -> Schedule:
-    """The schedule without the versions of its actions."""
+    """Return the schedule without the versions of its actions."""
     if all(action.version is None for _, action in schedule):
         return schedule
     rows = [[action._replace(version=None) for action in row] for row in schedule.rows]
@@ -28,37 +32,45 @@ def without_versions(schedule: Schedule) -> Schedule:
 
 
 def version_violations(schedule: Schedule) -> Iterator[str]:
-    """Every violation of the rule that `schedule.weight_versions` names, one line each."""
+    """Yield every violation of the rule `schedule.weight_versions`, one line each."""
     if schedule.weight_versions == "synchronous":
-        named = ((rank, action) for rank, action in schedule if action.version is not None)
-        return (
-            f"rank {rank}: {action} names a version, but all of a step see the same weights"
-            for rank, action in named
-        )
-    return (
-        line
-        for check in (_made, _own, _newest, _buffered, _same, _stepped)
-        for line in check(schedule)
-    )
+        for rank, action in schedule:
+            if action.version is not None:
+                yield (
+                    f"rank {rank}: {action} names a version, but all of a step see the same weights"
+                )
+        return
+    yield from _versions_before_their_step(schedule)
+    yield from _changes_within_a_stage(schedule)
+    yield from _stale_versions(schedule)
+    yield from _wrong_buffers(schedule)
+    yield from _differences_between_stages(schedule)
+    yield from _unused_gradients(schedule)
 
 
-def _made(schedule: Schedule) -> Iterator[str]:
-    """A version is used once a step of its stage has made it; each step makes the next one."""
+def _versions_before_their_step(schedule: Schedule) -> Iterator[str]:
+    """A version may be used once a step of its stage has produced it, and steps count up."""
     newest: dict[int, int] = defaultdict(int)
     for rank, action in schedule:
         stage, kind, _, version = action
         if kind is Kind.STEP:
             newest[stage] += 1
             if version not in (None, newest[stage]):
-                yield f"rank {rank}: {action} makes version {version}, but the next one is {newest[stage]}"
+                yield (
+                    f"rank {rank}: {action} makes version {version}, "
+                    f"but the next one is {newest[stage]}"
+                )
         elif kind in COMPUTE and version is None:
             yield f"rank {rank}: {action} names no version of the weights, such as {action}@0"
         elif kind is Kind.FORWARD and version is not None and version > newest[stage]:
-            yield f"rank {rank}: {action} uses version {version} before a step of stage {stage} has made it"
+            yield (
+                f"rank {rank}: {action} uses version {version} "
+                f"before a step of stage {stage} has made it"
+            )
 
 
-def _own(schedule: Schedule) -> Iterator[str]:
-    """All of a microbatch's actions in a stage use the version of its forward."""
+def _changes_within_a_stage(schedule: Schedule) -> Iterator[str]:
+    """All of a microbatch's actions in a stage must use the version of its forward."""
     for rank, row in enumerate(schedule.compute):
         forwards = _forwards(row)
         for action in row:
@@ -67,21 +79,31 @@ def _own(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank}: {action} uses another version than its forward {forward}"
 
 
-def _newest(schedule: Schedule) -> Iterator[str]:
-    """With stashed weights a forward takes the newest of its stage; with vertical sync the first stage does."""
+def _stale_versions(schedule: Schedule) -> Iterator[str]:
+    """With stashed weights every stage must use its newest version in forwards.
+
+    With vertical sync only the first stage must.
+    """
     if schedule.weight_versions == "double-buffered":
         return
-    made: dict[int, int] = defaultdict(int)
+    newest: dict[int, int] = defaultdict(int)
     for rank, action in schedule:
-        made[action.stage] += action.kind is Kind.STEP
-        version = made[action.stage] if action.version is None else action.version
-        bound = schedule.weight_versions == "stashed" or action.stage == 0
-        if bound and action.kind is Kind.FORWARD and version < made[action.stage]:
-            yield f"rank {rank}: {action} does not use version {made[action.stage]}, the newest of its stage"
+        stage = action.stage
+        newest[stage] += action.kind is Kind.STEP
+        version = newest[stage] if action.version is None else action.version
+        must_be_newest = schedule.weight_versions == "stashed" or stage == 0
+        if must_be_newest and action.kind is Kind.FORWARD and version < newest[stage]:
+            yield (
+                f"rank {rank}: {action} does not use version {newest[stage]}, "
+                "the newest of its stage"
+            )
 
 
-def _buffered(schedule: Schedule) -> Iterator[str]:
-    """With two buffers a microbatch of update u sees the weights that update u − 1 began with."""
+def _wrong_buffers(schedule: Schedule) -> Iterator[str]:
+    """With two buffers a microbatch of update u must use the weights that update u − 1 began with.
+
+    Its update is the number of steps before its backward.
+    """
     if schedule.weight_versions != "double-buffered":
         return
     for rank, row in enumerate(schedule.rows):
@@ -89,43 +111,46 @@ def _buffered(schedule: Schedule) -> Iterator[str]:
         for action in row:
             updates[action.stage] += action.kind is Kind.STEP
             forward = forwards.get((action.stage, action.microbatch))
-            wanted = max(0, updates[action.stage] - 1)
-            if (
-                action.kind in BACKWARDS
-                and forward is not None
-                and forward.version not in (None, wanted)
-            ):
-                yield f"rank {rank}: {forward} is part of update {updates[action.stage]}, which uses version {wanted}"
+            if action.kind not in BACKWARDS or forward is None:
+                continue
+            required = max(0, updates[action.stage] - 1)
+            if forward.version not in (None, required):
+                yield (
+                    f"rank {rank}: {forward} is part of update {updates[action.stage]}, "
+                    f"which uses version {required}"
+                )
 
 
-def _stepped(schedule: Schedule) -> Iterator[str]:
-    """Every gradient is used by a step; unless weights are double-buffered, by one of its own."""
+def _unused_gradients(schedule: Schedule) -> Iterator[str]:
+    """A step must follow every gradient; unless weights are double-buffered, one of its own."""
+    may_share_a_step = schedule.weight_versions == "double-buffered"
     for rank, row in enumerate(schedule.rows):
-        waiting: dict[int, list[Action]] = defaultdict(list)
+        unused: dict[int, list[Action]] = defaultdict(list)  # by stage, since its last step
         for action in row:
             if action.kind is Kind.STEP:
-                waiting[action.stage].clear()
+                unused[action.stage].clear()
             elif action.kind in WEIGHT_GRADIENT_KINDS:
-                waiting[action.stage].append(action)
-                if len(waiting[action.stage]) > 1 and schedule.weight_versions != "double-buffered":
-                    yield f"rank {rank}: no step comes between {waiting[action.stage][-2]} and {action}"
-        yield from (
-            f"rank {rank}: no step comes after {actions[-1]}"
-            for actions in waiting.values()
-            if actions
-        )
+                gradients = unused[action.stage]
+                gradients.append(action)
+                if len(gradients) > 1 and not may_share_a_step:
+                    yield f"rank {rank}: no step comes between {gradients[-2]} and {action}"
+        for gradients in unused.values():
+            if gradients:
+                yield f"rank {rank}: no step comes after {gradients[-1]}"
 
 
-def _same(schedule: Schedule) -> Iterator[str]:
-    """With vertical sync a microbatch sees one version on all stages."""
+def _differences_between_stages(schedule: Schedule) -> Iterator[str]:
+    """With vertical sync a microbatch must see one version on all stages."""
     if schedule.weight_versions != "vertical-sync":
         return
     forwards = {key: forward for row in schedule.rows for key, forward in _forwards(row).items()}
     for (stage, microbatch), forward in sorted(forwards.items()):
         first = forwards.get((0, microbatch), forward)
         if forward.version != first.version:
-            ranks = schedule.placement[stage], schedule.placement[0]
-            yield f"rank {ranks[0]}: {forward} uses another version than {first} on rank {ranks[1]}"
+            rank, first_rank = schedule.placement[stage], schedule.placement[0]
+            yield (
+                f"rank {rank}: {forward} uses another version than {first} on rank {first_rank}"
+            )
 
 
 def _forwards(row: Sequence[Action]) -> dict[tuple[int, int | None], Action]:

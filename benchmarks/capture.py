@@ -6,7 +6,7 @@ Ours beside torch.export, torch.fx and torch.distributed.pipelining, each in a p
 Captured in train mode with a batch of 4, each takes two seeded steps: at that batch, at another, and after `.eval()`;
 outputs, all gradients and all buffers must equal the model's bit for bit. Ours is judged at four more batches, and
 captured again for eval mode; how the others fare so is in the figures, too. Prints a table, writes
-benchmarks/results/capture.json and the table in docs/capture.md; models that are not named keep their figures.
+benchmarks/results/capture.json and the table in docs/design/capture.md; models that are not named keep their figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.zoo.judge import BATCHES, by_pipecompile, verdict
 from tests.zoo.models import MODELS
 
 RESULT = Path(__file__).parent / "results" / "capture.json"
-DOCS = Path(__file__).parents[1] / "docs" / "capture.md"
+DOCS = Path(__file__).parents[1] / "docs" / "design" / "capture.md"
 MARKS = ("<!-- zoo table: python -m benchmarks.capture -->", "<!-- end -->")
 OURS = "pipecompile"
 WAYS = (OURS, *RIVALS)

@@ -18,7 +18,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.profiling.cuda import as_on_cuda, attention_kernel, differences_table
 from pipecompile.profiling.profile import profile
 
-DOCS = Path(__file__).parents[2] / "docs" / "cost-models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "design" / "cost-models.md"
 BATCH, HEADS, TOKENS, SIZE = 2, 4, 40, 16
 
 

@@ -1,7 +1,7 @@
 """The options of a plan, each declared once: its name, type, default and help.
 
 The Python keywords (`pipecompile.Choices`), the command line, and docs/reference/options.md come from `OPTIONS`; a
-test compares `Choices` and the fields of a plan with it. Needs no PyTorch.
+test compares `Choices` and the fields of a plan with it. Needs no PyTorch. `python -m pipecompile.ir.options` prints the page.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "PlacementShape",
     "ScheduleName",
     "known_name",
-    "options_table",
+    "options_page",
     "python_help",
 ]
 
@@ -291,14 +291,23 @@ def _sentence(option: Option) -> str:
     return f"{option.help}\n    One of {', '.join(map(repr, option.choices))}."
 
 
-def options_table() -> str:
-    """All options as a Markdown table, for docs/reference/options.md."""
+def options_page() -> str:
+    """The page docs/reference/options.md: all options as a Markdown table."""
     rows = [
         f"| `{option.flag}` | `{option.name}` | {_values(option)} | {option.shown_default} | {option.help} |"
         for option in OPTIONS
     ]
-    head = ["| command line | Python | values | default | |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows]) + "\n"
+    return "\n".join([PAGE_HEAD, *rows]) + "\n"
+
+
+PAGE_HEAD = """\
+# Options of a plan
+
+The same options go to `pipecompile plan` and `pipecompile verify` on the command line, and to `pipecompile()` in Python.
+Names are known in whatever case; an unknown one is answered with the nearest.
+
+| command line | Python | values | default | what it does |
+|---|---|---|---|---|"""
 
 
 def _values(option: Option) -> str:
@@ -307,3 +316,7 @@ def _values(option: Option) -> str:
     if option.metavar is not None:
         return f"`{option.metavar}`"
     return {bool: "yes or no", str: "name"}.get(option.type, "whole number")
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")

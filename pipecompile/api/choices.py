@@ -63,7 +63,8 @@ else:
         __slots__ = ()
         __doc__ = f"The keywords that `pipecompile()` takes to choose a plan.\n\n{python_help()}"
 
-        def __new__(cls, **choices):  # noqa: D102
+        def __new__(cls, **choices):
+            """Return the keywords as a dict; InputError if one is unknown."""
             check_names(choices)
             return choices
 

@@ -460,15 +460,14 @@ def _refuse(what: str, names: set[str]) -> None:
 
 def check_world(plan: Plan) -> None:
     """StalePlanError unless this process group has the ranks that the plan places its stages on."""
-    if world.size() in (1, plan.ranks):
+    processes = world.size()
+    if processes in (1, plan.ranks):
         return
-    stages_per_rank = len(plan.stages) // plan.ranks
-    several = (
-        f" (schedule {plan.schedule.name!r} places {stages_per_rank} stages on a rank: "
-        f"k={len(plan.stages)} gives {plan.ranks} ranks)"
-    )
+    several = ""
+    if plan.stages_per_rank > 1:
+        several = f" (schedule {plan.schedule.name!r} places k={plan.k} stages {plan.stages_per_rank} on a rank)"
     raise StalePlanError(
-        f"the plan is for {plan.ranks} ranks{several if stages_per_rank > 1 else ''}, but "
-        f"{world.size()} processes run; launch torchrun --nproc-per-node {plan.ranks}, or plan "
-        f"for {world.size()} ranks with k={world.size() * stages_per_rank}"
+        f"the plan is for {plan.ranks} ranks{several}, but {processes} processes run; launch "
+        f"torchrun --nproc-per-node {plan.ranks}, or plan with ranks={processes}, "
+        f"which is k={processes * plan.stages_per_rank}"
     )

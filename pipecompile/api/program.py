@@ -133,7 +133,7 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
     for path, module in captured.model.named_modules():
         for name, value in module_settings(module).items():
             full = f"{path}.{name}" if path else name
-            if full not in captured.sets:
+            if full not in captured.assigned_attributes:
                 yield full, value
 
 

@@ -15,12 +15,12 @@ from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (
-    compared,
+    named_steps_and_bound,
     named_schedule,
     named_schedule_within,
     placements,
 )
-from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_plan
+from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_plan
 
 __all__ = ["findings"]
 
@@ -154,7 +154,7 @@ def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
 
 
 def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
-    return lambda schedule: excess_of(
+    return lambda schedule: excess_bytes(
         plan.stages, schedule, plan.options.caps(plan.ranks), plan.allocator
     )
 
@@ -165,7 +165,7 @@ def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem)
     step_ns = ordering.searched_ns if ordering.kept else best
     return (
         (ordering.named_ns, ordering.bound_ns)
-        == compared(_searched_problem(plan, problem), _excess(plan))
+        == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
         and plan.prediction.step_ns == step_ns
         and (ordering.kept or plan.schedule.name != "search")

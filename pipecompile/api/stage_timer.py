@@ -42,7 +42,7 @@ from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = ["DoesNotFitError", "StageTimer"]
 
-FRAMES = 9
+OVERHEAD_REPEATS = 9
 
 
 @dataclass(frozen=True)
@@ -57,70 +57,72 @@ class StageTimer:
     device: torch.device
 
     def __call__(self, plan: Plan) -> Sequence[Times]:
-        """The times of the stages of `plan`, each measured by the rank that it lies on."""
+        """Return the times of the stages of `plan`, each measured by the rank that it lies on."""
         world.broadcast(encode(plan))
         return self._gathered(plan)
 
     def dismiss(self) -> None:
-        """Lets the other ranks go on."""
+        """Let the other ranks go on."""
         world.broadcast(b"")
 
     def assist(self) -> None:
-        """Measures what rank 0 asks for."""
+        """Measure the stages of the plans that rank 0 sends, until it dismisses this rank."""
         while message := world.broadcast(b""):
             with suppress(DoesNotFitError):  # rank 0 goes on without these times
                 self._gathered(decode(message, Plan, origin="rank 0"))
 
     def _gathered(self, plan: Plan) -> Sequence[Times]:
+        """The times of all stages; if a rank fails, the same error on every rank."""
         own: dict[int, Times] | Exception
         failure: Exception | None = None
         try:
             own = self._own(plan)
         except torch.OutOfMemoryError:
             own = DoesNotFitError(f"the stages of rank {world.rank()} do not fit on {self.device}")
-        except Exception as error:  # the others wait for an answer, whatever it is
+        except Exception as error:  # raised below: the other ranks wait for an answer first
             own = PipecompileError(
                 f"rank {world.rank()} could not measure its stages: {type(error).__name__}: {error}"
             )
             failure = error
         parts = world.gathered(own)
         errors = [part for part in parts if isinstance(part, Exception)]
-        if errors:  # on every rank alike; that a stage does not fit is the least of them
+        if errors:
+            # Planning goes on if a stage does not fit, so any other error is raised before that one.
             raise failure or min(errors, key=lambda error: isinstance(error, DoesNotFitError))
-        times = {
-            index: each for part in parts if isinstance(part, dict) for index, each in part.items()
-        }
+        times = dict[int, Times]()
+        for part in parts:
+            if isinstance(part, dict):
+                times |= part
         return [times[index] for index in range(plan.k)]
 
     def _own(self, plan: Plan) -> dict[int, Times]:
-        """The stages of this rank: together, as they share its caches, or one by one if the model lies elsewhere."""
+        """The times of the stages of this rank.
+
+        They are measured together, because they share its caches; one by one if the model lies on another device,
+        which then need not have room for all of them.
+        """
         mine = [
             index
             for index, rank in enumerate(plan.schedule.placement)
             if rank % world.size() == world.rank()
         ]
+        is_on_device = self.device.type == self.target.device.type
         program, times = self._program(plan), dict[int, Times]()
         with program.mode():
             works = self._works(plan, program, mine)
-            for group in (
-                [mine]
-                if self.device.type == self.target.device.type
-                else [[index] for index in mine]
-            ):
-                with self._at_hand(*(program.stages[index] for index in group)):
+            for group in [mine] if is_on_device else [[index] for index in mine]:
+                with self._state_on_device(*(program.stages[index] for index in group)):
                     times |= _timed(plan, {index: works.pop(index) for index in group}, self.device)
         if mine:
-            last = dict(times[mine[-1]])
-            times[mine[-1]] = {
-                **last,
-                Kind.REDUCE: last[Kind.REDUCE] + self._frame_ns(plan, program),
-            }
+            last = times[mine[-1]]
+            reduce_ns = last[Kind.REDUCE] + self._step_overhead_ns(plan, program)
+            times[mine[-1]] = {**last, Kind.REDUCE: reduce_ns}
         return times
 
-    def _frame_ns(self, plan: Plan, program: Program) -> int:
-        """What a step does of its own before the first action and after the last one, once a rank."""
+    def _step_overhead_ns(self, plan: Plan, program: Program) -> int:
+        """What a step takes on a rank before the first action and after the last one."""
         times = []
-        for _ in range(FRAMES):
+        for _ in range(OVERHEAD_REPEATS):
             start = time.perf_counter_ns()
             split(self.target.targets, plan.microbatches)
             split((self.target.call.args, self.target.call.kwargs), plan.microbatches)
@@ -130,7 +132,7 @@ class StageTimer:
         return round(median(times))
 
     def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, Work]:
-        """What these stages work on: what comes out of the stages before, for a microbatch."""
+        """The work of these stages for one microbatch: their inputs are what the stages before them return."""
         values, works, targets = self._inputs, dict[int, Work](), self._targets(plan)
         for stage in program.stages[: max(mine, default=-1) + 1]:
             run = EagerStage(
@@ -139,32 +141,25 @@ class StageTimer:
                 buffers=stage.buffers,
                 random=stage.random,
             )
-            with self._at_hand(stage):
+            with self._state_on_device(stage):
                 outputs = run.evaluate(values, StreamKey(0, 0, 0))
             if stage.index in mine:
                 is_last = stage.index == plan.k - 1
                 run.loss = self._loss(program, outputs) if is_last else None
-                wanted = [edge.gradient for edge in stage.outputs] or [
-                    value.is_floating_point() for value in outputs
-                ]
-                seeds = [
-                    torch.ones_like(v) if grad else None
-                    for v, grad in zip(outputs, wanted, strict=True)
-                ]
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
                 ]
-                works[stage.index] = Work(run, inputs, targets, seeds)
+                works[stage.index] = Work(run, inputs, targets, _output_gradients(stage, outputs))
             values = outputs
         return works
 
-    def _at_hand(self, *stages: StageModule) -> AbstractContextManager[None]:
-        """The stages' state on the device."""
+    def _state_on_device(self, *stages: StageModule) -> AbstractContextManager[None]:
+        """Keep the stages' state on the device for the block."""
         state = [value for stage in stages for _, value in named_state(stage.module)]
         return lent(state, self.device, [buffer for stage in stages for buffer in stage.buffers])
 
     def _program(self, plan: Plan) -> Program:
-        """The plan's stages, cut out of a graph of their own: cutting rewrites it."""
+        """The plan's stages, cut out of a graph of their own, because cutting rewrites the graph."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
         return Program(self.captured.capture, module, plan.assignment, plan.regions, plan.savings)
@@ -181,7 +176,7 @@ class StageTimer:
         return split(moved, plan.microbatches)
 
     def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
-        """The loss of the last stage; None if it is not known, or wants a target that is not."""
+        """The loss of the last stage; None if there is none, or if it needs a target that is not given."""
         if self.target.loss_fn is None:
             try:
                 model_loss(program.outputs.unflatten(outputs), None)
@@ -194,11 +189,24 @@ class StageTimer:
         )
 
 
+def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of ones for the outputs of a stage that have any; the last stage has no edges that say which."""
+    has_gradient = [edge.gradient for edge in stage.outputs]
+    if not has_gradient:
+        has_gradient = [value.is_floating_point() for value in outputs]
+    pairs = zip(outputs, has_gradient, strict=True)
+    return [torch.ones_like(value) if is_needed else None for value, is_needed in pairs]
+
+
 def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[int, Times]:
-    """In the order of the plan with whole backwards; again in two halves if its schedule has any."""
+    """The times of the stages, run in the order of the plan: with whole backwards, then with split ones if it may
+    have any.
+    """
     needs = compute_dependencies(problem_of_plan(plan), plan.schedule)
     order = [
-        action for _, action in dependency_order(plan.schedule.compute, needs) if action.stage in works
+        action
+        for _, action in dependency_order(plan.schedule.compute, needs)
+        if action.stage in works
     ]
     times = timed(works, whole(order), device)
     if plan.options.schedule not in MAY_SPLIT:
@@ -208,4 +216,4 @@ def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[
 
 
 class DoesNotFitError(Exception):
-    """A device has not the memory to run its stages; the message says which."""
+    """A device lacks the memory to run its stages; the message says which one."""

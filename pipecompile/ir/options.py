@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, Literal, get_args, get_origin
 
 from pipecompile.errors import InputError, unknown
@@ -46,6 +47,7 @@ PlacementShape = Literal["linear", "loop", "v"]
 OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor"]
 
 DEFAULT_STAGES = 4
+INDENT = "    "
 
 Form = Literal["value", "switch", "list", "repeated", "pins", "groups"]
 """How the command line takes an option: one value, on or off, values between commas, the option several times,
@@ -277,18 +279,18 @@ def known_name(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def python_help() -> str:
-    """The choices for `help(pipecompile.Choices)`: each with its names, its default and its help."""
-    return "\n\n".join(
-        f"{option.name}  (default: {option.shown_default})\n    {_sentence(option)}"
-        for option in OPTIONS
-        if option.is_choice
-    )
-
-
-def _sentence(option: Option) -> str:
-    if not option.choices:
-        return option.help
-    return f"{option.help}\n    One of {', '.join(map(repr, option.choices))}."
+    """The choices for `help(pipecompile.Choices)`: each with its default, its help and its names."""
+    entries = []
+    for option in OPTIONS:
+        if option.is_choice:
+            text = [option.help]
+            if option.choices:
+                text.append(f"One of {', '.join(map(repr, option.choices))}.")
+            lines = [
+                fill(line, 92, initial_indent=INDENT, subsequent_indent=INDENT) for line in text
+            ]
+            entries.append("\n".join([f"{option.name}  (default: {option.shown_default})", *lines]))
+    return "\n\n".join(entries)
 
 
 def options_page() -> str:

@@ -1,0 +1,90 @@
+"""What is asked of a plan is checked before a model is captured, and before PyTorch is imported."""
+
+from __future__ import annotations
+
+import pydoc
+from typing import Any, get_type_hints
+
+import pytest
+
+import pipecompile
+from pipecompile.api.choices import ChoiceTypes, requested_options
+from pipecompile.errors import InputError
+from pipecompile.ir.options import OPTIONS
+
+
+def test_the_types_of_choices_are_those_of_the_table() -> None:
+    table = {option.name: option.type for option in OPTIONS if option.is_choice}
+    assert get_type_hints(ChoiceTypes) == table
+
+
+def test_help_lists_the_choices_and_no_methods_of_dict() -> None:
+    text = pydoc.render_doc(pipecompile.Choices, renderer=pydoc.plaintext)
+    for option in OPTIONS:
+        assert (f"{option.name}  (default: {option.shown_default})" in text) == option.is_choice
+        assert all(repr(name) in text for name in option.choices)
+    assert "builtins.dict" not in text
+    assert "popitem" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_choices_are_a_dict_of_known_names() -> None:
+    choices = pipecompile.Choices(schedule="gpipe", ranks=2)
+    assert choices == {"schedule": "gpipe", "ranks": 2}
+    with pytest.raises(InputError, match=r"unknown option 'schedul'; did you mean 'schedule'\?"):
+        pipecompile.Choices(schedul="gpipe")  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("choices", "k", "ranks"),
+    [
+        ({}, 4, 4),
+        ({"k": 6}, 6, 6),
+        ({"ranks": 2}, 2, 2),
+        ({"ranks": 4, "schedule": "zb-v"}, 8, 4),
+        ({"ranks": 4, "schedule": "interleaved-1f1b"}, 8, 4),
+        ({"ranks": 3, "schedule": "interleaved-1f1b", "stages_per_rank": 3}, 9, 3),
+        ({"ranks": 3, "k": 6, "schedule": "ZB-V"}, 6, 3),
+        ({"ranks": 2, "schedule": "search", "stages_per_rank": 2}, 4, 2),
+    ],
+)
+def test_ranks_stand_for_as_many_stages_as_the_schedule_has_on_them(
+    choices: dict[str, Any], k: int, ranks: int
+) -> None:
+    from pipecompile.schedule.selection import placements
+
+    options = requested_options(**choices)
+    assert options.k == k
+    assert {max(placement) + 1 for placement in placements(options)} == {ranks}
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"k": 4, "ranks": 4, "schedule": "zb-v"},
+        "k=4 and ranks=4 disagree: schedule 'zb-v' has 2 on each rank, which is k=8",
+    ),
+    ({"ranks": 0}, "ranks=0, but a pipeline has at least one rank"),
+    ({"k": "4"}, "k='4' must be a whole number"),
+    ({"k": True}, "k=True must be a whole number"),
+    ({"microbatches": 0}, "microbatches=0, but a step has at least one microbatch"),
+    ({"schedule": "1f1v"}, "unknown schedule '1f1v'; did you mean '1f1b'?"),
+    ({"schedule": "pipedream"}, "which no step does yet"),
+    ({"objective": "max_load"}, "unknown objective 'max_load'; did you mean 'max-load'?"),
+    ({"recompute": "blocks"}, "unknown recompute 'blocks'; did you mean 'block'?"),
+    ({"granularity": "operator"}, "unknown granularity 'operator'; did you mean 'operators'?"),
+    ({"placement": "lop"}, "unknown placement 'lop'; did you mean 'loop'?"),
+    ({"optimizer": "adamv"}, "unknown optimizer 'adamv'; did you mean 'adam"),
+    ({"saving": ["relo"]}, "unknown saving 'relo'; did you mean 'relu'?"),
+    ({"saving": "relu"}, "saving='relu' is not a list of names"),
+    ({"costs": "flop"}, "unknown costs 'flop'; did you mean 'flops'?"),
+    ({"costs": "roofline:h99"}, "h99"),
+    ({"memory": "much"}, "write 16GiB"),
+    ({"colour": "red"}, "unknown option 'colour'"),
+]
+
+
+@pytest.mark.parametrize(("choices", "message"), REFUSALS)
+def test_what_is_refused(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        requested_options(**choices)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Where the stages of a plan lie, and which rank does what, when. Needs no PyTorch."""
+"""Selects for a plan where its stages lie, and which order its ranks follow. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.links import Links
+from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.snapshots import Moment, moments
@@ -28,87 +29,113 @@ from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.recompute import add_recomputes
 from pipecompile.schedule.robustness import is_gain_robust
-from pipecompile.schedule.stages import activation_caps, excess_of, problem_of_stages
+from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
 
 if TYPE_CHECKING:
     from pipecompile.schedule.search import NamedResult, SearchResult
 
 __all__ = [
-    "compared",
     "in_flight_counts",
-    "snapshots_of",
     "named_schedule",
     "named_schedule_within",
-    "schedule_plan",
+    "named_steps_and_bound",
     "placements",
     "representative_schedule",
+    "schedule_plan",
+    "snapshots_of",
 ]
 
-SEARCH_SECONDS = 3.0  # of work
-SEARCHES = 4  # as caps are lowered
-Excess = Callable[[Schedule], Sequence[int]]  # per rank the bytes over its cap
+SEARCH_SECONDS = 3.0  # the budget of one search
+SEARCHES = 4  # tried while the caps are lowered
+Excess = Callable[[Schedule], Sequence[int]]
+"""Returns for each rank the bytes by which a schedule exceeds its cap."""
 
 
 def placements(options: Options) -> tuple[tuple[int, ...], ...]:
-    """Where the stages may lie: one way, or several where a search may choose; InputError if the options disagree."""
-    known = [name for name in NAMES if name not in ASYNCHRONOUS]
-    if options.schedule not in (*NAMES, "search"):
-        raise InputError(
-            f"schedule {options.schedule!r} is not known; choose one of {', '.join(known)}, search"
-        )
+    """Return where the stages may lie: one placement, or several for a search to choose from.
+
+    InputError if the options disagree.
+    """
     if options.schedule in ASYNCHRONOUS:
         raise InputError(
-            f"schedule {options.schedule!r} updates weights while microbatches are on their way, which no step does "
-            "yet; choose a synchronous one such as '1f1b', or look at it with `pipecompile schedule`"
+            f"schedule {options.schedule!r} updates weights while microbatches are on their way, "
+            "which no step does yet; choose a synchronous one such as '1f1b', or look at it with "
+            "`pipecompile schedule`"
         )
-    searched = options.schedule == "search"
-    shape, fixed = ("any", None) if searched else required_placement(options.schedule)
-    each = options.stages_per_rank or fixed or (2 if shape == "loop" else 1)
-    if options.k % each:
-        raise InputError(
-            f"k={options.k} stages cannot be placed {each} on a rank; choose k as a multiple of {each}"
-        )
-    ranks = options.k // each
-    if searched and options.placement is None:
-        return tuple(dict.fromkeys(place(shape, ranks, each) for shape in SHAPES))
-    return (place(options.placement or ("linear" if shape == "any" else shape), ranks, each),)
+    synchronous = [name for name in NAMES if name not in ASYNCHRONOUS]
+    name = known_name("schedule", options.schedule, [*synchronous, "search"])
+    shape, required = ("any", None) if name == "search" else required_placement(name)
+    stages_per_rank = options.stages_per_rank or required or (2 if shape == "loop" else 1)
+    if options.k % stages_per_rank:
+        raise InputError(_unfilled_ranks(options, stages_per_rank))
+    ranks = options.k // stages_per_rank
+    if name == "search" and options.placement is None:
+        return tuple(dict.fromkeys(place(shape, ranks, stages_per_rank) for shape in SHAPES))
+    default = "linear" if shape == "any" else shape
+    return (place(options.placement or default, ranks, stages_per_rank),)
+
+
+def _unfilled_ranks(options: Options, stages_per_rank: int) -> str:
+    """Return what to do about stages that do not fill whole ranks.
+
+    The advice names both numbers, since k counts stages and users may think of ranks.
+    """
+    k, source = options.k, f"schedule {options.schedule!r}"
+    if options.stages_per_rank:
+        source = f"stages_per_rank={stages_per_rank}"
+    ranks = -(-k // stages_per_rank)
+    return (
+        f"k={k} stages do not fill their ranks: {source} places {stages_per_rank} stages on a "
+        f"rank, so k={ranks * stages_per_rank} gives {_ranks_text(ranks)}; for {_ranks_text(k)} "
+        f"use k={k * stages_per_rank}"
+    )
+
+
+def _ranks_text(ranks: int) -> str:
+    return f"{ranks} rank{'' if ranks == 1 else 's'}"
 
 
 def representative_schedule(options: Options, placement: Sequence[int]) -> str:
-    """The named schedule by which a cut is judged while the order is not searched yet."""
+    """Return the named schedule by which cuts are judged while the order is not yet searched."""
     if options.schedule != "search":
         return options.schedule
     shapes = shapes_of(placement)
-    return "1f1b" if "linear" in shapes else "zb-v" if "v" in shapes else "interleaved-1f1b"
+    if "linear" in shapes:
+        return "1f1b"
+    return "zb-v" if "v" in shapes else "interleaved-1f1b"
 
 
 def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
-    """Per stage how many microbatches it holds between forward and backward."""
-    return peak_in_flight(
-        representative_schedule(options, placement), placement, options.microbatches
-    )
+    """Return for each stage how many microbatches it holds between forward and backward."""
+    name = representative_schedule(options, placement)
+    return peak_in_flight(name, placement, options.microbatches)
 
 
 @lru_cache(maxsize=8)
 def snapshots_of(
-    name: str, placement: tuple[int, ...], microbatches: int, again: bool, except_last: bool = False
+    name: str,
+    placement: tuple[int, ...],
+    microbatches: int,
+    recompute: bool,
+    except_last: bool = False,
 ) -> tuple[tuple[Moment, ...], ...]:
-    """Per rank the moments of a named schedule at which it may hold most; `again` if its stages recompute.
+    """Return for each rank the snapshots of a named schedule at which it may hold the most.
 
-    `but_last` if the step's last microbatch is not computed again.
+    `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
+    recomputed.
     """
-    return tuple(
-        map(moments, generate(name, placement, microbatches, again, except_last=except_last).rows)
-    )
+    schedule = generate(name, placement, microbatches, recompute, except_last=except_last)
+    return tuple(map(moments, schedule.rows))
 
 
 def named_schedule(name: str, problem: PlacedProblem) -> Schedule:
-    """The compute actions of a named schedule, each recompute as early as its memory allows."""
+    """Return the compute actions of a named schedule, each recompute as early as memory allows."""
     if name in SPLIT and not problem.can_split:
+        whole = (known for known in fitting_names(problem.placement, 1) if known not in SPLIT)
         raise InputError(
-            f"schedule {name!r} splits backwards in two, but the costs do not say how long each half takes; choose "
-            f"other costs, or one of {', '.join(n for n in fitting_names(problem.placement, 1) if n not in SPLIT)}"
+            f"schedule {name!r} splits backwards in two, but the costs do not say how long each "
+            f"half takes; choose other costs, or one of {', '.join(whole)}"
         )
     return add_recomputes(problem, generate(name, problem.placement, problem.microbatches))
 
@@ -120,123 +147,144 @@ def schedule_plan(
     placement: Sequence[int],
     allocator: AllocatorName,
 ) -> tuple[Schedule, Ordering | None]:
-    """The schedule of a plan with its transfers, and how it was found if it was searched for.
+    """Return the schedule of a plan with its transfers, and what a search found, if there was one.
 
-    Its ranks are within `options.memory_bytes` by the memory model. AssertionError if it were not sound;
-    InfeasibleError if none is found.
+    By the memory model its ranks hold at most `options.memory_bytes`. InfeasibleError if no such
+    schedule is found; AssertionError if the schedule is not sound.
     """
     problem = problem_of_stages(stages, links, placement, options.microbatches)
-    given = options.caps(max(placement) + 1)
+    caps = options.caps(max(placement) + 1)
 
     def excess(schedule: Schedule) -> tuple[int, ...]:
-        return excess_of(stages, schedule, given, allocator)
+        return excess_bytes(stages, schedule, caps, allocator)
 
-    room = activation_caps(stages, placement, options.microbatches, given, allocator)
-    safe, ordering = replace(problem, caps=room), None
+    sufficient = activation_caps(stages, placement, options.microbatches, caps, allocator)
+    safe = replace(problem, caps=sufficient)
+    ordering = None
     if options.schedule == "search":
-        caps = activation_caps(
-            stages, placement, options.microbatches, given, allocator, highest=True
+        highest = activation_caps(
+            stages, placement, options.microbatches, caps, allocator, highest=True
         )
-        compute, ordering = _searched(replace(problem, caps=caps), safe, excess)
+        compute, ordering = _searched(replace(problem, caps=highest), safe, excess)
     else:
         compute = named_schedule_within(options.schedule, safe, excess)
-    lowered = add_transfers(problem, compute)
-    found = check_schedule(lowered, problem)
-    assert not found, f"the schedule is not sound: {found}"
-    return lowered, ordering
+    schedule = add_transfers(problem, compute)
+    violations = check_schedule(schedule, problem)
+    assert not violations, f"the schedule is not sound: {violations}"
+    return schedule, ordering
 
 
 def named_schedule_within(name: str, problem: PlacedProblem, excess: Excess) -> Schedule:
-    """The named order, recomputes as early as memory allows; InfeasibleError if it does not fit with late ones."""
-    except_last = [costs.except_last for costs in problem.costs]
+    """Return the named order with each recompute as early as memory allows.
+
+    Where that does not fit, each recompute is right before its backward; InfeasibleError if that
+    does not fit either.
+    """
     late = generate(
-        name, problem.placement, problem.microbatches, problem.recompute, except_last=except_last
+        name,
+        problem.placement,
+        problem.microbatches,
+        problem.recompute,
+        except_last=[costs.except_last for costs in problem.costs],
     )
     for schedule in (named_schedule(name, problem), late):
         if not any(excess(schedule)):
             return schedule
     raise InfeasibleError(
-        f"no cut was found whose ranks fit their memory under {name!r}; whether there is one is not proven"
+        f"no cut was found whose ranks fit their memory under {name!r}; "
+        "whether there is one is not proven"
     )
 
 
 def _searched(
     problem: PlacedProblem, safe: PlacedProblem, excess: Excess
 ) -> tuple[Schedule, Ordering]:
-    """The best order found if what it gains over the best named one survives noise, else that one.
+    """Return the best order found if its gain over the best named one survives noise, else that.
 
-    The caps of `problem` are what no order that fits is over, those of `safe` leave room for any order.
+    No order that fits exceeds the caps of `problem`; every order within those of `safe` fits.
     """
-    # Imported here: it may need CP-SAT, which takes a while to load.
+    # Imported here because it may need CP-SAT, which takes a while to load.
     from pipecompile.schedule.search import best_named, order_lower_bound
 
-    known = _named_within(problem, excess)
-    named = best_named(known)
-    found = min(_found(problem, safe, excess), key=lambda order: order.value_ns, default=None)
-    if found is None and named is None:
-        raise InfeasibleError(
-            "no order was found whose ranks fit their memory; whether there is one is not proven"
-        )
-    kept = found is not None and (
-        named is None
-        or (
-            found.value_ns < named.value_ns
-            and is_gain_robust(problem, found.schedule, named.schedule)
-        )
-    )
-    chosen = found if kept or named is None else named
-    assert chosen is not None
+    all_named = _named_results(problem, excess)
+    named = best_named(all_named)
+    results = _fitting_results(problem, safe, excess)
+    result = min(results, key=lambda candidate: candidate.value_ns, default=None)
+    chosen = _preferred(problem, result, named)
     ordering = Ordering(
-        searched_ns=min(order.value_ns for order in (found, named) if order is not None),
+        searched_ns=min(order.value_ns for order in (result, named) if order is not None),
         bound_ns=order_lower_bound(problem, "makespan"),
-        named_ns=_fitting(known),
-        kept=kept,
+        named_ns=_steps_ns(all_named),
+        kept=chosen is result,
     )
     return chosen.schedule, ordering
 
 
-def _found(problem: PlacedProblem, safe: PlacedProblem, excess: Excess) -> Iterator[SearchResult]:
-    """Orders that fit. One that is found within the caps may still need too much: then they are lowered by as much."""
+def _preferred(
+    problem: PlacedProblem, result: SearchResult | None, named: NamedResult | None
+) -> SearchResult | NamedResult:
+    if named is None:
+        if result is None:
+            raise InfeasibleError(
+                "no order was found whose ranks fit their memory; "
+                "whether there is one is not proven"
+            )
+        return result
+    if result is None or result.value_ns >= named.value_ns:
+        return named
+    return result if is_gain_robust(problem, result.schedule, named.schedule) else named
+
+
+def _fitting_results(
+    problem: PlacedProblem, safe: PlacedProblem, excess: Excess
+) -> Iterator[SearchResult]:
+    """Yield searched orders that fit.
+
+    An order within the caps of `problem` may still need too much. The caps are then lowered to what
+    the order held, less its excess, and the search is repeated.
+    """
     from pipecompile.schedule.search import search
 
-    within = problem
+    lowered = problem
     for _ in range(SEARCHES):
         try:
-            found = search(within, seconds=SEARCH_SECONDS)
+            result = search(lowered, seconds=SEARCH_SECONDS)
         except InfeasibleError:
             break
-        over = excess(found.schedule)
+        over = excess(result.schedule)
         if not any(over):
-            yield found
+            yield result
             break
-        rows = zip(within.caps or (), found.schedule.compute, over, strict=True)
-        caps = (
-            max(0, max(within.held_bytes(row)) - more) if more else cap for cap, row, more in rows
-        )
-        within = replace(within, caps=tuple(caps))
-    if within != problem:
+        caps = list(lowered.caps or ())
+        for rank, (row, more) in enumerate(zip(result.schedule.compute, over, strict=True)):
+            if more:
+                caps[rank] = max(0, max(lowered.held_bytes(row)) - more)
+        lowered = replace(lowered, caps=tuple(caps))
+    if lowered != problem:
         with suppress(InfeasibleError):
-            found = search(safe, seconds=SEARCH_SECONDS)
-            if not any(
-                excess(found.schedule)
-            ):  # recomputes may have been moved to where less is free
-                yield found
+            result = search(safe, seconds=SEARCH_SECONDS)
+            # A recompute may have been moved to where its rank has less memory left.
+            if not any(excess(result.schedule)):
+                yield result
 
 
-def _named_within(problem: PlacedProblem, excess: Excess) -> tuple[NamedResult, ...]:
-    """The named orders of this placement; those fit whose ranks are within their memory."""
+def _named_results(problem: PlacedProblem, excess: Excess) -> tuple[NamedResult, ...]:
+    """Return the named orders of a placement; those fit whose ranks are within their memory."""
     from pipecompile.schedule.search import simulate_named
 
-    orders = simulate_named(problem, "makespan")
-    return tuple(replace(order, fits=not any(excess(order.schedule))) for order in orders)
+    results = simulate_named(problem, "makespan")
+    return tuple(replace(named, fits=not any(excess(named.schedule))) for named in results)
 
 
-def compared(problem: PlacedProblem, excess: Excess) -> tuple[dict[str, int], int]:
-    """The steps in ns of the named orders that fit, and the bound on all orders: what a searched plan says of them."""
+def named_steps_and_bound(problem: PlacedProblem, excess: Excess) -> tuple[dict[str, int], int]:
+    """Return the steps in ns of the named orders that fit, and the lower bound on all orders.
+
+    A searched plan states both.
+    """
     from pipecompile.schedule.search import order_lower_bound
 
-    return _fitting(_named_within(problem, excess)), order_lower_bound(problem, "makespan")
+    return _steps_ns(_named_results(problem, excess)), order_lower_bound(problem, "makespan")
 
 
-def _fitting(named: Iterable[NamedResult]) -> dict[str, int]:
-    return {order.schedule.name: order.value_ns for order in named if order.fits}
+def _steps_ns(results: Iterable[NamedResult]) -> dict[str, int]:
+    return {named.schedule.name: named.value_ns for named in results if named.fits}

@@ -1,4 +1,8 @@
-"""The schedule problem of a plan's stages."""
+"""The schedule problem of a plan's stages, and what the memory model leaves for it.
+
+Callers are the phases that schedule, price or check a plan: times and bytes come from the stages,
+transfer times from the links.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from pipecompile.memory_model.rank import ceiling, rank_memory, room
 from pipecompile.memory_model.snapshots import moments
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 
-__all__ = ["activation_caps", "excess_of", "memory_by_rank", "problem_of_plan", "problem_of_stages"]
+__all__ = ["activation_caps", "excess_bytes", "memory_by_rank", "problem_of_plan", "problem_of_stages"]
 
 
 def problem_of_plan(plan: Plan) -> PlacedProblem:
-    """What the schedule of `plan` answers."""
+    """Return the problem that the schedule of a plan answers."""
     placement = plan.schedule.placement
-    given = plan.options.caps(plan.ranks)
-    caps = activation_caps(plan.stages, placement, plan.microbatches, given, plan.allocator)
-    return problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, caps)
+    caps = plan.options.caps(plan.ranks)
+    available = activation_caps(plan.stages, placement, plan.microbatches, caps, plan.allocator)
+    return problem_of_stages(plan.stages, plan.links, placement, plan.microbatches, available)
 
 
 def problem_of_stages(
@@ -34,83 +38,82 @@ def problem_of_stages(
     microbatches: int,
     caps: Sequence[int] | None = None,
 ) -> PlacedProblem:
-    """Bytes are bounds, as caps are judged on; tensors that stages pass on travel with the boundary between them.
+    """Return the schedule problem of stages on ranks.
 
-    Each tensor is a message: torch's runtime sends those of a boundary one by one. What a message takes of a rank's
-    own time is part of the action that it belongs to.
+    Bytes are bounds, since caps are held against bounds. Each tensor at a boundary is a message of
+    its own, since torch's runtime sends them one by one. The part of a message that occupies the
+    rank itself is added to the action that it belongs to.
     """
-    ends = list(pairwise(placement))
-    away = [False, *(left != right for left, right in ends), False]
-    forward = [
-        sum(links.under_way_ns(here, there, tensor.bytes) for tensor in stage.outputs)
-        for stage, (here, there) in zip(stages, ends, strict=False)
-    ]
-    backward = [
-        sum(links.under_way_ns(there, here, tensor.gradient_bytes) for tensor in stage.outputs)
-        for stage, (here, there) in zip(stages, ends, strict=False)
-    ]
-    spent = [
-        _spent_ns(links, stage, *sides) for stage, sides in zip(stages, pairwise(away), strict=True)
-    ]
-    costs = [
-        _work(stage, *own, is_first=stage is stages[0])
-        for stage, own in zip(stages, spent, strict=True)
-    ]
+    boundaries = list(pairwise(placement))
+    crosses_ranks = [False, *(left != right for left, right in boundaries), False]
+    forward_ns, backward_ns, costs = [], [], []
+    for stage, (left, right) in zip(stages, boundaries, strict=False):
+        forward_ns.append(
+            sum(links.under_way_ns(left, right, tensor.bytes) for tensor in stage.outputs)
+        )
+        backward_ns.append(
+            sum(links.under_way_ns(right, left, tensor.gradient_bytes) for tensor in stage.outputs)
+        )
+    for stage, sides in zip(stages, pairwise(crosses_ranks), strict=True):
+        own_ns = _message_ns(links, stage, *sides)
+        costs.append(_costs(stage, *own_ns, is_first=stage is stages[0]))
     return PlacedProblem(
         placement=tuple(placement),
         microbatches=microbatches,
         costs=tuple(costs),
-        forward_transfer_ns=tuple(forward),
-        backward_transfer_ns=tuple(backward),
-        # torch's runtime always waits for a message; where no tensor carries a gradient it is empty.
-        gradient=(True,) * len(ends),
+        forward_transfer_ns=tuple(forward_ns),
+        backward_transfer_ns=tuple(backward_ns),
+        # torch's runtime always waits for a message; without any gradient it is an empty one.
+        gradient=(True,) * len(boundaries),
         caps=None if caps is None else tuple(caps),
     )
 
 
-def _spent_ns(links: Links, stage: Stage, before: bool, after: bool) -> tuple[int, int]:
-    """What messages take of a stage's rank in its forward and in its backward; its neighbours may be elsewhere."""
-    inputs, outputs = stage.inputs if before else (), stage.outputs if after else ()
-    sent, received = links.sending.transfer_ns, links.receiving.transfer_ns
-    forward = sum(received(tensor.bytes) for tensor in inputs) + sum(
-        sent(tensor.bytes) for tensor in outputs
-    )
-    backward = [received(tensor.gradient_bytes) for tensor in outputs]
-    return forward, sum(backward) + sum(sent(tensor.gradient_bytes) for tensor in inputs)
+def _message_ns(
+    links: Links, stage: Stage, receives_inputs: bool, sends_outputs: bool
+) -> tuple[int, int]:
+    """Return the time of a stage's rank that messages take in its forward and in its backward.
 
-
-def _work(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> StageCosts:
-    """With what messages take in the forward and in the backward.
-
-    The first stage has no gradients of inputs to compute: its I is nothing, its W the whole backward.
+    Messages are exchanged only with neighbours on other ranks.
     """
-    again, footprint = stage.recomputes, stage.footprint
-    held, without_versions = (
-        footprint.kept.bound,
-        (footprint.outputs + footprint.written).bound * again,
-    )
-    remade = footprint.remade.bound * again
-    inside = stage.recompute_ns if stage.recompute == "regions" else 0
-    packing = sum(run.forward_ns for run in stage.saving)
-    unpacking = sum(run.backward_ns for run in stage.saving)
+    inputs = stage.inputs if receives_inputs else ()
+    outputs = stage.outputs if sends_outputs else ()
+    sending_ns, receiving_ns = links.sending.transfer_ns, links.receiving.transfer_ns
+    forward_ns = sum(receiving_ns(tensor.bytes) for tensor in inputs)
+    forward_ns += sum(sending_ns(tensor.bytes) for tensor in outputs)
+    backward_ns = sum(receiving_ns(tensor.gradient_bytes) for tensor in outputs)
+    backward_ns += sum(sending_ns(tensor.gradient_bytes) for tensor in inputs)
+    return forward_ns, backward_ns
+
+
+def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> StageCosts:
+    """Return the costs of a stage, whose messages take so long in its forward and its backward.
+
+    The first stage has no input gradient: its I takes no time, and its W that of a full backward.
+    """
+    recomputes, footprint = stage.recomputes, stage.footprint
+    kept = footprint.kept.bound
+    # A forward that is recomputed keeps only what it sends and what it writes to.
+    bare = (footprint.outputs + footprint.written).bound if recomputes else 0
+    remade = footprint.remade.bound if recomputes else 0
+    region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
+    encoding_ns = sum(run.forward_ns for run in stage.saving)
+    decoding_ns = sum(run.backward_ns for run in stage.saving)
     can_split = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return StageCosts(
-        forward_ns=stage.forward_ns + forward_ns + packing,
-        backward_ns=stage.backward_ns + backward_ns + inside + unpacking,
+        forward_ns=stage.forward_ns + forward_ns + encoding_ns,
+        backward_ns=stage.backward_ns + backward_ns + region_ns + decoding_ns,
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
-        recompute_ns=stage.recompute_ns if again else 0,
+        recompute_ns=stage.recompute_ns if recomputes else 0,
         reduce_ns=stage.finish_ns,
-        kept_bytes=without_versions if again else held,
-        recomputed_bytes=held if again else 0,
-        # torch keeps everything until the gradients of the weights
-        between_bytes=held
-        + without_versions
-        + (footprint.between - footprint.dropped).bound
-        - remade,
+        kept_bytes=bare if recomputes else kept,
+        recomputed_bytes=kept if recomputes else 0,
+        # torch frees nothing of a microbatch before its weight gradient.
+        between_bytes=kept + bare + (footprint.between - footprint.dropped).bound - remade,
         remade_bytes=remade,
         can_split=can_split,
-        recompute=again,
+        recompute=recomputes,
         except_last=stage.recompute == "except-last",
     )
 
@@ -119,57 +122,64 @@ def activation_caps(
     stages: Sequence[Stage],
     placement: Sequence[int],
     microbatches: int,
-    given: Sequence[int] | None,
+    caps: Sequence[int] | None,
     allocator: AllocatorName,
     *,
     highest: bool = False,
 ) -> tuple[int, ...] | None:
-    """What the caps `given` for ranks leave for activations, whatever the order: one that keeps no more fits.
+    """Return the bytes that the caps of ranks leave for activations; None without caps.
 
-    `highest` caps are those that no order that fits is over: they leave out all but what a rank always holds.
+    An order that holds no more activations than these fits, whatever it is. With `highest` they are
+    caps that no order that fits exceeds: only what a rank always holds is subtracted.
     """
-    if given is None:
+    if caps is None:
         return None
-    taken, caps = ALLOCATORS[allocator], []
-    for rank, cap in enumerate(given):
-        held = stages_on(stages, placement, rank)
-        again = {index for index in held if stages[index].recomputes}
+    rules, left = ALLOCATORS[allocator], []
+    for rank, cap in enumerate(caps):
+        footprints = footprints_on(stages, placement, rank)
+        recomputed = {index for index in footprints if stages[index].recomputes}
         if highest:
-            caps.append(ceiling(held, cap, microbatches=microbatches, allocator=taken))
+            left.append(ceiling(footprints, cap, microbatches=microbatches, allocator=rules))
         else:
-            left = room(held, cap, microbatches=microbatches, allocator=taken, recomputed=again)
-            caps.append(max(0, left))
-    return tuple(caps)
+            available = room(
+                footprints, cap, microbatches=microbatches, allocator=rules, recomputed=recomputed
+            )
+            left.append(max(0, available))
+    return tuple(left)
 
 
-def excess_of(
+def excess_bytes(
     stages: Sequence[Stage],
     schedule: Schedule,
     caps: Sequence[int] | None,
     allocator: AllocatorName,
 ) -> tuple[int, ...]:
-    """Per rank the bytes that it may hold over its cap."""
+    """Return for each rank the bytes by which it may exceed its cap."""
     if caps is None:
         return (0,) * schedule.ranks
-    held = memory_by_rank(stages, schedule, allocator)
-    return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(held, caps, strict=True))
+    memory = memory_by_rank(stages, schedule, allocator)
+    return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(memory, caps, strict=True))
 
 
 def memory_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
-    """What each rank holds at its peak, by the plan's memory model."""
-    pairs = (
-        (stages_on(stages, schedule.placement, rank), row) for rank, row in enumerate(schedule.rows)
-    )
-    microbatches, taken = schedule.microbatches, ALLOCATORS[allocator]
+    """Return what each rank holds at its peak, by the plan's memory model."""
     return tuple(
-        rank_memory(h, moments(row), microbatches=microbatches, allocator=taken) for h, row in pairs
+        rank_memory(
+            footprints_on(stages, schedule.placement, rank),
+            moments(row),
+            microbatches=schedule.microbatches,
+            allocator=ALLOCATORS[allocator],
+        )
+        for rank, row in enumerate(schedule.rows)
     )
 
 
-def stages_on(stages: Sequence[Stage], placement: Sequence[int], rank: int) -> dict[int, Footprint]:
-    """What the stages of a rank hold, by stage."""
+def footprints_on(
+    stages: Sequence[Stage], placement: Sequence[int], rank: int
+) -> dict[int, Footprint]:
+    """Return by stage the footprints of a rank's stages."""
     return {
         index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank
     }

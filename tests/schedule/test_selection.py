@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.api.plan import draft
-from pipecompile.api.soundness import violations
+from pipecompile.api.soundness import findings
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
@@ -29,9 +29,12 @@ from pipecompile.schedule.stages import problem_of_plan
 
 SYNCHRONOUS = [name for name in NAMES if name not in ASYNCHRONOUS and name != "forward-only"]
 MIB = 1 << 20
-TIGHT = (
-    20 * MIB
-)  # in 4 stages of EVEN two microbatches of 4 MiB each, beside the 8 outputs that were sent
+# In 4 stages of EVEN two microbatches of 4 MiB each, beside the 8 outputs that were sent.
+TIGHT = 20 * MIB
+
+
+def violations(plan: Plan) -> list[str]:
+    return [finding.message for finding in findings(plan)]
 
 
 def chain(times: list[tuple[int, int, int]], *, halves: bool = True) -> CostGraph:
@@ -138,7 +141,11 @@ def test_placements_follow_the_schedule_the_options_or_both() -> None:
     [
         (
             {"k": 3, "schedule": "zb-v"},
-            r"k=3 stages cannot be placed 2 on a rank; choose k as a multiple of 2",
+            r"schedule 'zb-v' places 2 stages on a rank, so k=4 gives 2 ranks; for 3 ranks use k=6",
+        ),
+        (
+            {"k": 1, "stages_per_rank": 2},
+            r"stages_per_rank=2 places 2 stages on a rank, so k=2 gives 1 rank; for 1 rank use k=2",
         ),
         (
             {"schedule": "zb-v", "placement": "loop"},
@@ -149,8 +156,9 @@ def test_placements_follow_the_schedule_the_options_or_both() -> None:
             r"schedule 'zb-h1' needs one stage on each rank",
         ),
         ({"schedule": "dualpipe-v", "microbatches": 3}, r"microbatches"),
+        ({"schedule": "1f1bb"}, r"unknown schedule '1f1bb'; did you mean '1f1b'[?] choose from"),
         ({"schedule": "pipedream"}, r"updates weights while microbatches are on their way"),
-        ({"schedule": "zigzag"}, r"schedule 'zigzag' is not known; choose one of gpipe, 1f1b"),
+        ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'; choose from gpipe, 1f1b, .*, search$"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
 from pipecompile.memory_model.live_ranges import Lives
@@ -387,7 +387,7 @@ def _measured(target: Target, in_flight: int, regions: Sequence[Sequence[str]]) 
 
     def step() -> None:
         saved = [
-            stage.forward(values, Moment(0, 0, microbatch))[1] for microbatch in range(in_flight)
+            stage.forward(values, StreamKey(0, 0, microbatch))[1] for microbatch in range(in_flight)
         ]
         while saved:
             stage.backward(saved.pop(0), (), {})

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from pipecompile.cost_models.flops import CPU_ATTENTION
 from pipecompile.cost_models.protocol import Call, Trial
-from pipecompile.graph.storages import tensors
+from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["Kernel", "Launches", "launches"]
 
@@ -100,7 +100,7 @@ def _kernel(
 ) -> Kernel | None:
     """What `func` launched; None where it allocates, or answers with views or no tensor at all."""
     operator = func._overloadpacket.__name__
-    read, written = tensors((args, kwargs)), tensors(value)
+    read, written = tensor_leaves((args, kwargs)), tensor_leaves(value)
     makes_views = not func._schema.is_mutable and _storages(written) <= _storages(read)
     if not any(output.numel() for output in written) or makes_views or operator in _ALLOCATIONS:
         return None

@@ -216,14 +216,14 @@ class _Redirected(TorchFunctionMode):
 @contextmanager
 def _cast_as_on_cpu(device: torch.device, node: fx.Node) -> Iterator[None]:
     """The autocast that is on for the CPU, around the node or in its region, is on for `device` instead."""
-    ambient = node.meta.get("ambient")
-    if ambient is not None:
-        casts = tuple((device.type, *cast) for name, *cast in ambient.autocast if name == "cpu")
-        node.meta["ambient"] = replace(ambient, autocast=casts)
+    context = node.meta.get("autograd_context")
+    if context is not None:
+        casts = tuple((device.type, *cast) for name, *cast in context.autocast if name == "cpu")
+        node.meta["autograd_context"] = replace(context, autocast=casts)
     kind, enabled = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
     try:
         with torch.autocast(device.type, dtype=kind, enabled=enabled):
             yield
     finally:
-        if ambient is not None:
-            node.meta["ambient"] = ambient
+        if context is not None:
+            node.meta["autograd_context"] = context

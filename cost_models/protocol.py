@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipecompile.graph.storages import tensors
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.graph import FusedType
 
 __all__ = ["FREE", "Call", "Cost", "CostModel", "Trial"]
@@ -126,7 +126,7 @@ class Call:
 
     def run(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors the node returns; a node that returns none has written to its arguments."""
-        return tensors(self.bind(arguments)()) or tuple(arguments)
+        return tensor_leaves(self.bind(arguments)()) or tuple(arguments)
 
     def trial(self) -> Trial:
         """Runs the node once on fresh arguments, for its backward."""

@@ -1,1 +1,1 @@
-"""Rewrites of a graph, one a file, each stating what it requires and ensures."""
+"""Rewrites of a graph, one a file; each states what it requires and what it ensures."""

@@ -1,4 +1,4 @@
-"""Calls that enter and leave the autograd context under which nodes ran inside the model."""
+"""Calls that enter and leave the autograd contexts under which nodes ran inside the model."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipecompile.graph.autograd_context import Ambient, Region, leave
+from pipecompile.graph.autograd_context import AutogradContext, EnteredContext, leave_context
 
-__all__ = ["EnterRegions"]
+__all__ = ["EnterContexts"]
 
 
 @dataclass(frozen=True)
-class EnterRegions:
-    """Requires `meta["ambient"]` on nodes. Ensures that each runs under it: calls enter and leave around each run."""
+class EnterContexts:
+    """Puts the calls around each run of nodes that share a context.
+
+    Requires `meta["autograd_context"]` on every node. Ensures that every node runs under its
+    context, and that every context that is entered is left.
+    """
 
     def requires(self, graph: fx.Graph) -> None:
-        """Ambients are noted, and the calls are not there yet."""
-        assert all("ambient" in node.meta for node in graph.nodes)
-        assert all(node.target is not Region for node in graph.nodes)
+        """Contexts are noted, and the calls are not there yet."""
+        assert all("autograd_context" in node.meta for node in graph.nodes)
+        assert all(node.target is not EnteredContext for node in graph.nodes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Inserts the calls."""
-        current: Ambient | None = None
-        region: fx.Node | None = None
+        """Insert the calls."""
+        current: AutogradContext | None = None
+        entered: fx.Node | None = None
         for node in list(graph.nodes):
-            ambient = node.meta["ambient"]
-            if node.op not in ("placeholder", "get_attr") and ambient != current:
-                region = _switch(graph, node, region, ambient)
-                current = ambient
+            context = node.meta["autograd_context"]
+            if node.op not in ("placeholder", "get_attr") and context != current:
+                entered = _switch_context(graph, node, entered, context)
+                current = context
 
     def ensures(self, graph: fx.Graph) -> None:
-        """Every region that is entered is left."""
+        """Every context that is entered is left."""
         for node in graph.nodes:
-            assert node.target is not Region or [user.target for user in node.users] == [leave], (
-                f"{node} is not left"
-            )
+            if node.target is EnteredContext:
+                assert [user.target for user in node.users] == [leave_context], (
+                    f"{node} is not left"
+                )
 
 
-def _switch(
-    graph: fx.Graph, node: fx.Node, region: fx.Node | None, ambient: Ambient | None
+def _switch_context(
+    graph: fx.Graph, node: fx.Node, entered: fx.Node | None, context: AutogradContext | None
 ) -> fx.Node | None:
-    """Leaves `region` and enters `ambient` before `node`."""
+    """Leave `entered` and enter `context` before `node`; return the call that enters it."""
     calls: list[fx.Node] = []
+    entering: fx.Node | None = None
     with graph.inserting_before(node):
-        if region is not None:
-            calls.append(graph.call_function(leave, (region,)))
-        state = None if ambient is None else (ambient.grad, ambient.autocast, ambient.cached)
-        entering = None if state is None else graph.call_function(Region, state)
-    for call in (*calls, *([entering] if entering else [])):
-        call.meta.update(node.meta, random=False, mutates=(), ambient=None, val=None)
+        if entered is not None:
+            calls.append(graph.call_function(leave_context, (entered,)))
+        if context is not None:
+            arguments = (context.grad, context.autocast, context.caches_casts)
+            entering = graph.call_function(EnteredContext, arguments)
+            calls.append(entering)
+    for call in calls:
+        call.meta.update(node.meta, random=False, mutates=(), autograd_context=None, val=None)
     return entering

@@ -1,4 +1,4 @@
-"""What a pass is: a graph in, the same graph rewritten, and a contract that is checked on both sides."""
+"""The contract of a pass: it rewrites a graph in place and is checked before and after."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from typing import Protocol
 
 from torch import fx
 
-__all__ = ["Pass", "apply"]
+__all__ = ["Pass", "apply_passes"]
 
 
 class Pass(Protocol):
-    """One rewrite. Its options are its fields; `requires` and `ensures` assert what its docstring promises."""
+    """One rewrite of a graph.
+
+    Options are fields of the class. `requires` and `ensures` assert what its docstring promises.
+    """
 
     def requires(self, graph: fx.Graph) -> None:
-        """AssertionError unless the pass may run on `graph`."""
+        """Raise AssertionError unless the pass may run on `graph`."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrites `graph` in place."""
+        """Rewrite `graph` in place."""
 
     def ensures(self, graph: fx.Graph) -> None:
-        """AssertionError unless the pass did what it promises."""
+        """Raise AssertionError unless the pass did what it promises."""
 
 
-def apply(graph: fx.Graph, passes: Sequence[Pass]) -> None:
-    """Runs `passes` in order. A broken contract is a defect of ours: the error says after which passes."""
+def apply_passes(graph: fx.Graph, passes: Sequence[Pass]) -> None:
+    """Run `passes` in order.
+
+    A broken contract is a defect of pipecompile: the AssertionError says after which passes.
+    """
     done: list[str] = []
     for rewrite in passes:
         name = type(rewrite).__name__

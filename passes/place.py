@@ -1,4 +1,4 @@
-"""Puts every node on its stage."""
+"""Placement of nodes: each is put on the stage that the partition assigns to it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ __all__ = ["Place"]
 
 @dataclass(frozen=True)
 class Place:
-    """Sets `meta["stage"]` from `assignment` (node name → stage).
+    """Sets `meta["stage"]` from `assignment`, which maps names of nodes to stages.
 
-    Requires a stage for every node but the reads of parameters. Ensures that every parameter is read in the stage
-    of its reader (a read with readers in several stages becomes one read in each), that no value flows back, and that
-    the nodes stand stage by stage; `meta["order"]` keeps where they stood before.
+    Requires a stage for every node except reads of parameters. Ensures that every parameter is read
+    in the stage of its reader, that no value flows to an earlier stage, and that the nodes are
+    ordered by stage. A read with readers in several stages becomes one read in each of them.
+    `meta["order"]` is the position that a node had before.
     """
 
     assignment: Mapping[str, int]
 
     def requires(self, graph: fx.Graph) -> None:
         """The assignment covers the graph."""
-        missing = {
-            node.name for node in graph.nodes if node.op != "get_attr"
-        } - self.assignment.keys()
+        names = {node.name for node in graph.nodes if node.op != "get_attr"}
+        missing = names - self.assignment.keys()
         assert not missing, f"no stage for {sorted(missing)}"
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Places the nodes; splits reads."""
+        """Place the nodes and split reads."""
         for order, node in enumerate(list(graph.nodes)):
             node.meta["order"] = order
             if node.op != "get_attr":
                 node.meta["stage"] = self.assignment[node.name]
         for node in [node for node in graph.nodes if node.op == "get_attr"]:
-            _split(graph, node)
+            _split_read(graph, node)
         *nodes, output = graph.nodes
-        for node in sorted(nodes, key=stage_of):  # a stable sort: within a stage the order stays
+        for node in sorted(nodes, key=stage_of):  # stable: within a stage the order stays
             output.prepend(node)
 
     def ensures(self, graph: fx.Graph) -> None:
@@ -48,19 +48,19 @@ class Place:
             for source in node.all_input_nodes:
                 assert stage_of(source) <= stage_of(node), f"{source} → {node} flows back"
                 assert source.op != "get_attr" or stage_of(source) == stage_of(node), (
-                    f"{source} is read elsewhere"
+                    f"{source} is read in stage {stage_of(source)}, not {stage_of(node)}"
                 )
 
 
-def _split(graph: fx.Graph, read: fx.Node) -> None:
-    """One read per stage that uses it."""
+def _split_read(graph: fx.Graph, read: fx.Node) -> None:
+    """Replace a read of a parameter by one read in each stage that uses it."""
     for stage in sorted({stage_of(user) for user in read.users}):
         with graph.inserting_before(read):
             local = graph.node_copy(read)
         local.meta["stage"] = stage
-        read.replace_all_uses_with(local, delete_user_cb=_lies_in(stage))
+        read.replace_all_uses_with(local, delete_user_cb=_is_in_stage(stage))
     graph.erase_node(read)
 
 
-def _lies_in(stage: int) -> Callable[[fx.Node], bool]:
+def _is_in_stage(stage: int) -> Callable[[fx.Node], bool]:
     return lambda node: stage_of(node) == stage

@@ -1,6 +1,7 @@
-"""Skips: a tensor that is needed several stages later travels through the stages in between.
+"""Relays: a tensor that is needed several stages later passes through the stages in between.
 
-torch.distributed.pipelining only sends between neighbours; routed tensors are exact under every schedule.
+torch.distributed.pipelining only sends between neighbouring stages. A relayed tensor is the same
+under every schedule.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ __all__ = ["Relay"]
 
 @dataclass(frozen=True)
 class Relay:
-    """Requires `meta["stage"]` and values that flow forward (place).
+    """Inserts a `relay` node into each stage between a value's node and its last reader.
 
-    Ensures that every value crosses at most one boundary between its node and each reader: in each stage in between
-    stands a `relay` node, with the name of the value's first node in `meta["origin"]`.
+    Requires `meta["stage"]` and values that flow forward (Place). Ensures that no edge spans more
+    than one boundary. `meta["origin"]` of a relay is the name of the node that computes the value:
+
+        stage 0      stage 1          stage 2          stage 3
+        x ──────▶ relay(x) ──────▶ relay_1(relay) ──▶ y = f(relay_1)
     """
 
     def requires(self, graph: fx.Graph) -> None:
-        """Stages are known and nothing flows back."""
-        assert all(
-            stage_of(source) <= stage_of(node)
-            for node in graph.nodes
-            for source in node.all_input_nodes
-        )
+        """Stages are known and no value flows back."""
+        for node in graph.nodes:
+            assert all(stage_of(source) <= stage_of(node) for source in node.all_input_nodes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Inserts the relays."""
+        """Insert the relays."""
+        # The last assignment wins: reversed, this is the first operation of each stage.
         first = {
             stage_of(node): node
             for node in reversed(graph.nodes)
@@ -41,7 +43,7 @@ class Relay:
             last = max((stage_of(user) for user in node.users), default=0)
             current = node
             for stage in range(stage_of(node) + 1, last):
-                current = _insert(graph, current, first[stage], stage, node)
+                current = _insert_relay(graph, current, first[stage], stage, node)
 
     def ensures(self, graph: fx.Graph) -> None:
         """Every edge spans at most one boundary."""
@@ -52,15 +54,14 @@ class Relay:
                 )
 
 
-def _insert(
+def _insert_relay(
     graph: fx.Graph, current: fx.Node, before: fx.Node, stage: int, origin: fx.Node
 ) -> fx.Node:
-    """A relay in `stage`, which everything after that stage reads instead of `current`."""
+    """Return a relay of `current` in `stage`; all later stages read the relay instead."""
     with graph.inserting_before(before):
         hop = graph.call_function(relay, (current,))
-    hop.meta.update(
-        origin.meta, stage=stage, origin=origin.name, random=False, mutates=(), ambient=None
-    )
+    hop.meta.update(origin.meta, stage=stage, origin=origin.name)
+    hop.meta.update(random=False, mutates=(), autograd_context=None)
     current.replace_all_uses_with(
         hop, delete_user_cb=lambda user: user is not hop and stage_of(user) > stage
     )

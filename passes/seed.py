@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on the cut: every random node draws from a stream of its own."""
+"""Seeds: random numbers that do not depend on the cut, since each random node has a stream."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ __all__ = ["Seed"]
 
 @dataclass(frozen=True)
 class Seed:
-    """Requires `meta["random"]`. Ensures that a `reseed` stands right before each random node."""
+    """Inserts a call of `reseed` right before each random node.
+
+    Requires `meta["random"]` on every node. Ensures that each random node follows its `reseed`.
+    """
 
     def requires(self, graph: fx.Graph) -> None:
         """Random nodes are marked."""
         assert all("random" in node.meta for node in graph.nodes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Inserts the calls."""
+        """Insert the calls."""
         for node in [node for node in graph.nodes if node.meta["random"]]:
             with graph.inserting_before(node):
                 call = graph.call_function(reseed, (origin_of(node),))
             call.meta.update(node.meta, random=False, mutates=(), val=None)
 
     def ensures(self, graph: fx.Graph) -> None:
-        """Each random node follows its reseed."""
+        """Each random node follows its `reseed`."""
         assert all(node.prev.target is reseed for node in graph.nodes if node.meta["random"])

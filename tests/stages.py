@@ -13,17 +13,17 @@ from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.ties import ties_of
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.passes.autograd_context import EnterRegions
-from pipecompile.passes.contract import apply
+from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Seed
 from pipecompile.runtime.local import step
 from pipecompile.runtime.stage import EagerStage
 
-NOW = Moment(seed=5, step=0, microbatch=0)
+NOW = StreamKey(seed=5, step=0, microbatch=0)
 
 
 def loss_of(outputs: Sequence[Tensor], target: object) -> Tensor:
@@ -55,9 +55,9 @@ def case_of(model: nn.Module, call: Arguments) -> Case:
     units = _units(found.instantiate(call))
     start = copy.deepcopy(model.state_dict())
     whole = found.instantiate(call)
-    apply(whole.graph, [Seed(), EnterRegions()])
+    apply_passes(whole.graph, [Seed(), EnterContexts()])
     whole.recompile()
-    with at(NOW):
+    with use_stream(NOW):
         loss = loss_of(whole(*found.inputs.flatten(call)), None)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -69,7 +69,7 @@ def case_of(model: nn.Module, call: Arguments) -> Case:
 
 def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
     """Runs of nodes between which the graph may be cut: no group spans two."""
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
     groups = [node.meta["group"] for node in nodes]
     last = {group: index for index, group in enumerate(groups) if group is not None}

@@ -15,24 +15,24 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import InputError
-from pipecompile.graph.autograd_context import Region as Entered
-from pipecompile.graph.encoded_run import Saved
+from pipecompile.graph.autograd_context import EnteredContext
+from pipecompile.graph.encoded_run import EncodedRun
 from pipecompile.graph.recomputability import (
     RecomputeLimits,
-    reads_module,
-    reads_written_buffer,
+    is_module_read,
+    is_written_buffer_read,
     recompute_limits,
     writing_modules,
     written_storages,
 )
-from pipecompile.graph.recomputed_region import Recomputed, enter
-from pipecompile.graph.saved_tensors import Shelf
+from pipecompile.graph.recomputed_region import RecomputedRegion, enter_context
+from pipecompile.graph.saved_tensors import EncodedStorages
 from pipecompile.graph.stages import origin_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Policy
-from pipecompile.passes.autograd_context import EnterRegions
-from pipecompile.passes.contract import apply
-from pipecompile.passes.data_dependence import Held
+from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.seed import Seed
 
 __all__ = ["Regions", "Savings", "check_regions", "enclose", "fault_of", "stage_order"]
@@ -122,9 +122,9 @@ def enclose(
 
     Requires a stage before `Held`, `Seed` and `EnterRegions`: these are applied to the bodies here.
     """
-    shelf, staying = Shelf(), _staying(graph)
+    storages, staying = EncodedStorages(), _staying(graph)
     for number, (nodes, policies) in enumerate(savings):
-        _Run(nodes, policies, shelf, staying).replace(graph, f"saving_{number}")
+        _Run(nodes, policies, storages, staying).replace(graph, f"saving_{number}")
     left = [_Region(nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
     for number, region in enumerate(left):
         made = region.replace(graph, f"region_{number}")
@@ -154,9 +154,9 @@ class _Region:
         self._written = written_storages(nodes)
         self._writers = writing_modules(nodes, self._written)
         self._random = any(node.meta["random"] for node in nodes)
-        ambients = {node.meta["ambient"] for node in nodes}
+        contexts = {node.meta["autograd_context"] for node in nodes}
         # Within an autocast region it stays entered, so that weights that were cast before are not cast again.
-        self._ambient = ambients.pop() if len(ambients) == 1 else None
+        self._autograd_context = contexts.pop() if len(contexts) == 1 else None
 
     def adopt(self, inner: _Region, made: Sequence[fx.Node]) -> None:
         """Puts the nodes that stand for `inner` in the place of its nodes, if they lie in this region."""
@@ -191,7 +191,7 @@ class _Region:
     ) -> Callable[..., Any]:
         """What is called, on the values of `reads`."""
         ranks = list(map(self._rank, reads))
-        return Recomputed(
+        return RecomputedRegion(
             name, body, buffers=ranks.count(0), writers=ranks.count(1), random=self._random
         )
 
@@ -203,17 +203,24 @@ class _Region:
             if node.target not in found:
                 with graph.inserting_before(node):
                     found[node.target] = graph.get_attr(str(node.target))
-                found[node.target].meta.update(val=None, random=False, mutates=(), ambient=None)
+                found[node.target].meta.update(
+                    val=None, random=False, mutates=(), autograd_context=None
+                )
         return list(found.values())
 
     def _rank(self, source: fx.Node) -> int:
         """First come buffers that the region writes to, then modules with such buffers, then the rest."""
-        if reads_module(source):
+        if is_module_read(source):
             return 1 if source.target in self._writers else 2
-        return 0 if reads_written_buffer(source, self._written) else 2
+        return 0 if is_written_buffer_read(source, self._written) else 2
 
     def _notes(self) -> dict[str, Any]:
-        return {"random": False, "mutates": (), "ambient": self._ambient, "answers": None}
+        return {
+            "random": False,
+            "mutates": (),
+            "autograd_context": self._autograd_context,
+            "data_answers": None,
+        }
 
 
 class _Run(_Region):
@@ -223,21 +230,23 @@ class _Run(_Region):
         self,
         nodes: Sequence[fx.Node],
         policies: tuple[Policy, ...],
-        shelf: Shelf,
+        storages: EncodedStorages,
         staying: Collection[int],
     ) -> None:
         super().__init__(nodes)
-        self._policies, self._shelf, self._staying = policies, shelf, staying
+        self._policies, self._storages, self._staying = policies, storages, staying
 
     def _target(
         self, name: str, body: fx.GraphModule, reads: Sequence[fx.Node]
     ) -> Callable[..., Any]:
-        spared = [
+        exempt = [
             place
             for place, read in enumerate(reads)
             if not _storages(read).isdisjoint(self._staying)
         ]
-        return Saved(name, body, policies=self._policies, shelf=self._shelf, spared=spared)
+        return EncodedRun(
+            name, body, policies=self._policies, storages=self._storages, exempt=exempt
+        )
 
 
 def _body(
@@ -251,15 +260,15 @@ def _body(
         copies[node] = graph.placeholder(origin_of(node))
         copies[node].meta["val"] = node.meta["val"]
     for placeholder in graph.nodes:
-        placeholder.meta.update(random=False, mutates=(), ambient=None)
+        placeholder.meta.update(random=False, mutates=(), autograd_context=None)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output(tuple(copies[node] for node in results))
-    output.meta.update(random=False, mutates=(), ambient=None, val=None)
-    apply(graph, [Held(), Seed(), EnterRegions()])
-    for node in graph.find_nodes(op="call_function", target=Entered):
-        node.target, node.args = enter, (entered, *node.args)
-    modules = {read.target: copies[read] for read in reads if reads_module(read)}
+    output.meta.update(random=False, mutates=(), autograd_context=None, val=None)
+    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
+    for node in graph.find_nodes(op="call_function", target=EnteredContext):
+        node.target, node.args = enter_context, (entered, *node.args)
+    modules = {read.target: copies[read] for read in reads if is_module_read(read)}
     for node in graph.find_nodes(op="call_module"):
         with graph.inserting_before(node):
             call = graph.call_function(

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from pipecompile.codegen.regions import Regions, Savings, check_regions, enclose
-from pipecompile.graph.autograd_context import observed
-from pipecompile.graph.layout import dense_order, gaps, is_dense
+from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.layout import dense_order, strides_with_gaps, is_dense
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Policy
-from pipecompile.passes.autograd_context import EnterRegions
-from pipecompile.passes.contract import apply
-from pipecompile.passes.data_dependence import Held
+from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.place import Place
 from pipecompile.passes.relay import Relay
 from pipecompile.passes.seed import Seed
@@ -48,7 +48,14 @@ class Edge:
         value: Tensor = node.meta["val"]
         order = dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
-        return Edge(origin_of(node), shape, value.dtype, value.requires_grad, order, gaps(value))
+        return Edge(
+            origin_of(node),
+            shape,
+            value.dtype,
+            value.requires_grad,
+            order,
+            strides_with_gaps(value),
+        )
 
     @property
     def permuted(self) -> bool:
@@ -95,7 +102,7 @@ def emit(
     """
     if regions or savings:
         check_regions(module, assignment, regions, savings)
-    apply(module.graph, [Place(assignment), Relay()])
+    apply_passes(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
     return tuple(
         _stage(module, index, count, regions.get(index, ()), savings.get(index, ()))
@@ -139,7 +146,7 @@ def _stage(
     named = {node.name: copy for node, copy in copies.items()}
     runs = [([named[name] for name in names], policies) for names, policies in savings]
     enclose(graph, [[named[name] for name in region] for region in regions], runs)
-    apply(graph, [Held(), Seed(), EnterRegions()])
+    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
     return StageModule(
         index=index,
         module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
@@ -165,7 +172,9 @@ def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[f
     value.meta.update(_plain(node))
     if all(map(_relays, readers)):
         return value  # sent on as it is
-    if edge.gradient and any((reader.meta["ambient"] or observed()).casts for reader in readers):
+    if edge.gradient and any(
+        (reader.meta["autograd_context"] or current_context()).is_autocast for reader in readers
+    ):
         # Autocast casts a leaf once for all readers, and sums their gradients as cast; this is none in the whole model.
         value = graph.call_method("view_as", (value, value))
         value.meta.update(_plain(node))
@@ -197,12 +206,12 @@ def _relays(node: fx.Node) -> bool:
 
 
 def _finish(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
-    graph.output(values).meta.update(random=False, mutates=(), ambient=None, val=None)
+    graph.output(values).meta.update(random=False, mutates=(), autograd_context=None, val=None)
 
 
 def _plain(node: fx.Node) -> dict[str, object]:
     """The notes of a node that only hands on the value of `node`."""
-    return {**node.meta, "random": False, "mutates": (), "ambient": None}
+    return {**node.meta, "random": False, "mutates": (), "autograd_context": None}
 
 
 def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

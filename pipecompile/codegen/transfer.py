@@ -10,7 +10,7 @@ from torch import fx
 from pipecompile.codegen.regions import Regions, Savings, fault_of, stage_order
 from pipecompile.errors import CaptureError
 from pipecompile.graph.recomputability import recompute_limits
-from pipecompile.graph.ties import reads_of
+from pipecompile.graph.ties import names_of_read_state
 from pipecompile.ir.encodings import Policy
 
 __all__ = ["transfer", "transfer_regions", "transfer_savings"]
@@ -153,6 +153,6 @@ def _allowed(
 ) -> set[int] | None:
     """The stages that hold everything that `node` reads; None if it reads nothing."""
     parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
-    names = [name for part in parts for name in reads_of(module, part)]
+    names = [name for part in parts for name in names_of_read_state(module, part)]
     sets = [set(holders[name]) for name in names if name in holders]
     return set.intersection(*sets) if sets else None

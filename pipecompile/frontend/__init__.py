@@ -1,1 +1,1 @@
-"""Model and sample input in, a proven graph out: the capture."""
+"""The frontend captures a model: from the model and a sample input to a graph that is checked."""

@@ -1,4 +1,7 @@
-"""Functions with caches (functools.lru_cache) that a forward calls: they must not keep fake tensors."""
+"""Caches of functions (functools.lru_cache) that a forward calls: they must not keep fake tensors.
+
+The capture makes a `CacheUse` before it runs a forward on fake tensors, and clears it afterwards.
+"""
 
 from __future__ import annotations
 
@@ -8,72 +11,80 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipecompile.frontend.tape import contains_tensor
+from pipecompile.frontend.nested_values import contains_tensor
 
 __all__ = ["CacheUse"]
 
 if TYPE_CHECKING:
     Cache = functools._lru_cache_wrapper[Any]
 
-# Their caches hold no tensors, and are too many to look at.
-OTHERS = frozenset(
+# The caches of these packages hold no tensors, and they are too many to look into.
+IGNORED_PACKAGES = frozenset(
     {"torch", "sympy", "mpmath", "functools", "typing", "re", "numpy", "networkx", "pipecompile"}
 )
 
 
 class CacheUse:
-    """Which caches are used from now on; `clear` empties those with tensors in them.
+    """The caches that are used from now on.
 
-    A model that takes a tensor out of such a cache would be recorded with it as a constant, one whose cache is empty
-    with the computation: `clear` tells whether a cache had tensors before, for the recording to be repeated.
+    A model that takes a tensor out of a filled cache would be recorded with this tensor as a
+    constant; with an empty cache the computation of the tensor is recorded. The recording therefore
+    is repeated if `clear` finds that a used cache held tensors before.
     """
 
     def __init__(self) -> None:
-        caches = _caches()
-        self._before = [(cache, cache.cache_info(), _keeps_tensors(cache)) for cache in caches]
+        self._before = [
+            (cache, cache.cache_info(), _holds_tensors(cache)) for cache in _all_caches()
+        ]
 
     def clear(self) -> bool:
-        """Empties the caches that were used and keep tensors; whether one of them kept some before."""
-        used = [
-            (cache, kept) for cache, before, kept in self._before if cache.cache_info() != before
-        ]
-        keeping = [(cache, kept) for cache, kept in used if kept or _keeps_tensors(cache)]
-        for cache, _ in keeping:
-            cache.cache_clear()
-        return any(kept for _, kept in keeping)
+        """Clear the used caches that hold tensors; return whether one held some before its use."""
+        held_before = False
+        for cache, info, held_tensors in self._before:
+            is_used = cache.cache_info() != info
+            if is_used and (held_tensors or _holds_tensors(cache)):
+                cache.cache_clear()
+                held_before = held_before or held_tensors
+        return held_before
 
 
-def _caches() -> list[Cache]:
-    """All there are, but for those that aged since the last full search without an import or a full collection."""
-    old = _old(
-        len(sys.modules), gc.get_stats()[1]["collections"] + gc.get_stats()[2]["collections"]
-    )
-    young = _among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
+def _all_caches() -> list[Cache]:
+    """Return all caches in this process.
+
+    A search through all objects is slow, so its result is kept until a module is imported or the
+    garbage collector moves objects to the oldest generation. Until then only the younger
+    generations, in which new caches are, are searched.
+    """
+    generations = gc.get_stats()
+    collections = generations[1]["collections"] + generations[2]["collections"]
+    old = _old_caches(len(sys.modules), collections)
+    young = _caches_among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
     return list({id(cache): cache for cache in (*old, *young)}.values())
 
 
 @functools.lru_cache(maxsize=1)
-def _old(modules: int, collections: int) -> list[Cache]:
-    return _among(gc.get_objects())
+def _old_caches(modules: int, collections: int) -> list[Cache]:
+    """Return all caches; searched once for these numbers of modules and garbage collections."""
+    return _caches_among(gc.get_objects())
 
 
-def _among(objects: Iterable[Any]) -> list[Cache]:
-    caches = [each for each in objects if type(each) is functools._lru_cache_wrapper]
-    return [
-        each
-        for each in caches
-        if str(getattr(each, "__module__", "")).partition(".")[0] not in OTHERS
-    ]
+def _caches_among(objects: Iterable[Any]) -> list[Cache]:
+    caches = [value for value in objects if type(value) is functools._lru_cache_wrapper]
+    return [cache for cache in caches if _package_of(cache) not in IGNORED_PACKAGES]
 
 
-def _keeps_tensors(cache: Cache) -> bool:
-    return cache.cache_info().currsize > 0 and any(map(contains_tensor, _kept(cache)))
+def _package_of(cache: Any) -> str:
+    return str(getattr(cache, "__module__", "")).partition(".")[0]
 
 
-def _kept(cache: Cache) -> Iterator[Any]:
-    """What a cache refers to: arguments and results, directly or in its table."""
-    for each in gc.get_referents(cache):
-        if isinstance(each, dict) and each is not vars(cache):
-            yield from each.values()
+def _holds_tensors(cache: Cache) -> bool:
+    return cache.cache_info().currsize > 0 and any(map(contains_tensor, _referents(cache)))
+
+
+def _referents(cache: Cache) -> Iterator[Any]:
+    """Yield what a cache refers to: arguments and results, directly or in its table."""
+    for value in gc.get_referents(cache):
+        if isinstance(value, dict) and value is not vars(cache):
+            yield from value.values()
         else:
-            yield each
+            yield value

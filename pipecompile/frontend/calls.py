@@ -1,4 +1,4 @@
-"""One call in a forward: its arguments, what it does besides returning, and how a graph calls it again."""
+"""One call in a forward: its arguments, its side effects, and how a graph makes the same call."""
 
 from __future__ import annotations
 
@@ -10,92 +10,122 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipecompile.frontend.tape import SYMBOLS, Tape, tensors_in
-from pipecompile.graph.side_effects import Watch
+from pipecompile.frontend.nested_values import tensors_in
+from pipecompile.frontend.recording import SYMBOLS, Recording
+from pipecompile.graph.side_effects import SideEffectTracker
 
-__all__ = ["Call", "applying", "encloses_recorded", "hooking", "target_of"]
+__all__ = ["RecordedCall", "apply_target", "call_target", "has_recorded_values", "hook_target"]
 
 METHOD_TYPES = (types.MethodDescriptorType, types.WrapperDescriptorType)
 METHOD_OWNERS = ("Tensor.", "TensorBase.", "_TensorBase.")
 
 
-class Call:
-    """A call that is about to run; `state` are the tensors, besides its arguments, that it may write to."""
+class RecordedCall:
+    """A call that is about to run.
+
+    `state` are tensors, besides the arguments, that the call may write to. After `run`, `is_random`
+    tells whether it drew random numbers.
+    """
 
     def __init__(
-        self, tape: Tape, watch: Watch, args: Any, kwargs: Any, state: Sequence[Tensor] = ()
+        self,
+        recording: Recording,
+        tracker: SideEffectTracker,
+        args: Any,
+        kwargs: Any,
+        state: Sequence[Tensor] = (),
     ) -> None:
-        self._tape = tape
-        self._watch = watch
+        self._recording = recording
+        self._tracker = tracker
         self._args, self._kwargs = tuple(args), dict(kwargs)
-        touched = {
-            id(tensor): tensor for tensor in (*tensors_in((self._args, self._kwargs)), *state)
-        }
+        arguments = tensors_in((self._args, self._kwargs))
+        touched = {id(tensor): tensor for tensor in (*arguments, *state)}
         self._versions = [(tensor, tensor._version) for tensor in touched.values()]
-        self.random = self._averages = False
+        self.is_random = self._updates_statistics = False
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Runs it and notices whether random numbers are drawn."""
-        self._watch.reset()
-        out = function()
-        self.random, self._averages = self._watch.random, bool(self._watch.averages)
-        return out
+        """Return what `function` returns, and note its side effects."""
+        self._tracker.reset()
+        result = function()
+        self.is_random = self._tracker.is_random
+        self._updates_statistics = bool(self._tracker.running_statistics)
+        return result
 
     @property
     def mutates(self) -> bool:
         """Whether an argument or a buffer was written to in place."""
-        return self._averages or any(
-            tensor._version != version for tensor, version in self._versions
-        )
+        is_written = any(tensor._version != version for tensor, version in self._versions)
+        return self._updates_statistics or is_written
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as nodes. In-place calls return their argument: ask before the result is bound."""
-        return self._tape.argument(self._args), self._tape.argument(self._kwargs)
+        """Return the arguments with nodes in the place of tensors.
+
+        An in-place call returns its argument, so this is to be called before the result is bound.
+        """
+        return self._recording.argument(self._args), self._recording.argument(self._kwargs)
 
 
-def target_of(function: Any, name: str) -> tuple[str, Any]:
-    """The kind of node and the target that call `function` again."""
-    method = isinstance(function, METHOD_TYPES) or getattr(function, "__qualname__", "").startswith(
-        METHOD_OWNERS
-    )
-    return ("call_method", name) if method else ("call_function", function)
+def call_target(function: Any, name: str) -> tuple[str, Any]:
+    """Return the kind of node and the target that call `function`."""
+    owner_and_name = getattr(function, "__qualname__", "")
+    is_method = isinstance(function, METHOD_TYPES) or owner_and_name.startswith(METHOD_OWNERS)
+    return ("call_method", name) if is_method else ("call_function", function)
 
 
-def hooking(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
-    """`register_hook` as a graph can call it: it cannot spell `hook`, and may run where there are no gradients."""
+# The names of the two functions below are part of a graph's fingerprint, and so is this module's.
+
+
+def hook_target(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
+    """Return a function that registers `hook` on a tensor, for a graph to call.
+
+    A graph cannot hold `hook` as an argument. Where there are no gradients it registers nothing.
+    """
 
     def register_hook(tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor.register_hook(hook)
 
-    register_hook.__qualname__ = (
-        f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__name__)}.register_hook"
-    )
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    register_hook.__qualname__ = f"{hook.__module__}.{name}.register_hook"
     return register_hook
 
 
-def encloses_recorded(function: Any) -> bool:
-    """Whether a function holds, however deep, a tensor or a size that belongs to the recording alone.
+def apply_target(function: Any) -> Callable[..., Any]:
+    """Return a function that calls `function.apply`, for a graph to call.
 
-    Looked at are enclosed variables, defaults, bound arguments and attributes of objects; modules are not.
+    `apply` is looked up when the graph runs: while a forward is recorded it is redirected.
+    """
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)
+
+    apply.__qualname__ = f"{function.__module__}.{function.__qualname__}.apply"
+    return apply
+
+
+def has_recorded_values(function: Any) -> bool:
+    """Return whether a function holds, at any depth, a tensor or a size of the recording.
+
+    Enclosed variables, defaults, bound arguments and attributes of objects are searched; modules
+    are not.
     """
     seen: set[int] = set()
-    left = [function]
-    while left:
-        value = left.pop()
-        if isinstance(value, SYMBOLS) or any(
-            isinstance(tensor, FakeTensor) for tensor in tensors_in(value)
-        ):
+    stack = [function]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, SYMBOLS):
             return True
-        if id(value) not in seen and not isinstance(
-            value, (nn.Module, Tensor, type, types.ModuleType)
-        ):
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
+            return True
+        is_searched = not isinstance(value, (nn.Module, Tensor, type, types.ModuleType))
+        if is_searched and id(value) not in seen:
             seen.add(id(value))
-            left.extend(_enclosed(value))
+            stack.extend(_enclosed_values(value))
     return False
 
 
-def _enclosed(value: Any) -> Iterator[Any]:
+def _enclosed_values(value: Any) -> Iterator[Any]:
+    """Yield the values that `value` holds one level down."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -107,13 +137,3 @@ def _enclosed(value: Any) -> Iterator[Any]:
         yield from value
     else:
         yield from getattr(value, "__dict__", {}).values()
-
-
-def applying(function: Any) -> Callable[..., Any]:
-    """`function.apply` as a graph can call it: found when it runs, since while we record it is ours."""
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return function.apply(*args, **kwargs)
-
-    apply.__qualname__ = f"{function.__module__}.{function.__qualname__}.apply"
-    return apply

@@ -1,4 +1,4 @@
-"""A captured module: an fx graph whose batch size stays open, and how it is instantiated for one."""
+"""A captured module: an fx graph whose batch size is open, to be instantiated for one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError, InputError
-from pipecompile.frontend.data_probe import hear
+from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards
+from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
-from pipecompile.frontend.signature import Arguments, Inputs, Outputs
-from pipecompile.frontend.tape import Symbolic
-from pipecompile.graph.propagation import named_state, propagate
+from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
+from pipecompile.graph.model_state import named_state
+from pipecompile.graph.propagation import propagate
 from pipecompile.graph.storages import storage_key
 
-__all__ = ["Capture", "Note", "aliases_of", "batch_size", "eliminate_dead_code"]
+__all__ = ["Capture", "CaptureNote", "aliases_of", "batch_size", "eliminate_dead_code"]
 
 
 @dataclass(frozen=True)
-class Note:
-    """Something to know about a capture, and the line of the model that it is about, if there is one."""
+class CaptureNote:
+    """A remark about a capture, and the line of the model that it is about, if there is one."""
 
     text: str
     line: str = ""
@@ -36,49 +37,54 @@ class Note:
 
 @dataclass(frozen=True)
 class Capture:
-    """A module as a graph. Sizes in it are symbolic in the batch: `instantiate` makes it runnable.
+    """A module as a graph; sizes in it are symbolic in the batch size.
 
-    `aliases` maps each parameter's and buffer's first name to its other names. `method` is how it was captured,
-    `notes` say what is special about it: modules that became one node, attributes that are no longer set. `training`
-    tells by path in which mode each module was, `sets` are the attributes that the forward sets for itself, and `again`
-    captures the same model for another call.
+    `constants` are the tensors, by name, that the graph reads and the model does not own. `aliases`
+    maps the first name of each parameter and buffer to its other names. `method` tells how the
+    model was captured; `notes` tell what is special about it: modules that became one node, and
+    attributes that are no longer set. `training` tells, by path, in which mode each module was.
+    `assigned_attributes` are the attributes that the forward sets for itself. `recapture` captures
+    the same model for another call.
     """
 
     model: nn.Module
     graph: fx.Graph
     constants: dict[str, Tensor]
-    inputs: Inputs
-    outputs: Outputs
+    inputs: InputStructure
+    outputs: OutputStructure
     aliases: dict[str, tuple[str, ...]]
     guards: Guards
     method: str
-    notes: tuple[Note, ...]
+    notes: tuple[CaptureNote, ...]
     training: dict[str, bool]
-    sets: frozenset[str]
-    again: Callable[[Arguments], Capture]
+    assigned_attributes: frozenset[str]
+    recapture: Callable[[Arguments], Capture]
 
     @property
     def first_names(self) -> dict[str, str]:
-        """Every name of every parameter and buffer → the first name of the same tensor."""
+        """Every name of every parameter and buffer, mapped to the first name of the tensor."""
         return {name: first for first, others in self.aliases.items() for name in (first, *others)}
 
     def instantiate(self, call: Arguments) -> fx.GraphModule:
-        """The graph for the batch size of `call`: no symbolic sizes, fake values on every node.
+        """Return the graph for the batch size of `call`.
 
-        It shares the parameters and leaf modules of the model, under their original names. Where the model takes
-        other branches at this size than those that were recorded, it is captured again.
+        It has no symbolic sizes and a fake value on every node. It shares the parameters and leaf
+        modules of the model, under their original names. If the model takes other branches at this
+        size than those that were recorded, it is captured again.
+
+        UnsupportedError if the graph cannot run on fake tensors, CaptureError if the forward writes
+        to what the model does not own or a module has changed between training and evaluation.
         """
         tensors = self.inputs.flatten(call)
         batch = batch_size(tensors)
         self._check_modes()
-        if self.guards.broken(batch):
-            return self._other(call).instantiate(call)
+        if self.guards.violation(batch):
+            return self._recapture(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
-        self._answer(graph, call)
+        self._set_answers(graph, call)
         module = fx.GraphModule(self._attributes(), graph)
-        module.training = (
-            self.model.training
-        )  # of this module alone: the rest are the model's own, each in its mode
+        # The mode of this module itself; the modules in it are the model's, each in its own mode.
+        module.training = self.model.training
         try:
             propagate(module, tensors)
         except Exception as error:
@@ -89,99 +95,110 @@ class Capture:
         self._refuse_foreign_writes(module)
         return module
 
-    def _other(self, call: Arguments) -> Capture:
-        other = self.again(call)
-        if not other.outputs.alike(self.outputs):
+    def _recapture(self, call: Arguments) -> Capture:
+        """Return a capture for `call`; CaptureError if it returns another structure."""
+        other = self.recapture(call)
+        if not other.outputs.is_like(self.outputs):
             raise CaptureError(
-                f"at batch {other.guards.batch} the model returns another structure, or other constants in it, than at "
-                f"{self.guards.batch}, where it was captured; return the same, or capture it there"
+                f"at batch {other.guards.batch} the model returns another structure, or other "
+                f"constants in it, than at {self.guards.batch}, where it was captured; return the "
+                "same, or capture it there"
             )
         return other
 
     def _check_modes(self) -> None:
         for path, module in self.model.named_modules():
             if module.training != self.training[path]:
+                mode = "train" if self.training[path] else "eval"
                 raise CaptureError(
-                    f"{path or type(self.model).__name__} was captured in {'train' if self.training[path] else 'eval'} "
-                    "mode, which is part of the graph; capture the model again after .train() or .eval()"
+                    f"{path or type(self.model).__name__} was captured in {mode} mode, which is "
+                    "part of the graph; capture the model again after .train() or .eval()"
                 )
 
-    def _answer(self, graph: fx.Graph, call: Arguments) -> None:
-        """Gives the modules that ask data the answers of a run on `call`, for whenever they run on fake tensors."""
-        asking = [node for node in graph.nodes if node.meta.get("number") is not None]
-        heard = hear(self.model, call) if asking else {}
-        for node in asking:
-            node.meta["answers"] = heard[str(node.target), node.meta["number"]]
+    def _set_answers(self, graph: fx.Graph, call: Arguments) -> None:
+        """Give data-dependent modules the answers of a run on `call`, for their fake runs."""
+        nodes = [node for node in graph.nodes if node.meta.get("call_number") is not None]
+        answers = probe_data(self.model, call) if nodes else {}
+        for node in nodes:
+            node.meta["data_answers"] = answers[str(node.target), node.meta["call_number"]]
 
     def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
-        """CaptureError if the forward writes to its inputs, or to tensors that the model does not own as buffers."""
-        foreign = {
-            storage_key(node.meta["val"]): f"its input {node.name}"
-            if node.op == "placeholder"
-            else "a tensor attribute"
-            for node in module.graph.nodes
-            if node.op == "placeholder" or (node.op == "get_attr" and node.target in self.constants)
-        }
+        """Raise CaptureError if the forward writes to its inputs or to tensors that are no buffers.
+
+        Stages would each write to a copy of their own.
+        """
+        foreign: dict[int, str] = {}
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                foreign[storage_key(node.meta["val"])] = f"its input {node.name}"
+            elif node.op == "get_attr" and node.target in self.constants:
+                foreign[storage_key(node.meta["val"])] = "a tensor attribute"
         for node in module.graph.nodes:
             for key in {storage_key(tensor) for tensor in node.meta["mutates"]} & foreign.keys():
-                where = (
-                    f"{node.meta['module'] or type(self.model).__name__} ({node.meta['source']})"
-                )
+                path = node.meta["module"] or type(self.model).__name__
                 raise CaptureError(
-                    f"{where}: the forward writes to {foreign[key]} in place; write to a copy, or make it a buffer "
-                    "with register_buffer"
+                    f"{path} ({node.meta['source']}): the forward writes to {foreign[key]} in "
+                    "place; write to a copy, or make it a buffer with register_buffer"
                 )
 
     def _attributes(self) -> dict[str, Any]:
-        """Everything that the graph names: modules, parameters, buffers, constants."""
-        targets = {
-            str(node.target) for node in self.graph.nodes if node.op in ("call_module", "get_attr")
-        }
-        return {
-            t: self.constants[t] if t in self.constants else operator.attrgetter(t)(self.model)
-            for t in targets
-        }
+        """Return all that the graph names: modules, parameters, buffers and constants."""
+        attributes: dict[str, Any] = {}
+        for node in self.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                name = str(node.target)
+                is_constant = name in self.constants
+                attributes[name] = (
+                    self.constants[name] if is_constant else operator.attrgetter(name)(self.model)
+                )
+        return attributes
 
 
 def batch_size(tensors: Sequence[Tensor]) -> int:
-    """Dimension 0 of all tensors that have one; InputError if they disagree."""
+    """Return the size of dimension 0 of all tensors that have one; InputError if they disagree."""
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise InputError(
-            f"dimension 0 of every input is the batch, but the inputs have shapes {shapes or 'none'}"
+            "dimension 0 of every input is the batch, but the inputs have shapes "
+            f"{shapes or 'none'}"
         )
     return sizes.pop()
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Per parameter and buffer: its first name → the other names of the same tensor."""
-    first: dict[int, str] = {}
+    """Return, by the first name of each parameter and buffer, the other names of the tensor."""
+    first_names: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, tensor in named_state(model):
-        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
-    return {name: tuple(rest[1:]) for name, rest in names.items()}
+        first = first_names.setdefault(id(tensor), name)
+        names.setdefault(first, []).append(name)
+    return {first: tuple(same[1:]) for first, same in names.items()}
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drops nodes that nobody reads and that do nothing else; random ones stay, so that others draw the same."""
+    """Erase nodes that no node reads and that have no side effect.
+
+    Random nodes are kept even if no node reads them, so that the nodes after them draw the same
+    numbers as in the model.
+    """
     for node in reversed(list(graph.nodes)):
-        impure = (
+        has_side_effect = (
             node.meta["random"]
             or node.meta["mutates"]
             or node.meta.get("hook")
-            or node.meta.get("kept")
+            or node.meta.get("has_effect")
         )
-        if not node.users and not impure and node.op not in ("placeholder", "output"):
+        if not node.users and not has_side_effect and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
 
 
 def _substituted(graph: fx.Graph, symbol: sympy.Symbol | None, batch: int) -> fx.Graph:
-    """A copy of `graph` in which every symbolic number has its value at this batch size."""
+    """Return a copy of `graph` with the values of symbolic numbers at this batch size."""
     values = {} if symbol is None else {symbol: sympy.Integer(batch)}
 
     def concrete(argument: Any) -> Any:
-        return argument.at(values) if isinstance(argument, Symbolic) else argument
+        return argument.value_for(values) if isinstance(argument, SymbolicNumber) else argument
 
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,7 @@
-"""What a forward on real tensors is told by its data, module call by module call."""
+"""A probe of data: one forward on real tensors, with the answers of its data by module call.
+
+The recorder uses these answers for modules that branch on data, and a capture for each new batch.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +15,66 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.attributes import unchanged
-from pipecompile.graph.data_answers import Answer, Listening
-from pipecompile.graph.propagation import named_state, swapped
+from pipecompile.graph.attributes import attributes_restored
+from pipecompile.graph.data_answers import DataAnswer, RecordAnswers
+from pipecompile.graph.model_state import named_state, swapped_state
 
-__all__ = ["Heard", "cuda_devices", "hear"]
+__all__ = ["ProbedAnswers", "cuda_devices", "probe_data"]
 
-Heard = Mapping[tuple[str, int], tuple[Answer, ...]]
-"""By a module's path and the number of the call (from 0): what data told while it ran."""
+ProbedAnswers = Mapping[tuple[str, int], tuple[DataAnswer, ...]]
+"""By a module's path and the number of its call, from 0: the answers of data within this call."""
 
 
 @torch.enable_grad()
-def hear(model: nn.Module, call: Arguments) -> Heard:
-    """Runs one forward of `model` on real tensors; it and the random state are as before afterwards."""
+def probe_data(model: nn.Module, call: Arguments) -> ProbedAnswers:
+    """Run one forward of `model` on real tensors and return the answers of its data.
+
+    The model and the random state are restored.
+    """
     paths: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         paths.setdefault(module, path)
     calls: Counter[str] = Counter()
-    heard: dict[tuple[str, int], tuple[Answer, ...]] = {}
-    listening = Listening()
+    answers_by_call: dict[tuple[str, int], tuple[DataAnswer, ...]] = {}
+    record = RecordAnswers()
     original = nn.Module.__call__
 
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def probed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in paths:
             return original(module, *args, **kwargs)
-        key = (paths[module], calls[paths[module]])
-        calls[paths[module]] += 1
-        start = len(listening.answers)
-        out = original(module, *args, **kwargs)
-        heard[key] = tuple(listening.answers[start:])
-        return out
+        path = paths[module]
+        key = (path, calls[path])
+        calls[path] += 1
+        start = len(record.answers)
+        result = original(module, *args, **kwargs)
+        # Answers of inner modules are among those of the outer one: either may become the node.
+        answers_by_call[key] = tuple(record.answers[start:])
+        return result
 
-    nn.Module.__call__ = called  # type: ignore[method-assign]
+    nn.Module.__call__ = probed_call  # type: ignore[method-assign]
     try:
-        with _on_copies(model), listening:
+        with _on_copies(model), record:
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (call.args, call.kwargs))
             model(*args, **kwargs)
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
-    return heard
+    return answers_by_call
 
 
 @contextmanager
 def _on_copies(model: nn.Module) -> Iterator[None]:
-    """The block finds copies of parameters and buffers; attributes and random state are as before afterwards."""
+    """Run the block on copies of parameters and buffers; restore attributes and random state."""
     copies = {id(tensor): _copied(tensor) for _, tensor in named_state(model)}
     with (
         torch.random.fork_rng(devices=cuda_devices(model)),
-        unchanged(model),
-        swapped(model, copies),
+        attributes_restored(model),
+        swapped_state(model, copies),
     ):
         yield
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy of the same values, a parameter for a parameter."""
+    """Return a copy of a tensor; a copy of a parameter is a parameter."""
     copy = tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, requires_grad=tensor.requires_grad)
@@ -74,7 +82,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
-    """The indices of the CUDA devices that its parameters are on."""
+    """Return the indices of the CUDA devices that the parameters of `model` are on."""
     return sorted(
         {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
     )

@@ -1,4 +1,4 @@
-"""Where a graph is first seen not to be its model."""
+"""Deviations of a graph from its model: the node at which a failed self-check first sees one."""
 
 from __future__ import annotations
 
@@ -8,62 +8,60 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.ties import reads_of
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.ties import names_of_read_state
 
-__all__ = ["first_leaf", "reader"]
+__all__ = ["first_deviating_call", "first_reader"]
 
-Same = Callable[[Tensor, Tensor], bool]
-
-
-class _FoundError(Exception):
-    """Ends a run at the first node that differs."""
+IsSame = Callable[[Tensor, Tensor], bool]
 
 
-def reader(module: fx.GraphModule, name: str) -> fx.Node | None:
-    """The first node that reads a parameter or buffer."""
+class _DeviationError(Exception):
+    """Ends a run at the first node that deviates."""
+
+
+def first_reader(module: fx.GraphModule, name: str) -> fx.Node | None:
+    """Return the first node that uses a parameter or buffer, None if no node does."""
     for node in module.graph.nodes:
-        if name in reads_of(module, node):
+        if name in names_of_read_state(module, node):
             user: fx.Node = next(iter(node.users), node) if node.op == "get_attr" else node
             return user
     return None
 
 
-def first_leaf(
-    model: nn.Module, module: fx.GraphModule, inputs: Sequence[Tensor], call: Arguments, same: Same
+def first_deviating_call(
+    model: nn.Module,
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    call: Arguments,
+    is_same: IsSame,
 ) -> fx.Node | None:
-    """The first node that calls a module and gets another result than in the model's own forward; None if none does.
+    """Return the first node that calls a module and gets another result than the model's forward.
 
-    Both run from one seed.
+    None if no such node deviates. Graph and model run from one seed.
     """
     torch.manual_seed(0)
-    expected = _results(model, module, call)
+    expected = _results_by_leaf(model, module, call)
     torch.manual_seed(0)
-    run = _Compared(module, expected, same)
+    comparison = _ComparingInterpreter(module, expected, is_same)
     try:
-        run.run(*inputs)
-    except _FoundError:
-        return run.current
+        comparison.run(*inputs)
+    except _DeviationError:
+        return comparison.current
     return None
 
 
-def _results(
+def _results_by_leaf(
     model: nn.Module, module: fx.GraphModule, call: Arguments
 ) -> dict[nn.Module, list[list[Tensor]]]:
-    """By module that is a node the results of its calls."""
-    found: dict[nn.Module, list[list[Tensor]]] = defaultdict(list)
+    """Return, by module that is a node, the tensors that each of its calls returns."""
+    results: dict[nn.Module, list[list[Tensor]]] = defaultdict(list)
 
-    def note(part: nn.Module, _: Any, result: Any) -> None:
-        found[part].append(
-            [
-                leaf.detach().clone()
-                for leaf in pytree.tree_leaves(result)
-                if isinstance(leaf, Tensor)
-            ]
-        )
+    def note(leaf: nn.Module, _: Any, result: Any) -> None:
+        results[leaf].append([value.detach().clone() for value in tensor_leaves(result)])
 
     leaves = {
         module.get_submodule(str(node.target))
@@ -71,18 +69,23 @@ def _results(
         if node.op == "call_module"
     }
     with ExitStack() as stack:
-        for part in leaves:
-            stack.callback(part.register_forward_hook(note).remove)
+        for leaf in leaves:
+            stack.callback(leaf.register_forward_hook(note).remove)
         model(*call.args, **call.kwargs)
-    return found
+    return results
 
 
-class _Compared(fx.Interpreter):
+class _ComparingInterpreter(fx.Interpreter):
+    """Runs a graph until a module call returns another result than expected."""
+
     def __init__(
-        self, module: fx.GraphModule, expected: dict[nn.Module, list[list[Tensor]]], same: Same
+        self,
+        module: fx.GraphModule,
+        expected: dict[nn.Module, list[list[Tensor]]],
+        is_same: IsSame,
     ) -> None:
         super().__init__(module)
-        self.expected, self.same = expected, same
+        self.expected, self.is_same = expected, is_same
         self.current: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -91,7 +94,7 @@ class _Compared(fx.Interpreter):
             self.current = n
             calls = self.expected[self.fetch_attr(str(n.target))]
             wanted = calls.pop(0) if calls else []
-            got = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            if len(got) != len(wanted) or not all(map(self.same, got, wanted)):
-                raise _FoundError
+            values = tensor_leaves(result)
+            if len(values) != len(wanted) or not all(map(self.is_same, values, wanted)):
+                raise _DeviationError
         return result

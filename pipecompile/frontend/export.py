@@ -1,4 +1,4 @@
-"""The last way to capture a module: torch.export, for one batch size."""
+"""torch.export as the last way to capture a module: for one batch size, as aten operators."""
 
 from __future__ import annotations
 
@@ -13,89 +13,101 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.captured_graph import Capture, Note, aliases_of, batch_size
+from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of, batch_size
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.refusals import UnsupportedError
-from pipecompile.frontend.signature import Arguments, Inputs, Outputs
-from pipecompile.frontend.source import is_users, place
-from pipecompile.frontend.torch_patches import applied_by, known_saving, quiet, seeded_by_torch
-from pipecompile.graph.attributes import Attributes
-from pipecompile.graph.data_answers import asks
-from pipecompile.graph.propagation import distinct, named_state
-
-__all__ = ["exported"]
-
-LEVELS = (
-    "torch._functorch.predispatch"  # where calls that enter and leave a level of torch.func lie
+from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
+from pipecompile.frontend.source import is_user_file, line_text
+from pipecompile.frontend.torch_patches import (
+    redirect_autograd_functions,
+    refuse_own_saving_hooks,
+    require_torch_randomness,
+    silence_torch,
 )
+from pipecompile.graph.attributes import ModuleAttributes
+from pipecompile.graph.data_answers import is_data_dependent
+from pipecompile.graph.model_state import distinct_tensors, named_state
+
+__all__ = ["export_capture"]
+
+# The module of the calls that enter and leave a level of torch.func.
+FUNCTIONAL_LEVELS = "torch._functorch.predispatch"
 
 
 @torch.enable_grad()
-def exported(model: nn.Module, call: Arguments, again: Callable[[Arguments], Capture]) -> Capture:
-    """`model` as torch.export (non-strict, all sizes fixed) sees it: a graph of aten operators, in the mode it is in.
+def export_capture(
+    model: nn.Module, call: Arguments, recapture: Callable[[Arguments], Capture]
+) -> Capture:
+    """Return `model` as torch.export sees it, in the mode that it is in: non-strict, sizes fixed.
 
-    UnsupportedError where it fails, and where it is known to be silently wrong: custom autograd functions, whose own
-    backward it drops, and regions that it turns into graphs of their own.
+    UnsupportedError if torch.export fails, CaptureError if its result is known to be silently
+    wrong: it drops the backward of custom autograd functions and hooks on tensors, takes attributes
+    that the forward sets for constants, and makes graphs of their own of some regions.
     """
-    inputs = Inputs.of(model, call)
-    sample = inputs.unflatten(
-        list(distinct(inputs.flatten(call)))
-    )  # torch.export makes one input of the same tensor
-    try:
-        with (
-            quiet(),
-            _stateless(model),
-            seeded_by_torch(),
-            known_saving(),
-            applied_by(_refuse),
-            _no_hooks(),
-        ):
-            program = torch.export.export(model, sample.args, sample.kwargs, strict=False)
-    except CaptureError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UnsupportedError(f"torch.export: {type(error).__name__}: {reason}") from error
-    module, batch = _flat(program), batch_size(inputs.flatten(call))
-    graph, aliases = _graph(module, inputs), aliases_of(model)
+    inputs = InputStructure.of(model, call)
+    tensors = inputs.flatten(call)
+    program = _exported_program(model, inputs.unflatten(list(distinct_tensors(tensors))))
+    module, batch = _flat_module(program), batch_size(tensors)
+    graph = _annotated_graph(module, inputs)
     return Capture(
         model=model,
         graph=graph,
         constants=_constants(module, graph, known=[name for name, _ in named_state(model)]),
         inputs=inputs,
-        outputs=_outputs(graph, program.call_spec.out_spec),
-        aliases=aliases,
+        outputs=_take_outputs(graph, program.call_spec.out_spec),
+        aliases=aliases_of(model),
         guards=Guards(batch, None),
         method="torch.export",
         notes=(
-            Note(
-                f"a graph of aten operators for batches of {batch} alone: the forward could not be recorded"
+            CaptureNote(
+                f"a graph of aten operators for batches of {batch} alone: the forward could not "
+                "be recorded"
             ),
         ),
-        sets=frozenset(),
+        assigned_attributes=frozenset(),
         training={path: part.training for path, part in model.named_modules()},
-        again=again,
+        recapture=recapture,
     )
 
 
-def _refuse(apply: Any, function: Any, args: Any, kwargs: Any) -> None:
+def _exported_program(model: nn.Module, sample: Arguments) -> torch.export.ExportedProgram:
+    """Export `model`, with all that torch.export would drop or freeze refused."""
+    try:
+        with (
+            silence_torch(),
+            _refuse_assignments(model),
+            require_torch_randomness(),
+            refuse_own_saving_hooks(),
+            redirect_autograd_functions(_refuse_autograd_function),
+            _refuse_tensor_hooks(),
+        ):
+            return torch.export.export(model, sample.args, sample.kwargs, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnsupportedError(f"torch.export: {type(error).__name__}: {reason}") from error
+
+
+def _refuse_autograd_function(apply: Any, function: Any, args: Any, kwargs: Any) -> None:
     raise CaptureError(
-        f"{function.__qualname__} is a custom autograd function, whose backward torch.export would drop; write the "
-        "model so that it can be recorded (no torch.func transforms, no code that torch cannot see)"
+        f"{function.__qualname__} is a custom autograd function, whose backward torch.export would "
+        "drop; write the model so that it can be recorded (no torch.func transforms, no code that "
+        "torch cannot see)"
     )
 
 
 @contextmanager
-def _stateless(model: nn.Module) -> Iterator[None]:
-    """CaptureError if the block sets attributes of modules, which torch.export takes for constants."""
+def _refuse_assignments(model: nn.Module) -> Iterator[None]:
+    """Raise CaptureError if the block sets attributes of modules: torch.export freezes them."""
     changed: list[tuple[nn.Module, str]] = []
 
-    def look(*_: Any) -> None:
-        changed.extend(before.changed(Attributes.of(model)))
+    def note_changes(*_: Any) -> None:
+        changed.extend(before.changed(ModuleAttributes.of(model)))
 
-    # After the block torch.export has put attributes back itself, so we look when the forward ends.
-    hook = model.register_forward_hook(look)
-    before = Attributes.of(model)
+    # torch.export restores attributes itself, so changes are noted when the forward ends.
+    hook = model.register_forward_hook(note_changes)
+    before = ModuleAttributes.of(model)
     try:
         yield
     finally:
@@ -104,21 +116,22 @@ def _stateless(model: nn.Module) -> Iterator[None]:
     if changed:
         module, name = changed[0]
         path = next(path for path, other in model.named_modules() if other is module)
+        attribute = f"{path}.{name}".lstrip(".")
         raise CaptureError(
-            f"{path}.{name}".lstrip(".")
-            + " is set by the forward, which could not be recorded; torch.export would take it "
-            "for a constant: keep such state in buffers"
+            f"{attribute} is set by the forward, which could not be recorded; torch.export would "
+            "take it for a constant: keep such state in buffers"
         )
 
 
 @contextmanager
-def _no_hooks() -> Iterator[None]:
-    """CaptureError where the block hooks a tensor, which torch.export would drop."""
+def _refuse_tensor_hooks() -> Iterator[None]:
+    """Raise CaptureError if the block registers a hook on a tensor: torch.export drops it."""
     register = Tensor.register_hook
 
     def refuse(tensor: Tensor, hook: Any) -> None:
         raise CaptureError(
-            "a hook on a tensor is dropped by torch.export, and the forward could not be recorded; see why"
+            "a hook on a tensor is dropped by torch.export, and the forward could not be recorded; "
+            "see why"
         )
 
     Tensor.register_hook = refuse  # type: ignore[method-assign]
@@ -128,76 +141,81 @@ def _no_hooks() -> Iterator[None]:
         Tensor.register_hook = register  # type: ignore[method-assign]
 
 
-def _flat(program: torch.export.ExportedProgram) -> fx.GraphModule:
-    """The program as one graph; levels of torch.func are calls without an order between them until decomposed."""
+def _flat_module(program: torch.export.ExportedProgram) -> fx.GraphModule:
+    """Return the program as one graph; UnsupportedError if it holds graphs of regions."""
     if any(isinstance(part, fx.GraphModule) for part in program.graph_module.children()):
         raise UnsupportedError(
             "torch.export makes graphs of their own of regions in the forward, which cannot be cut"
         )
-    if any(getattr(node.target, "__module__", "") == LEVELS for node in program.graph.nodes):
+    # Levels of torch.func are entered and left by calls that no data connects, so nothing would
+    # keep their order. Decompositions remove them.
+    modules = {getattr(node.target, "__module__", "") for node in program.graph.nodes}
+    if FUNCTIONAL_LEVELS in modules:
         program = program.run_decompositions({})
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     return module
 
 
-def _graph(module: fx.GraphModule, inputs: Inputs) -> fx.Graph:
-    """The graph of `module` with our names of inputs and our notes on nodes."""
+def _annotated_graph(module: fx.GraphModule, inputs: InputStructure) -> fx.Graph:
+    """Return the graph of `module` with our names of inputs and our notes on nodes."""
     graph = fx.Graph()
     names = iter(inputs.tensor_names)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    ordered = [*placeholders, *(node for node in module.graph.nodes if node.op != "placeholder")]
+    others = [node for node in module.graph.nodes if node.op != "placeholder"]
     copies: dict[fx.Node, fx.Node] = {}
-    for node in ordered:
+    for node in (*placeholders, *others):
         if node.op == "get_attr" and not node.users:
             continue
-        new = (
-            graph.placeholder(next(names))
-            if node.op == "placeholder"
-            else graph.node_copy(node, copies.__getitem__)
-        )
+        if node.op == "placeholder":
+            new = graph.placeholder(next(names))
+        else:
+            new = graph.node_copy(node, copies.__getitem__)
         stack = list(node.meta.get("nn_module_stack", {}).values())
         new.meta = {
             "module": stack[-1][0] if stack else "",
-            "source": _line(node.meta.get("stack_trace") or ""),
-            "ambient": None,
+            "source": _model_line(node.meta.get("stack_trace") or ""),
+            "autograd_context": None,
             "random": torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()),
-            "mutates": _writes(node.target),
+            "mutates": _is_mutable(node.target),
         }
         copies[node] = new
     return graph
 
 
-def _writes(target: Any) -> bool:
+def _is_mutable(target: Any) -> bool:
+    """Return whether an operator writes to an argument."""
     schema = getattr(target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
-def _line(stack: str) -> str:
-    """`file:line` of the last frame of a printed stack that is the model's."""
+def _model_line(stack: str) -> str:
+    """Return `file:line` of the innermost frame of a printed stack that is the model's."""
     frames = re.findall(r'File "(.*)", line (\d+)', stack)
-    users = [place(file, int(line)) for file, line in frames if is_users(file)]
-    return users[-1] if users else ""
+    lines = [line_text(file, int(line)) for file, line in frames if is_user_file(file)]
+    return lines[-1] if lines else ""
 
 
 def _constants(module: fx.GraphModule, graph: fx.Graph, known: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors that the graph reads and the model does not own."""
+    """Return the tensors that the graph reads and the model does not own.
+
+    UnsupportedError if an operator of the graph reads data.
+    """
+    for node in graph.nodes:
+        if is_data_dependent(node.target):
+            raise UnsupportedError(
+                f"torch.export leaves {node.target} in the graph, which depends on data"
+            )
     read = {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(known)
-    found = {name: operator.attrgetter(name)(module) for name in sorted(read)}
-    asking = [node for node in graph.nodes if asks(node.target)]
-    if asking:
-        raise UnsupportedError(
-            f"torch.export leaves {asking[0].target} in the graph, which asks for data"
-        )
-    return found
+    return {name: operator.attrgetter(name)(module) for name in sorted(read)}
 
 
-def _outputs(graph: fx.Graph, spec: pytree.TreeSpec) -> Outputs:
-    """Makes the graph's outputs its tensors alone; returns the shape of the model's result."""
+def _take_outputs(graph: fx.Graph, spec: pytree.TreeSpec) -> OutputStructure:
+    """Leave only tensors among the graph's outputs; return the structure of the model's result."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     leaves = output.args[0]
     is_tensor = tuple(isinstance(leaf, fx.Node) for leaf in leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
     output.args = (tensors,)
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    return Outputs(spec, is_tensor, constants, tuple(False for _ in tensors))
+    return OutputStructure(spec, is_tensor, constants, tuple(False for _ in tensors))

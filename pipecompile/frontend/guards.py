@@ -1,4 +1,8 @@
-"""What a recording assumed of the batch size, and whether another one meets it."""
+"""Guards: what a recording assumed about the batch size, and whether another size meets it.
+
+The batch size is a symbol while a forward is recorded. Each branch that the forward takes on it
+becomes a guard, for example `Ge(s0, 4)` at model.py:17.
+"""
 
 from __future__ import annotations
 
@@ -15,73 +19,73 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from pipecompile.frontend.source import HIDDEN
 
-__all__ = ["Guards", "faked", "symbol_of"]
+__all__ = ["Guards", "batch_symbol", "fake_input"]
 
 
 @dataclass(frozen=True)
 class Guards:
-    """The batch at which a forward was recorded, its symbol, and what was assumed of it, each with its place.
+    """The batch size of a recording, its symbol, and the assumptions about it with their lines.
 
-    Without a symbol the recording is for that batch alone.
+    Without a symbol the recording holds for this batch size only.
     """
 
     batch: int
     symbol: sympy.Symbol | None
-    assumed: tuple[tuple[sympy.Basic, str], ...] = ()
+    assumptions: tuple[tuple[sympy.Basic, str], ...] = ()
 
     @staticmethod
     def of(batch: int, symbol: sympy.Symbol | None, environment: ShapeEnv) -> Guards:
-        """What `environment` noted of the batch's symbol while the forward ran."""
+        """Return what `environment` noted about the batch's symbol while the forward ran."""
         if symbol is None:
             return Guards(batch, None)
-        fixed = environment.replacements.get(symbol)
-        if isinstance(fixed, sympy.Integer):
-            return Guards(
-                batch, symbol, ((sympy.Eq(symbol, batch), "the forward makes a number of it"),)
-            )
-        branches = [(guard.expr, _place(guard.sloc)) for guard in environment.guards]
+        replacement = environment.replacements.get(symbol)
+        if isinstance(replacement, sympy.Integer):
+            equals = (sympy.Eq(symbol, batch), "the forward makes a number of it")
+            return Guards(batch, symbol, (equals,))
+        branches = [(guard.expr, _guard_line(guard.sloc)) for guard in environment.guards]
         ranges = [
             (sympy.Ge(symbol, interval.lower), "torch treats batches of 0 and 1 apart")
             for symbol, interval in environment.var_to_range.items()
         ]
-        # What is assumed of data is no matter of the batch: data's own symbols are in it.
-        return Guards(
-            batch,
-            symbol,
-            tuple(each for each in (*branches, *ranges) if each[0].free_symbols <= {symbol}),
+        # Assumptions about data have symbols of their own; they do not restrict the batch size.
+        assumptions = tuple(
+            assumption
+            for assumption in (*branches, *ranges)
+            if assumption[0].free_symbols <= {symbol}
         )
+        return Guards(batch, symbol, assumptions)
 
     @property
-    def fixed(self) -> bool:
-        """Whether the recording is for one batch size only."""
+    def is_fixed(self) -> bool:
+        """Whether the recording holds for one batch size only."""
         return self.symbol is None or any(
-            isinstance(expression, sympy.Eq) for expression, _ in self.assumed
+            isinstance(expression, sympy.Eq) for expression, _ in self.assumptions
         )
 
-    def broken(self, batch: int) -> str | None:
-        """Why the recording does not hold at this batch size; None if it does."""
+    def violation(self, batch: int) -> str | None:
+        """Return why the recording does not hold at this batch size, None if it does."""
         if self.symbol is None:
-            return None if batch == self.batch else f"it is for batches of {self.batch} alone"
-        for expression, place in self.assumed:
+            return None if batch == self.batch else f"it is for batches of {self.batch} only"
+        for expression, line in self.assumptions:
             if expression.xreplace({self.symbol: sympy.Integer(batch)}) != sympy.true:
-                return f"{expression} does not hold ({place})"
+                return f"{expression} does not hold ({line})"
         return None
 
 
-def faked(tensor: Tensor, mode: FakeTensorMode, *, symbolic: bool) -> Tensor:
-    """A fake of `tensor`; if `symbolic`, its dimension 0 is the symbol of the batch."""
+def fake_input(tensor: Tensor, mode: FakeTensorMode, *, symbolic: bool) -> Tensor:
+    """Return a fake of `tensor`; if `symbolic`, its dimension 0 is the symbol of the batch."""
     if not symbolic or not tensor.dim():
         return mode.from_tensor(tensor, static_shapes=True)
-    if (
-        tensor._is_view()
-    ):  # the fake of a view is a view of a fake, which would bring its own symbols
+    if tensor._is_view():
+        # The fake of a view is a view of a fake base, which would have symbols of its own.
         tensor = tensor.clone()
+    # DUCK: equal sizes share a symbol, so all inputs have the same batch size.
     sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (tensor.dim() - 1)
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
-def symbol_of(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
-    """The symbol of the batch; None for fakes of fixed sizes, as for batches of 0 and 1."""
+def batch_symbol(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
+    """Return the symbol of the batch; None if sizes are fixed, as for batches of 0 and 1."""
     for fake in fakes:
         size = fake.shape[0] if fake.dim() else 0
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
@@ -89,12 +93,10 @@ def symbol_of(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
     return None
 
 
-def _place(location: Any) -> str:
-    """Where a guard comes from, in the user's code."""
-    user = getattr(location, "user_stack", None)
-    frames = [f for f in user or () if not f.filename.startswith(HIDDEN)]
-    return (
-        f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-        if frames
-        else str(location).split("\n")[0]
-    )
+def _guard_line(location: Any) -> str:
+    """Return the user's line from which a guard comes."""
+    stack = getattr(location, "user_stack", None)
+    frames = [frame for frame in stack or () if not frame.filename.startswith(HIDDEN)]
+    if not frames:
+        return str(location).split("\n")[0]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"

@@ -1,4 +1,4 @@
-"""Which modules become one node each."""
+"""Leaves: the modules that become one node each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 from pipecompile.errors import InputError
 
-__all__ = ["is_of_torch", "paths_of"]
+__all__ = ["is_torch_leaf", "leaf_paths"]
 
-# Containers of torch.nn whose forward is recorded, so that they can be cut inside.
+# Containers of torch.nn whose forward is recorded, so that a cut may lie inside.
 CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -23,29 +23,31 @@ CONTAINERS = (
 )
 
 
-def is_of_torch(module: nn.Module) -> bool:
-    """Whether a module is one of torch.nn or of a subclass, and no container."""
+def is_torch_leaf(module: nn.Module) -> bool:
+    """Return whether a module is one of torch.nn or of a subclass, and not a container."""
     bases = [base for base in type(module).__mro__ if base is not nn.Module]
-    return any(
-        base.__module__.startswith("torch.nn.modules.") for base in bases
-    ) and not isinstance(module, CONTAINERS)
+    is_of_torch = any(base.__module__.startswith("torch.nn.modules.") for base in bases)
+    return is_of_torch and not isinstance(module, CONTAINERS)
 
 
-def paths_of(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """The paths of the modules that `names` name, by path or by class; InputError for one that is not there."""
-    found: set[str] = set()
+def leaf_paths(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Return the paths of the modules that `names` name, by path or by class.
+
+    InputError if a name matches no module.
+    """
+    paths: set[str] = set()
     modules = [(path, module) for path, module in model.named_modules() if path]
     for name in names:
-        matching = {path for path, module in modules if name in (path, *_classes(module))}
+        matching = {path for path, module in modules if name in (path, *_class_names(module))}
         if not matching:
             raise InputError(
-                f"leaf={name!r} is no module of {type(model).__name__}; give a path as in model.named_modules(), "
-                "or the name of a class"
+                f"leaf={name!r} is no module of {type(model).__name__}; give a path as in "
+                "model.named_modules(), or the name of a class"
             )
-        found |= matching
-    return frozenset(found)
+        paths |= matching
+    return frozenset(paths)
 
 
-def _classes(module: nn.Module) -> tuple[str, ...]:
+def _class_names(module: nn.Module) -> tuple[str, ...]:
     kind = type(module)
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"

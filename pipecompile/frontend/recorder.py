@@ -1,9 +1,16 @@
-"""Records one forward of a module as an fx graph.
+"""The recorder: it turns one forward of a module into an fx graph.
 
-The real Python code runs once on fake tensors under a torch-function mode. Modules of torch.nn become call_module
-nodes; every other call on tensors becomes a call_function or call_method node; parameters are get_attr nodes under
-their original names. Sizes that depend on the batch stay symbolic in the arguments and become integers when the
-graph is instantiated for a batch size. A module that asks for data becomes one node, the smallest that works.
+The model's own Python code runs once on fake tensors, under a torch-function mode:
+
+    a call of …                    becomes
+    a module of torch.nn           a call_module node
+    a function or method           a call_function or call_method node
+    `autograd.Function.apply`      a call_function node, since its backward is its own
+    a module that branches on      a call_module node of the smallest module that works;
+    data                           what was recorded inside it is undone
+
+Parameters are get_attr nodes under their original names. Sizes that depend on the batch stay
+symbolic in the arguments and become integers when the graph is instantiated for a batch size.
 """
 
 from __future__ import annotations
@@ -22,111 +29,134 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.calls import Call, applying, encloses_recorded, hooking, target_of
-from pipecompile.frontend.data_probe import Heard
-from pipecompile.frontend.leaves import is_of_torch
-from pipecompile.frontend.refusals import DataDependentError, UnsupportedError, asks_data
-from pipecompile.frontend.source import source, source_of
-from pipecompile.frontend.tape import SYMBOLS, Tape, contains_tensor, tensors_in
-from pipecompile.frontend.torch_patches import (
-    cleared_by_autocast,
-    exporting,
-    inference_as_no_grad,
-    instead,
-    known_saving,
-    seeded_by_torch,
+from pipecompile.frontend.calls import (
+    RecordedCall,
+    apply_target,
+    call_target,
+    has_recorded_values,
+    hook_target,
 )
-from pipecompile.graph.attributes import same
-from pipecompile.graph.data_answers import Answer, answering
-from pipecompile.graph.propagation import swapped
-from pipecompile.graph.side_effects import Watch
+from pipecompile.frontend.data_probe import ProbedAnswers
+from pipecompile.frontend.leaves import is_torch_leaf
+from pipecompile.frontend.nested_values import contains_tensor, tensors_in
+from pipecompile.frontend.recording import SYMBOLS, Recording
+from pipecompile.frontend.refusals import (
+    DataDependentError,
+    UnsupportedError,
+    is_data_dependence_error,
+)
+from pipecompile.frontend.source import current_line, error_line
+from pipecompile.frontend.torch_patches import (
+    notify_autocast_clears,
+    redirect_calls,
+    refuse_own_saving_hooks,
+    require_torch_randomness,
+    run_inference_as_no_grad,
+    set_export_flags,
+)
+from pipecompile.graph.attributes import is_same_value
+from pipecompile.graph.data_answers import DataAnswer, replay_answers
+from pipecompile.graph.model_state import swapped_state
+from pipecompile.graph.side_effects import SideEffectTracker
 
-__all__ = ["Manner", "Recorder"]
+__all__ = ["ForwardRecorder", "RecordingOptions"]
 
-# Attributes of a tensor that are about autograd, not values of the forward.
+# Attributes of a tensor that belong to autograd and are no values of the forward.
 AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 
 
 @dataclass(frozen=True)
-class Manner:
-    """A way of recording.
+class RecordingOptions:
+    """How a forward is recorded.
 
-    `exporting` sets the flags by which models learn that they are captured; many then avoid shortcuts that ask data.
-    `leaves` are the paths of modules that are to be one node, besides those of torch.nn. `heard` is what
-    data answered when the model ran on real tensors; without it a module that asks is an error.
+    `exporting` sets the flags by which models learn that they are captured; many then avoid
+    shortcuts that depend on data. `leaves` are the paths of modules that become one node, besides
+    those of torch.nn. `answers` are those of a data probe; without them a data-dependent module is
+    an error.
     """
 
     exporting: bool
     leaves: frozenset[str] = frozenset()
-    heard: Heard | None = None
+    answers: ProbedAnswers | None = None
 
 
-class Recorder(TorchFunctionMode):
-    """The mode under which the forward runs; `tape` grows as it does. `whole` are the modules that asked data."""
+class ForwardRecorder(TorchFunctionMode):
+    """The mode under which the forward runs.
+
+    `recording` grows as it runs. `data_dependent` maps the path of each module that became one node
+    because it branches on data to the line that does so. `hooked` are the modules that are recorded
+    inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
+    the attribute. `failed_in` is the innermost module that raised.
+    """
 
     def __init__(
-        self, root: nn.Module, mode: FakeTensorMode, state: dict[int, Tensor], manner: Manner
+        self,
+        root: nn.Module,
+        mode: FakeTensorMode,
+        state: dict[int, Tensor],
+        options: RecordingOptions,
     ) -> None:
         super().__init__()
         self.root = root
         self.mode = mode
-        self.manner = manner
-        self.tape = Tape(root, state)
+        self.options = options
+        self.recording = Recording(root, state)
         self.failed_in: str | None = None
-        self.whole: dict[str, str] = {}  # path → the line that asked
-        self.hooked: set[str] = set()  # modules that are taken apart and whose forward hooks ran
-        self.assignments: dict[
-            tuple[nn.Module, str], str
-        ] = {}  # attributes of modules → the line that set them
+        self.data_dependent: dict[str, str] = {}
+        self.hooked: set[str] = set()
+        self.assignments: dict[tuple[nn.Module, str], str] = {}
         self._paths: dict[nn.Module, str] = {}
         for path, module in root.named_modules():
             self._paths.setdefault(module, path)
         self._state = state
-        self._own = {
-            module: [state[id(tensor)] for tensor in _held(module)] for module in root.modules()
+        self._expected_state = {
+            module: [state[id(tensor)] for tensor in _own_state(module)]
+            for module in root.modules()
         }
-        self._watch = Watch()
+        self._tracker = SideEffectTracker()
 
     def path_of(self, module: nn.Module) -> str:
-        """The first path of one of the model's modules."""
+        """Return the first path of one of the model's modules."""
         return self._paths[module]
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Everything that must hold while the forward runs; undone afterwards."""
+    def run(self) -> Iterator[None]:
+        """Record the forward in the block, under all patches of torch that it needs."""
         with (
-            seeded_by_torch(),
-            instead(self.call_module, self.call_autograd_function, self._assigned),
-            exporting(self.manner.exporting),
-            inference_as_no_grad(),
-            cleared_by_autocast(self.tape.clear),
-            known_saving(),
+            require_torch_randomness(),
+            redirect_calls(self.call_module, self.call_autograd_function, self._note_assignment),
+            set_export_flags(self.options.exporting),
+            run_inference_as_no_grad(),
+            notify_autocast_clears(self.recording.note_autocast_clear),
+            refuse_own_saving_hooks(),
             self.mode,
-            swapped(self.root, self._state) as lost,
+            swapped_state(self.root, self._state) as lost,
             enable_python_dispatcher(),
-            self._watch,
+            self._tracker,
             self,
         ):
             yield
         if lost:
             raise CaptureError(
-                f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could see; "
-                "update it in place, for example with copy_"
+                f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could "
+                "see; update it in place, for example with copy_"
             )
 
-    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
-        self.assignments[module, name] = source()
+    @property
+    def _is_active(self) -> bool:
+        """Whether calls are recorded now: not inside a module or function that is one node."""
+        return _get_current_function_mode() is self
+
+    def _note_assignment(self, module: nn.Module, name: str, value: Any) -> None:
+        self.assignments[module, name] = current_line()
         path = self._paths.get(module)
-        if (
-            path is None
-            or _get_current_function_mode() is not self
-            or not self._is_leaf(module, path)
-        ):
+        if path is None or not self._is_active or not self._is_leaf(module, path):
             return
-        if name not in vars(module) or not same(vars(module)[name], value):
+        if name not in vars(module) or not is_same_value(vars(module)[name], value):
             raise CaptureError(
-                f"{self.tape.where()}: the forward sets {name} of {path}, which is one node and would not see it; "
-                "set it outside the forward, or use the functional form of that module"
+                f"{self.recording.where()}: the forward sets {name} of {path}, which is one node "
+                "and would not see it; set it outside the forward, or use the functional form of "
+                "that module"
             )
 
     # -- calls of functions
@@ -138,126 +168,135 @@ class Recorder(TorchFunctionMode):
             return self._require_gradient(*args)
         if name == "__set__":
             raise CaptureError(
-                f"{self.tape.where()}: the forward assigns to an attribute of a tensor ({func.__self__.__name__}); "
-                "return a new tensor instead"
+                f"{self.recording.where()}: the forward assigns to an attribute of a tensor "
+                f"({func.__self__.__name__}); return a new tensor instead"
             )
         if name == "__get__":
-            return self._attribute(func, args)
+            return self._read_attribute(func, args)
         if func is Tensor.__iter__:
             return iter(self._call(Tensor.unbind, "unbind", (args[0], 0), {}))
         return self._call(func, name, args, kwargs)
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        call = Call(self.tape, self._watch, args, kwargs)
-        out = call.run(lambda: func(*args, **kwargs))
-        self._refuse_data(out, name)
-        if contains_tensor(out) or call.mutates:
-            self._record(*target_of(func, name), call, out)
+        """Run a function or method; record it if it returns a tensor or has a side effect."""
+        call = RecordedCall(self.recording, self._tracker, args, kwargs)
+        result = call.run(lambda: func(*args, **kwargs))
+        self._refuse_data(result, name)
+        if contains_tensor(result) or call.mutates:
+            self._record(*call_target(func, name), call, result)
         elif func is Tensor.register_hook:
-            self._hook(*args)
+            self._record_hook(*args)
         elif func is torch._assert_async:
-            self._record(*target_of(func, name), call, None, kept=True)
-        return out
+            self._record(*call_target(func, name), call, None, has_effect=True)
+        return result
 
-    def _attribute(self, func: Any, args: Any) -> Any:
-        out = func(*args)
+    def _read_attribute(self, func: Any, args: Any) -> Any:
+        """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""
+        result = func(*args)
         name = func.__self__.__name__
-        if isinstance(out, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
-            node = self.tape.create(
-                "call_function", getattr, (self.tape.argument(args[0]), name), {}
-            )
-            self.tape.bind(out, node)
-        return out
+        if isinstance(result, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
+            arguments = (self.recording.argument(args[0]), name)
+            node = self.recording.create("call_function", getattr, arguments, {})
+            self.recording.bind(result, node)
+        return result
 
-    def _hook(self, tensor: Tensor, hook: Any) -> None:
-        if encloses_recorded(hook):
+    def _record_hook(self, tensor: Tensor, hook: Any) -> None:
+        if has_recorded_values(hook):
             raise UnsupportedError(
-                f"{self.tape.where()}: a hook encloses a value of the forward, which is another in each step; let it "
-                "compute from the gradient and from constants"
+                f"{self.recording.where()}: a hook encloses a value of the forward, which is "
+                "another in each step; let it compute from the gradient and from constants"
             )
-        self._record(
-            "call_function",
-            hooking(hook),
-            Call(self.tape, self._watch, (tensor,), {}),
-            None,
-            hook=True,
-        )
+        call = RecordedCall(self.recording, self._tracker, (tensor,), {})
+        self._record("call_function", hook_target(hook), call, None, hook=True)
 
     def _require_gradient(self, tensor: Tensor, required: bool) -> None:
-        """As the method of that name does: the tensor itself changes, so its maker stays with the call."""
-        call = Call(self.tape, self._watch, (tensor, required), {})
+        """Record an assignment to `requires_grad` as a call of `requires_grad_`.
+
+        It is marked as a hook: the tensor itself changes, so its node must be on the same stage.
+        """
+        call = RecordedCall(self.recording, self._tracker, (tensor, required), {})
         tensor.requires_grad_(required)
         self._record("call_method", "requires_grad_", call, tensor, hook=True)
 
-    def _record(self, op: str, target: Any, call: Call, out: Any, **notes: Any) -> None:
-        node = self.tape.create(op, target, *call.arguments())
-        node.meta.update(random=call.random, mutates=call.mutates, **notes)
-        self.tape.bind(out, node)
+    def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
+        """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
+        node = self.recording.create(op, target, *call.arguments())
+        node.meta.update(random=call.is_random, mutates=call.mutates, **notes)
+        self.recording.bind(result, node)
 
-    def _refuse_data(self, out: Any, name: str) -> None:
-        if isinstance(out, SYMBOLS) and free_unbacked_symbols(out):
+    def _refuse_data(self, result: Any, name: str) -> None:
+        """Raise DataDependentError if `result` of the call `name` depends on values of data."""
+        if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
             raise DataDependentError(
-                f"{self.tape.where()}: {name} reads a number out of a tensor, so the graph would depend on the data; "
-                "compute it outside the model, or keep it a tensor"
+                f"{self.recording.where()}: {name} reads a number out of a tensor, so the graph "
+                "would depend on the data; compute it outside the model, or keep it a tensor"
             )
-        if any(free_unbacked_symbols(tensor) for tensor in tensors_in(out)):
+        if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
             raise DataDependentError(
-                f"{self.tape.where()}: {name} gives a tensor whose shape depends on the values of another, so stages "
-                "could not know what they receive; use torch.where or a mask of fixed shape"
+                f"{self.recording.where()}: {name} gives a tensor whose shape depends on the "
+                "values of another, so stages could not know what they receive; use torch.where "
+                "or a mask of fixed shape"
             )
 
     def call_autograd_function(
         self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any
     ) -> Any:
-        """What runs in place of `Function.apply`: one node, since its backward is its own."""
-        if _get_current_function_mode() is not self:
+        """Run and record `Function.apply`; it is called instead of the original."""
+        if not self._is_active:
             return original(function, *args, **kwargs)
-        if (
-            function is CheckpointFunction
-        ):  # a region that is computed again: its values are those of its forward
+        if function is CheckpointFunction:
+            # A region that the model itself recomputes: its values are those of its forward.
             run, _, *inputs = args
             return run(*inputs)
-        call = Call(self.tape, self._watch, args, kwargs)
+        call = RecordedCall(self.recording, self._tracker, args, kwargs)
         with _pop_mode_temporarily():
-            out = call.run(lambda: original(function, *args, **kwargs))
-        self._record("call_function", applying(function), call, out)
-        return out
+            result = call.run(lambda: original(function, *args, **kwargs))
+        self._record("call_function", apply_target(function), call, result)
+        return result
 
     # -- calls of modules
 
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """What runs in place of a module's call."""
+        """Run a module, as one node or recorded inside; it is called instead of the original."""
         path = self._paths.get(module)
         if path is None:
             return original(module, *args, **kwargs)
-        number = self.tape.count(path)
-        if _get_current_function_mode() is not self:  # inside a module that is one node
+        call_number = self.recording.count_call(path)
+        if not self._is_active:
             return original(module, *args, **kwargs)
-        self.tape.enter(path)
-        mark = self.tape.mark()
+        self.recording.enter_module(path)
+        mark = self.recording.mark()
         try:
             if self._is_leaf(module, path):
                 return self._call_leaf(original, module, args, kwargs)
-            self._notice_hooks(module, path)
+            self._note_hooks(module, path)
             return original(module, *args, **kwargs)
         except Exception as error:
+            # Unwinding, the error meets the innermost module first: the smallest one that can be a
+            # node. If this fails too, the module around it is tried.
             self.failed_in = self.failed_in or path
-            if self.manner.heard is None or not path or not asks_data(error):
+            if self.options.answers is None or not path or not is_data_dependence_error(error):
                 raise
-            self.tape.undo(mark)
-            whole = self._call_leaf(original, module, args, kwargs, number)
-            inner = [other for other in self.whole if other.startswith(f"{path}.")]
-            for other in inner:
-                del self.whole[other]
-            self.whole[path], self.failed_in = source_of(error) or source(), None
-            return whole
+            self.recording.undo(mark)
+            result = self._call_leaf(original, module, args, kwargs, call_number)
+            self._note_data_dependence(path, error)
+            return result
         finally:
-            self.tape.leave()
+            self.recording.leave_module()
+
+    def _note_data_dependence(self, path: str, error: Exception) -> None:
+        """Note that the module at `path` is one node; modules inside it no longer are."""
+        inner = [other for other in self.data_dependent if other.startswith(f"{path}.")]
+        for other in inner:
+            del self.data_dependent[other]
+        self.data_dependent[path] = error_line(error) or current_line()
+        self.failed_in = None
 
     def _is_leaf(self, module: nn.Module, path: str) -> bool:
-        return module is not self.root and (path in self.manner.leaves or is_of_torch(module))
+        """Return whether a module is to be one node, whatever its forward does."""
+        return module is not self.root and (path in self.options.leaves or is_torch_leaf(module))
 
     def _call_leaf(
         self,
@@ -265,47 +304,55 @@ class Recorder(TorchFunctionMode):
         module: nn.Module,
         args: Any,
         kwargs: Any,
-        number: int | None = None,
+        call_number: int | None = None,
     ) -> Any:
-        """Runs a module on fake tensors and records it as one node; with `number` it is told what that call was."""
+        """Run a module on fake tensors and record it as one node.
+
+        With `call_number` its data gives the answers that it gave in this call of the probe.
+        """
+        for part in module.modules():
+            expected = self._expected_state.get(part)
+            if expected is not None and not is_same_value(_own_state(part), expected):
+                raise UnsupportedError(
+                    f"{self.recording.where()}: the module is called with tensors in the place of "
+                    "its parameters or buffers (functional_call), which its node would not have; "
+                    "call the function that it stands for"
+                )
         state = [*module.parameters(), *module.buffers()]
-        if any(
-            not same(_held(part), self._own[part]) for part in module.modules() if part in self._own
-        ):
-            raise UnsupportedError(
-                f"{self.tape.where()}: the module is called with tensors in the place of its parameters or buffers "
-                "(functional_call), which its node would not have; call the function that it stands for"
-            )
-        call = Call(self.tape, self._watch, args, kwargs, state=state)
-        with _pop_mode_temporarily(), answering(self._answers(number)):
-            out = call.run(lambda: original(module, *args, **kwargs))
-        self._refuse_data(out, type(module).__name__)
-        self._record("call_module", self._paths[module], call, out, number=number)
-        return out
+        call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
+        with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
+            result = call.run(lambda: original(module, *args, **kwargs))
+        self._refuse_data(result, type(module).__name__)
+        self._record("call_module", self._paths[module], call, result, call_number=call_number)
+        return result
 
-    def _answers(self, number: int | None) -> tuple[Answer, ...] | None:
-        if number is None:
+    def _answers(self, call_number: int | None) -> tuple[DataAnswer, ...] | None:
+        """Return the answers of this call of the current module in the probe; None without one."""
+        if call_number is None:
             return None
-        heard = self.manner.heard or {}
-        if (self.tape.path, number) not in heard:
+        answers = self.options.answers or {}
+        key = (self.recording.path, call_number)
+        if key not in answers:
             raise UnsupportedError(
-                f"{self.tape.where()}: the model does not call this module on the sample itself"
+                f"{self.recording.where()}: the model does not call this module on the sample "
+                "itself"
             )
-        return heard[self.tape.path, number]
+        return answers[key]
 
-    def _notice_hooks(self, module: nn.Module, path: str) -> None:
+    def _note_hooks(self, module: nn.Module, path: str) -> None:
+        """Note the forward hooks of a module that is recorded inside; refuse its backward hooks."""
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
-                f"{path or type(self.root).__name__}: a backward hook is registered on a module that is taken apart, "
-                "so it would not be called; make the module one node (leaf), or register the hook on a module of "
-                "torch.nn, or on a tensor in the forward"
+                f"{path or type(self.root).__name__}: a backward hook is registered on a module "
+                "that is taken apart, so it would not be called; make the module one node (leaf), "
+                "or register the hook on a module of torch.nn, or on a tensor in the forward"
             )
         if module._forward_hooks or module._forward_pre_hooks:
             self.hooked.add(path)
 
 
-def _held(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers in a module's own tables now."""
+def _own_state(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers in a module's own tables."""
     return [
         tensor
         for table in (module._parameters, module._buffers)

@@ -1,4 +1,4 @@
-"""Why a forward could not be recorded, where another way of capturing it may still succeed."""
+"""Refusals of one way of capturing, after which the next way may still succeed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipecompile.errors import CaptureError
 
-__all__ = ["DataDependentError", "UnsupportedError", "asks_data"]
+__all__ = ["DataDependentError", "UnsupportedError", "is_data_dependence_error"]
 
 
 class UnsupportedError(CaptureError):
-    """This way of recording cannot express the forward. Every other CaptureError is a refusal, whatever the way."""
+    """This way of capturing cannot express the forward.
+
+    Every other CaptureError refuses the model, whatever the way.
+    """
 
 
 class DataDependentError(UnsupportedError):
-    """The forward asks for the values of a tensor, which fake tensors do not have."""
+    """The forward reads the values of a tensor, which fake tensors do not have."""
 
 
-def asks_data(error: BaseException) -> bool:
-    """Whether torch raised `error` since only data could have answered."""
+def is_data_dependence_error(error: BaseException) -> bool:
+    """Return whether torch, or the recorder, raised `error` because values of data are needed."""
     kinds = (
         DataDependentError,
         DataDependentOutputException,

@@ -1,4 +1,7 @@
-"""How modules and functions are set, as text: the same in every process, without addresses or devices."""
+"""Settings of modules and functions as text: the same in every process, without addresses.
+
+The digest of a graph and the conditions of measured costs are made of these texts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Unknown", "described", "layout", "qualified"]
+__all__ = ["DescribeUnknown", "describe", "layout_text", "qualified_name"]
 
 PLAIN = (
     type(None),
@@ -36,32 +39,37 @@ PLAIN = (
     torch.dtype,
     torch.memory_format,
 )
-OWN = frozenset(vars(nn.Module()))  # what every module keeps about itself
+INTERNAL = frozenset(vars(nn.Module()))  # what every module keeps about itself
 
-Unknown = Callable[[object], str]
-"""What to write for an object that none of our words describes; it may raise."""
+DescribeUnknown = Callable[[object], str]
+"""Describes an object of a kind that is not known here; it may raise."""
 
 
-def qualified(thing: Any) -> str:
-    """The full name of a function or a type."""
+def qualified_name(thing: Any) -> str:
+    """Return the full name of a function or a type."""
     module = getattr(thing, "__module__", None) or ""
-    return f"{module}.{getattr(thing, '__qualname__', getattr(thing, '__name__', type(thing).__name__))}"
+    name = getattr(thing, "__qualname__", getattr(thing, "__name__", type(thing).__name__))
+    return f"{module}.{name}"
 
 
-def layout(value: Tensor) -> str:
-    """Shape, strides and type; a dimension of one element has no stride that matters."""
+def layout_text(value: Tensor) -> str:
+    """Return shape, strides, type and whether a gradient is required.
+
+    A dimension of one element has the stride 0 here, since its stride means nothing.
+    """
     strides = tuple(
         stride if size > 1 else 0 for size, stride in zip(value.shape, value.stride(), strict=True)
     )
     return f"{tuple(value.shape)}:{strides}:{value.dtype}:{value.requires_grad}"
 
 
-def described(value: object, unknown: Unknown, *, code: bool) -> str:
-    """What `value` is: a module with the settings of its parts, a function by its name.
+def describe(value: object, unknown: DescribeUnknown, *, code: bool) -> str:
+    """Return `value` as text: a module with the settings of its parts, a function by its name.
 
-    With `code` a function that is not torch's also with its bytecode, which each Python has its own, and with what it
-    encloses; the same for the methods of a module. Tensors are described by their layout, and what is neither plain nor
-    a container of such by `unknown`.
+    With `code`, a function that is not torch's is described with its bytecode, which differs
+    between Python versions, and with what it encloses; so are the methods of a module. Tensors
+    are described by their layout, all devices as "device", and an object that is neither plain nor
+    a container by `unknown`.
     """
     return _Describer(unknown, code).text(value)
 
@@ -69,7 +77,7 @@ def described(value: object, unknown: Unknown, *, code: bool) -> str:
 class _Describer:
     """Describes each function once, since functions may call each other."""
 
-    def __init__(self, unknown: Unknown, code: bool) -> None:
+    def __init__(self, unknown: DescribeUnknown, code: bool) -> None:
         self.unknown = unknown
         self.code = code
         self.seen: set[int] = set()
@@ -79,7 +87,7 @@ class _Describer:
             case torch.device():
                 return "device"
             case Enum():
-                return f"{qualified(type(value))}.{value.name}"
+                return f"{qualified_name(type(value))}.{value.name}"
             case _ if isinstance(value, PLAIN):
                 return repr(value)
             case tuple() | list():
@@ -87,9 +95,10 @@ class _Describer:
             case set() | frozenset():
                 return f"set({', '.join(sorted(map(self.text, value)))})"
             case Mapping():
-                return f"{{{', '.join(f'{self.text(key)}: {self.text(item)}' for key, item in value.items())}}}"
+                items = [f"{self.text(key)}: {self.text(item)}" for key, item in value.items()]
+                return f"{{{', '.join(items)}}}"
             case Tensor():
-                return layout(value)
+                return layout_text(value)
             case nn.Module():
                 return self._module(value)
             case ModuleType():
@@ -103,34 +112,35 @@ class _Describer:
             case MethodType():
                 return f"{self.text(value.__func__)} of {self.text(value.__self__)}"
             case partial():
-                return f"partial({self.text(value.func)}, {self.text(value.args)}, {self.text(value.keywords)})"
+                parts = ", ".join(map(self.text, (value.func, value.args, value.keywords)))
+                return f"partial({parts})"
             case type() | BuiltinFunctionType() | MethodDescriptorType():
-                return qualified(value)
+                return qualified_name(value)
             case CodeType():
-                return (
-                    f"code({value.co_code.hex()}, {value.co_names}, {self.text(value.co_consts)})"
-                )
+                constants = self.text(value.co_consts)
+                return f"code({value.co_code.hex()}, {value.co_names}, {constants})"
         return self.unknown(value)
 
     def _module(self, module: nn.Module) -> str:
         return "; ".join(f"{name}={self._layer(part)}" for name, part in module.named_modules())
 
     def _layer(self, module: nn.Module) -> str:
+        """Describe a module without its submodules."""
         methods = list(map(self.text, _methods(type(module)))) if self.code else []
         state = [
-            f"{name}:{layout(value)}"
+            f"{name}:{layout_text(value)}"
             for table in (module._parameters, module._buffers)
             for name, value in table.items()
             if value is not None
         ]
-        settings = {name: value for name, value in vars(module).items() if name not in OWN}
+        settings = {name: value for name, value in vars(module).items() if name not in INTERNAL}
         extra = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
-        name = qualified(type(module))
+        name = qualified_name(type(module))
         return f"{name}({extra}) {methods} training={module.training} {state} {self.text(settings)}"
 
     def _function(self, function: FunctionType) -> str:
         if not self.code or _is_of_torch(function) or id(function) in self.seen:
-            return qualified(function)
+            return qualified_name(function)
         self.seen.add(id(function))
         enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
         parts = (
@@ -140,21 +150,22 @@ class _Describer:
             enclosed,
             dict(_globals(function)),
         )
-        return f"{qualified(function)}{self.text(parts)}"
+        return f"{qualified_name(function)}{self.text(parts)}"
 
 
 def _is_of_torch(thing: Any) -> bool:
-    return qualified(thing).partition(".")[0] == "torch"
+    return qualified_name(thing).partition(".")[0] == "torch"
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
+    """Yield the methods of a class and its bases, without torch's."""
     for base in kind.__mro__:
         if not _is_of_torch(base):
             yield from (value for value in vars(base).values() if isinstance(value, FunctionType))
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The plain values, and the functions of its own module, among the globals that a function may read."""
+    """Yield the globals that a function may read: plain values, and functions of its own module."""
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, PLAIN) or getattr(value, "__globals__", None) is function.__globals__:

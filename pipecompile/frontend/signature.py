@@ -1,4 +1,4 @@
-"""How a model's arguments and results become flat lists of tensors, and back."""
+"""The signature of a model: how arguments and results become lists of tensors, and back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.refusals import UnsupportedError
-from pipecompile.graph.pytrees import know_dataclasses
+from pipecompile.graph.pytrees import register_dataclasses
 
-__all__ = ["Arguments", "Inputs", "Outputs", "arguments_of"]
+__all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of"]
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CONSTANTS = (
-    bool, int, float, complex, str, bytes, type(None), range, slice, Enum, torch.dtype, torch.device, torch.Size
+    bool, int, float, complex, str, bytes, type(None), range, slice, Enum,
+    torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
 
 
@@ -37,7 +38,11 @@ class Arguments:
 def arguments_of(
     model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
 ) -> Arguments:
-    """A minibatch as its call: a tensor, a tuple of positional arguments, or a mapping of keyword arguments."""
+    """Return a minibatch as the arguments of a call.
+
+    `sample` is a tensor, a tuple of positional arguments or a mapping of keyword arguments, to
+    which `sample_kwargs` are added. InputError if the model's forward does not take them.
+    """
     extra = dict(sample_kwargs or {})
     if isinstance(sample, Arguments):
         call = sample
@@ -56,37 +61,42 @@ def arguments_of(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The shape of a model's arguments: their tree, the names of the tensors, and the constants between them."""
+class InputStructure:
+    """The pytree of a model's arguments: names of its tensors, and the constants between them.
+
+    `names` and `constants` have an entry for each leaf: the name is None for a constant, and the
+    constant is None for a tensor.
+    """
 
     spec: pytree.TreeSpec
-    names: tuple[str | None, ...]  # per leaf; None for a constant
-    constants: tuple[Any, ...]  # per leaf; None for a tensor
+    names: tuple[str | None, ...]
+    constants: tuple[Any, ...]
 
     @staticmethod
-    def of(model: nn.Module, call: Arguments) -> Inputs:
-        """Learns the tree from one call."""
-        know_dataclasses((call.args, call.kwargs))
+    def of(model: nn.Module, call: Arguments) -> InputStructure:
+        """Return the structure of one call.
+
+        InputError if a tensor requires a gradient, CaptureError for leaves of another kind.
+        """
+        register_dataclasses((call.args, call.kwargs))
         leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
-        positional = list(inspect.signature(model.forward).parameters)
+        parameters = list(inspect.signature(model.forward).parameters)
         names: list[str | None] = []
         for path, leaf in leaves:
+            name = _leaf_name(path, parameters)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise InputError(
-                    f"the input {_name(path, positional)!r} requires a gradient, which a pipeline gives to parameters "
-                    "alone; detach it, or make it a parameter"
+                    f"the input {name!r} requires a gradient, but a pipeline computes gradients "
+                    "for parameters only; detach it, or make it a parameter"
                 )
-            if isinstance(leaf, Tensor):
-                names.append(_name(path, positional))
-            elif isinstance(leaf, CONSTANTS):
-                names.append(None)
-            else:
+            if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise CaptureError(
-                    f"the argument {_name(path, positional)!r} holds a {type(leaf).__name__}; "
-                    "inputs are tensors, constants, and tuples, lists, dicts and dataclasses of them"
+                    f"the argument {name!r} holds a {type(leaf).__name__}; inputs are tensors, "
+                    "constants, and tuples, lists, dicts and dataclasses of them"
                 )
+            names.append(name if isinstance(leaf, Tensor) else None)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
-        return Inputs(spec, tuple(names), constants)
+        return InputStructure(spec, tuple(names), constants)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -94,7 +104,7 @@ class Inputs:
         return tuple(name for name in self.names if name is not None)
 
     def flatten(self, call: Arguments) -> list[Tensor]:
-        """The tensors of `call`; InputError if it differs in its tree or in a constant."""
+        """Return the tensors of `call`; InputError if its structure or a constant differs."""
         leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
         if spec != self.spec:
             raise InputError(
@@ -112,65 +122,75 @@ class Inputs:
         return [leaf for leaf, name in zip(leaves, self.names, strict=True) if name is not None]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Arguments:
-        """The call whose tensors are `tensors`."""
-        source = iter(tensors)
+        """Return the call whose tensors are `tensors`."""
+        values = iter(tensors)
         pairs = zip(self.names, self.constants, strict=True)
-        leaves = [constant if name is None else next(source) for name, constant in pairs]
+        leaves = [constant if name is None else next(values) for name, constant in pairs]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return Arguments(args, kwargs)
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """The shape of a model's result: its tree, and the constants between its tensors."""
+class OutputStructure:
+    """The pytree of a model's result: which leaves are tensors, and the constants between them.
+
+    `is_tensor` and `constants` have an entry for each leaf, `batched` one for each tensor: whether
+    its dimension 0 grows with the batch.
+    """
 
     spec: pytree.TreeSpec
     is_tensor: tuple[bool, ...]
     constants: tuple[Any, ...]
-    batched: tuple[bool, ...]  # per tensor, whether its dimension 0 grows with the batch
+    batched: tuple[bool, ...]
 
     @staticmethod
-    def of(result: Any) -> tuple[Outputs, list[Tensor]]:
-        """Learns the tree from one result; returns its tensors with it."""
-        know_dataclasses(result)
+    def of(result: Any) -> tuple[OutputStructure, list[Tensor]]:
+        """Return the structure of one result, and the tensors of this result.
+
+        UnsupportedError for symbolic sizes, CaptureError for leaves of another kind.
+        """
+        register_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
             if isinstance(leaf, SYMBOLS):
                 raise UnsupportedError(
-                    "the model returns a size of its input, which is another for each batch size"
+                    "the model returns a size of its input, which differs between batch sizes"
                 )
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise CaptureError(
-                    f"the model returns a {type(leaf).__name__}, which cannot travel between stages; "
-                    "return tensors (transformers models: set use_cache=False in the config)"
+                    f"the model returns a {type(leaf).__name__}, which cannot travel between "
+                    "stages; return tensors (transformers models: set use_cache=False in the "
+                    "config)"
                 )
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # While a forward is recorded, a size that grows with the batch is symbolic.
         batched = tuple(
             value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors
         )
-        return Outputs(spec, is_tensor, constants, batched), tensors
+        return OutputStructure(spec, is_tensor, constants, batched), tensors
 
-    def alike(self, other: Outputs) -> bool:
-        """Whether both have one structure and the same constants."""
-        return (self.spec, self.is_tensor, self.constants) == (
-            other.spec,
-            other.is_tensor,
-            other.constants,
-        )
+    def is_like(self, other: OutputStructure) -> bool:
+        """Return whether both have the same pytree and the same constants."""
+        own = (self.spec, self.is_tensor, self.constants)
+        return own == (other.spec, other.is_tensor, other.constants)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
-        """The result whose tensors are `tensors`."""
-        source = iter(tensors)
+        """Return the result whose tensors are `tensors`."""
+        values = iter(tensors)
         pairs = zip(self.is_tensor, self.constants, strict=True)
-        return pytree.tree_unflatten([next(source) if t else c for t, c in pairs], self.spec)
+        leaves = [next(values) if is_tensor else constant for is_tensor, constant in pairs]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _name(path: Sequence[Any], positional: Sequence[str]) -> str:
-    """A readable, valid name for the leaf at `path` of (args, kwargs)."""
+def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+    """Return a readable, valid name for the leaf at `path` of (args, kwargs).
+
+    With parameters (x, mask), the leaf at args[1]["left"] is named "mask_left".
+    """
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
-    if keys[0] == 0 and keys[1] < len(positional):
-        keys[1] = positional[keys[1]]
+    if keys[0] == 0 and keys[1] < len(parameters):
+        keys[1] = parameters[keys[1]]
     name = re.sub(r"\W", "_", "_".join(map(str, keys[1:])))
     return f"{name}_" if keyword.iskeyword(name) else name

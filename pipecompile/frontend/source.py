@@ -1,4 +1,4 @@
-"""The line of the model that runs now."""
+"""Source lines: the line of the model that runs now, or in which an error was raised."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from pathlib import Path
 
 import torch
 
-import pipecompile.graph.propagation  # noqa: F401
+from pipecompile import errors
 
-__all__ = ["HIDDEN", "is_users", "place", "source", "source_of"]
+__all__ = ["HIDDEN", "current_line", "error_line", "is_user_file", "line_text"]
 
-# Frames of these folders are never the line that a user wrote.
-HIDDEN = tuple(
-    str(Path(sys.modules[name].__file__ or "").parent)
-    for name in (torch.__name__, "pipecompile.graph.propagation", "pipecompile.errors")
-)
-CALLER = str(Path(__file__).with_name("capture.py"))  # whose own callers are not the model
+# No frame of a file in these folders is a line that a user wrote.
+HIDDEN = tuple(str(Path(file or "").parent) for file in (torch.__file__, errors.__file__))
+# Frames outside of the frame of this file, which calls the model, are not the model's.
+CALLER = str(Path(__file__).with_name("recorded_forward.py"))
 STANDARD_LIBRARY = Path(contextlib.__file__).parent
 
 
-def source() -> str:
-    """`file:line` of the innermost frame of the model that is neither torch's nor ours, if there is one."""
+def current_line() -> str:
+    """Return `file:line` of the innermost frame of the model, "" if there is none.
+
+    A frame of the model is one that belongs neither to torch nor to pipecompile.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != CALLER:
-        if is_users(frame.f_code.co_filename):
-            return place(frame.f_code.co_filename, frame.f_lineno)
+        if is_user_file(frame.f_code.co_filename):
+            return line_text(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
-def place(file: str, line: int) -> str:
-    """`file:line`, the file as it can be imported."""
+def line_text(file: str, line: int) -> str:
+    """Return `file:line`, the file relative to the folder that it is imported from."""
     return f"{_relative(file)}:{line}"
 
 
 @cache
-def is_users(file: str) -> bool:
-    """Whether a frame of `file` may be the line that a user wrote."""
+def is_user_file(file: str) -> bool:
+    """Return whether a frame of `file` may be a line that the user wrote."""
     return not file.startswith(("<", *HIDDEN)) and Path(file).parent != STANDARD_LIBRARY
 
 
 @cache
 def _relative(file: str) -> str:
-    """`file` as importable from sys.path, so that it reads the same on every machine."""
+    """Return `file` relative to sys.path, so that it reads the same on every machine."""
     roots = [str(Path(entry or ".").resolve()) for entry in sys.path]
     best = max((root for root in roots if file.startswith(root + "/")), key=len, default="")
     return file[len(best) + 1 :] if best else Path(file).name
 
 
-def source_of(error: BaseException) -> str:
-    """`file:line` of the innermost frame of the model in which `error` was raised, if there is one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    return place(frames[-1].filename, frames[-1].lineno or 0) if frames else ""
+def error_line(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of the model that raised `error`, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if is_user_file(frame.filename)]
+    if not user_frames:
+        return ""
+    return line_text(user_frames[-1].filename, user_frames[-1].lineno or 0)

@@ -1,4 +1,8 @@
-"""What holds around a forward while it is recorded: torch's hooks into it, flags, and generators that are watched."""
+"""Patches of torch that hold around a forward while it is captured.
+
+They redirect calls, set torch's export flags, keep torch silent, and refuse what a graph cannot
+express. Every patch is a context manager that puts torch's own function back after its block.
+"""
 
 from __future__ import annotations
 
@@ -17,89 +21,102 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.errors import CaptureError
 
-Assigned = Callable[[nn.Module, str, Any], None]
-FUNCTIONS = vars(torch.autograd.function)  # where the code of `Function.apply` finds its names
+NoteAssignment = Callable[[nn.Module, str, Any], None]
+FUNCTIONS = vars(torch.autograd.function)  # the globals of the code of `Function.apply`
 
 __all__ = [
-    "applied_by",
-    "cleared_by_autocast",
-    "exporting",
-    "inference_as_no_grad",
-    "instead",
-    "known_saving",
-    "quiet",
-    "seeded_by_torch",
+    "notify_autocast_clears",
+    "redirect_autograd_functions",
+    "redirect_calls",
+    "refuse_own_saving_hooks",
+    "require_torch_randomness",
+    "run_inference_as_no_grad",
+    "set_export_flags",
+    "silence_torch",
 ]
 
 
 @contextlib.contextmanager
-def instead(
-    call_module: Callable[..., Any], call_function: Callable[..., Any], assigned: Assigned
+def redirect_calls(
+    call_module: Callable[..., Any],
+    call_function: Callable[..., Any],
+    note_assignment: NoteAssignment,
 ) -> Iterator[None]:
-    """Calls of modules and of `autograd.Function.apply` go to these, each with the original as first argument.
+    """Redirect calls of modules and of `autograd.Function.apply` in the block.
 
-    `assigned` is told of each attribute before it is set on a module.
+    `call_module` and `call_function` get the original as their first argument. `note_assignment` is
+    called before an attribute is set on a module.
     """
     call, assign = nn.Module.__call__, nn.Module.__setattr__
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        assigned(module, name, value)
+        note_assignment(module, name, value)
         assign(module, name, value)
 
     nn.Module.__call__ = lambda module, *a, **k: call_module(call, module, a, k)  # type: ignore[method-assign]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
     try:
-        with applied_by(call_function):
+        with redirect_autograd_functions(call_function):
             yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
-class _Redirected:
-    """Holds the code that stands in for that of `Function.apply`; naming `__class__`, both enclose one variable."""
+class _ApplyReplacement:
+    """Holds the code that replaces the code of `Function.apply`.
+
+    Code can only be replaced by code with as many enclosed variables. The original encloses one,
+    the `__class__` of `super()`, so this one names it too.
+    """
 
     def apply(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __class__  # type: ignore[name-defined]  # noqa: B018
-        return _applied_instead(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
+        return _redirected_apply(cls, args, kwargs)  # type: ignore[name-defined]  # noqa: F821
 
 
 @contextlib.contextmanager
-def applied_by(call_function: Callable[..., Any]) -> Iterator[None]:
-    """Calls of `autograd.Function.apply` go to `call_function`, with the original as first argument.
+def redirect_autograd_functions(call_function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect calls of `autograd.Function.apply`; the original is the first argument.
 
-    Its code is exchanged, not the attribute: models keep `apply` under names of their own.
+    The code of the function is replaced, not the attribute: models keep `apply` under names of
+    their own.
     """
     function = torch.autograd.Function.__dict__["apply"].__func__
     code = function.__code__
     original = types.FunctionType(
         code, function.__globals__, "apply", function.__defaults__, function.__closure__
     )
-    FUNCTIONS["_applied_instead"] = lambda cls, args, kwargs: call_function(
+    FUNCTIONS["_redirected_apply"] = lambda cls, args, kwargs: call_function(
         original, cls, args, kwargs
     )
-    function.__code__ = _Redirected.apply.__code__
+    function.__code__ = _ApplyReplacement.apply.__code__
     try:
         yield
     finally:
         function.__code__ = code
-        del FUNCTIONS["_applied_instead"]
+        del FUNCTIONS["_redirected_apply"]
 
 
 @contextlib.contextmanager
-def known_saving() -> Iterator[None]:
-    """CaptureError where the block changes what autograd saves; torch's own ways keep the values as they are."""
+def refuse_own_saving_hooks() -> Iterator[None]:
+    """Raise CaptureError if the block changes what autograd saves.
+
+    Torch's own ways to do so, as `save_on_cpu`, are allowed: they keep the values.
+    """
     enter = saved_tensors_hooks.__enter__
 
-    def checked(hooks: saved_tensors_hooks) -> None:
-        if not type(hooks).__module__.startswith("torch.") or type(hooks) is saved_tensors_hooks:
+    def checked_enter(hooks: saved_tensors_hooks) -> None:
+        is_torchs = type(hooks).__module__.startswith("torch.")
+        if not is_torchs or type(hooks) is saved_tensors_hooks:
             raise CaptureError(
-                "the forward enters saved_tensors_hooks of its own, which no stage would; save_on_cpu and checkpoints "
-                "are known, others may change gradients: leave them to the training loop"
+                "the forward enters saved_tensors_hooks of its own, which no stage would enter; "
+                "save_on_cpu and checkpoints are known, others may change gradients: leave them "
+                "to the training loop"
             )
         enter(hooks)
 
-    saved_tensors_hooks.__enter__ = checked  # type: ignore[method-assign]
+    saved_tensors_hooks.__enter__ = checked_enter  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -107,8 +124,11 @@ def known_saving() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exporting(on: bool) -> Iterator[None]:
-    """Models ask these flags whether they are being captured, and then avoid shortcuts that depend on data."""
+def set_export_flags(on: bool) -> Iterator[None]:
+    """Set, if `on`, the flags by which models learn that they are captured.
+
+    Models then avoid shortcuts that depend on data.
+    """
     import torch.compiler as compiler
 
     flags = compiler._is_exporting_flag, compiler._is_compiling_flag
@@ -120,13 +140,13 @@ def exporting(on: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cleared_by_autocast(cleared: Callable[[], None]) -> Iterator[None]:
-    """`cleared` is called whenever autocast forgets what it cast, as at the end of an outermost region."""
+def notify_autocast_clears(note_clear: Callable[[], None]) -> Iterator[None]:
+    """Call `note_clear` whenever autocast drops its casts: at the end of an outermost region."""
     clear = torch.clear_autocast_cache
 
     def clear_cache() -> None:
         clear()
-        cleared()
+        note_clear()
 
     torch.clear_autocast_cache = clear_cache
     try:
@@ -135,8 +155,8 @@ def cleared_by_autocast(cleared: Callable[[], None]) -> Iterator[None]:
         torch.clear_autocast_cache = clear
 
 
-class _NoGrad:
-    """Stands in for the guard of `torch.inference_mode`: the same values, on tensors that count their versions."""
+class _InferenceAsNoGrad:
+    """Replaces the guard of `torch.inference_mode`: the same values, on tensors with versions."""
 
     def __init__(self, mode: bool) -> None:
         self._grad = torch.set_grad_enabled(not mode)
@@ -150,10 +170,10 @@ class _NoGrad:
 
 
 @contextlib.contextmanager
-def inference_as_no_grad() -> Iterator[None]:
-    """Regions of `torch.inference_mode` in the block are regions without gradients."""
+def run_inference_as_no_grad() -> Iterator[None]:
+    """Run regions of `torch.inference_mode` in the block as regions without gradients."""
     guard = torch._C._InferenceMode
-    torch._C._InferenceMode = _NoGrad  # type: ignore[misc,assignment]
+    torch._C._InferenceMode = _InferenceAsNoGrad  # type: ignore[misc,assignment]
     try:
         yield
     finally:
@@ -161,8 +181,8 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Torch would print stack traces and graphs above our one line, and warn of each answer."""
+def silence_torch() -> Iterator[None]:
+    """Keep torch from printing stack traces, graphs and warnings above our one-line message."""
     loggers = [
         logging.getLogger(f"torch.{name}")
         for name in ("_subclasses.fake_tensor", "fx.experimental")
@@ -179,40 +199,53 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded_by_torch() -> Iterator[None]:
-    """Random states are afterwards as before; CaptureError if the block draws from another generator than torch's."""
-    state, draws, arrays = torch.get_rng_state(), random.getstate(), _numpy_state()
+def require_torch_randomness() -> Iterator[None]:
+    """Raise CaptureError if the block draws random numbers that `reseed` would not decide.
+
+    These are draws from Python's and numpy's generators. On fake tensors no operator moves torch's
+    own generator; if it moved, the forward seeded it, or drew from it on real tensors. All states
+    are restored.
+    """
+    torch_state, python_state, numpy_state = (
+        torch.get_rng_state(),
+        random.getstate(),
+        _numpy_state(),
+    )
     try:
         yield
     finally:
-        seeded = not torch.equal(torch.get_rng_state(), state)
-        torch.set_rng_state(state)
-        unmoved = {"Python's": random.getstate() == draws, "numpy's": _same(arrays)}
-        random.setstate(draws)
-        _restore_numpy(arrays)
-    if seeded:
+        is_torch_moved = not torch.equal(torch.get_rng_state(), torch_state)
+        torch.set_rng_state(torch_state)
+        is_python_moved = random.getstate() != python_state
+        random.setstate(python_state)
+        is_numpy_moved = not _is_numpy_state(numpy_state)
+        _restore_numpy(numpy_state)
+    if is_torch_moved:
         raise CaptureError(
-            "the forward seeds torch's generator, or draws from it unseen, but every random node of a pipeline is "
-            "seeded for itself; seed outside the model"
+            "the forward seeds torch's generator, or draws from it unseen, but every random node "
+            "of a pipeline is seeded by itself; seed outside the model"
         )
-    drawn = [name for name, same in unmoved.items() if not same]
-    if drawn:
+    if is_python_moved or is_numpy_moved:
         raise CaptureError(
-            f"the forward draws from {drawn[0]} random module, and one draw would be taken for all steps; "
-            "draw with torch, or switch it off (layer drop, for example)"
+            f"the forward draws from {'Python' if is_python_moved else 'numpy'}'s random module, "
+            "and one draw would be used for all steps; draw with torch, or switch it off (layer "
+            "drop, for example)"
         )
 
 
 def _numpy_state() -> Any:
+    """Return the state of numpy's generator, None if numpy is not imported."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
 
 
-def _same(state: Any) -> bool:
-    now = _numpy_state()
-    if state is None or now is None:
+def _is_numpy_state(state: Any) -> bool:
+    """Return whether numpy's generator is still in `state`."""
+    current = _numpy_state()
+    if state is None or current is None:
         return True
-    return bool(now[0] == state[0] and (now[1] == state[1]).all() and now[2:] == state[2:])
+    is_same_array = (current[1] == state[1]).all()
+    return bool(current[0] == state[0] and is_same_array and current[2:] == state[2:])
 
 
 def _restore_numpy(state: Any) -> None:

@@ -1,1 +1,1 @@
-"""What several phases and passes ask of an fx graph, and the calls that passes put into one."""
+"""Queries on fx graphs, and the functions that passes and code generation let a graph call."""

@@ -1,4 +1,8 @@
-"""The Python attributes of modules: what a forward leaves on them besides parameters and buffers."""
+"""The Python attributes of modules: what a forward leaves on them besides parameters and buffers.
+
+The frontend compares the attributes before and after a forward, and refuses a model whose forward
+leaves state that a graph cannot keep. Fake and probing runs restore the attributes.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["STATE", "Attributes", "same", "settings", "unchanged"]
+__all__ = [
+    "REGISTERED_TABLES",
+    "ModuleAttributes",
+    "attributes_restored",
+    "is_same_value",
+    "module_settings",
+]
 
-STATE = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-)  # tables whose entries have watchers of their own: names count
-TABLES = (*STATE, "_forward_hooks", "_forward_pre_hooks")
+# Of these tables only the names are compared: changes of their entries are noticed elsewhere
+# (`swapped_state`, and version counters of tensors).
+REGISTERED_TABLES = ("_parameters", "_buffers", "_modules")
+TABLES = (*REGISTERED_TABLES, "_forward_hooks", "_forward_pre_hooks")
 INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -27,138 +35,146 @@ ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Attributes:
-    """The attributes of every module at one moment, and what the containers among them hold, at any depth.
+class ModuleAttributes:
+    """The attributes of every module at one moment, with the items of containers at any depth.
 
-    What changes inside an object of another kind is not seen.
+    `values` are the attributes themselves, by module and name. `copies` hold, of those that are
+    containers, a deep copy to compare with. `contents` hold each container with a copy of its own
+    items, to restore it. Changes within objects of other kinds are not noticed.
     """
 
     values: Mapping[nn.Module, Mapping[str, Any]]
     copies: Mapping[nn.Module, Mapping[str, Any]]
-    contents: tuple[tuple[Any, Any], ...]  # each container, and a copy of it
+    contents: tuple[tuple[Any, Any], ...]
 
     @staticmethod
-    def of(model: nn.Module) -> Attributes:
-        """Those of `model` now."""
+    def of(model: nn.Module) -> ModuleAttributes:
+        """Return the current attributes of `model` and its submodules."""
         values = {module: dict(vars(module)) for module in model.modules()}
-        copies = {
-            module: {
-                name: _copied(value)
-                for name, value in own.items()
+        copies: dict[nn.Module, dict[str, Any]] = {}
+        contents: dict[int, tuple[Any, Any]] = {}
+        for module, attributes in values.items():
+            copies[module] = {
+                name: _deep_copy(value)
+                for name, value in attributes.items()
                 if isinstance(value, (*CONTAINERS, tuple))
             }
-            for module, own in values.items()
-        }
-        found: dict[int, tuple[Any, Any]] = {}
-        for own in values.values():
-            for value in own.values():
-                _collect(value, found)
-        return Attributes(values, copies, tuple(found.values()))
+            for value in attributes.values():
+                _collect_containers(value, contents)
+        return ModuleAttributes(values, copies, tuple(contents.values()))
 
     def restore(self) -> None:
-        """Makes the modules as they were at this moment, their tables of parameters and buffers included."""
+        """Restore the modules, their tables of parameters and buffers included."""
         for module, attributes in self.values.items():
-            now = vars(module)
-            if not _same_entries(now, attributes):
-                now.clear()
-                now.update(attributes)
-        for container, copy in self.contents:
-            _refill(container, copy)
+            current = vars(module)
+            if not _has_same_entries(current, attributes):
+                current.clear()
+                current.update(attributes)
+        for container, items in self.contents:
+            _restore_items(container, items)
 
-    def changed(self, later: Attributes) -> list[tuple[nn.Module, str]]:
-        """Which attributes are not what they were at this moment."""
-        return [
-            (module, name)
-            for module, own in self.values.items()
-            for name in sorted(own.keys() | later.values.get(module, own).keys())
-            if module in later.values
-            and not same(self._seen(module, name), later._seen(module, name))
-        ]
+    def changed(self, later: ModuleAttributes) -> list[tuple[nn.Module, str]]:
+        """Return the attributes, as (module, name), that differ at a later moment."""
+        changes: list[tuple[nn.Module, str]] = []
+        for module, attributes in self.values.items():
+            if module not in later.values:
+                continue
+            for name in sorted(attributes.keys() | later.values[module].keys()):
+                if not is_same_value(
+                    self._comparable(module, name), later._comparable(module, name)
+                ):
+                    changes.append((module, name))
+        return changes
 
     def described(self, module: nn.Module, name: str) -> str:
-        """An attribute at this moment as text: of tensors the shape, of objects the type."""
-        return _described(self._seen(module, name))
+        """Return an attribute as text: tensors by their shape, other objects by their type."""
+        return _described(self._comparable(module, name))
 
-    def _seen(self, module: nn.Module, name: str) -> Any:
+    def _comparable(self, module: nn.Module, name: str) -> Any:
         value = self.copies[module].get(name, self.values[module].get(name, ABSENT))
-        return list(value) if name in STATE else value
+        return list(value) if name in REGISTERED_TABLES else value
 
 
-def settings(module: nn.Module) -> dict[str, Any]:
-    """What a forward may read of a module besides the values of tensors, to be compared by `same` later.
+def module_settings(module: nn.Module) -> dict[str, Any]:
+    """Return what a forward may read of a module besides the values of tensors.
 
-    That is its own attributes, and its tables of submodules, parameters, buffers and hooks.
+    These are its own attributes and its tables of submodules, parameters, buffers and hooks.
+    `is_same_value` tells later whether they changed.
     """
-    own = vars(module)
     return {
-        name: _copied(value)
-        for name, value in own.items()
+        name: _deep_copy(value)
+        for name, value in vars(module).items()
         if name in TABLES or name not in INTERNAL
     }
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """After the block the modules have the attributes that they had before."""
-    before = Attributes.of(model)
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules after the block."""
+    before = ModuleAttributes.of(model)
     try:
         yield
     finally:
         before.restore()
 
 
-def _copied(value: Any) -> Any:
-    """`value` with all containers in it copied, down to what they hold."""
+def _deep_copy(value: Any) -> Any:
+    """Return `value` with all containers in it copied, but not the objects that these hold."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _deep_copy(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, deque)):
-        return [_copied(item) for item in value]
+        return [_deep_copy(item) for item in value]
     return set(value) if isinstance(value, set) else value
 
 
-def _collect(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
-    """Notes every container in `value` with a copy of its own items."""
-    if isinstance(value, CONTAINERS) and id(value) not in found:
-        found[id(value)] = (value, value.copy())
+def _collect_containers(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add every container in `value`, by its id, with a copy of its own items."""
+    if isinstance(value, CONTAINERS) and id(value) not in contents:
+        contents[id(value)] = (value, value.copy())
     elif not isinstance(value, tuple):
         return
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, (*CONTAINERS, tuple)):
-            _collect(item, found)
+            _collect_containers(item, contents)
 
 
-def _same_entries(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+def _has_same_entries(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     return len(left) == len(right) and all(
         right.get(name, ABSENT) is value for name, value in left.items()
     )
 
 
-def same(left: Any, right: Any) -> bool:
-    """Whether nothing was put in its place: the same object, an equal plain value, or a container of such."""
+def is_same_value(left: Any, right: Any) -> bool:
+    """Return whether an attribute was not replaced.
+
+    That is so if both are one object, equal plain values, or containers of such. Two tensors are
+    never the same, even if they are equal.
+    """
     if left is right:
         return True
     if type(left) is not type(right):
         return False
     if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
+        return len(left) == len(right) and all(map(is_same_value, left, right))
     if isinstance(left, dict):
-        return list(left) == list(right) and all(map(same, left.values(), right.values()))
+        return list(left) == list(right) and all(map(is_same_value, left.values(), right.values()))
     return isinstance(left, (*PLAIN, set)) and bool(left == right)
 
 
-def _refill(container: Any, copy: Any) -> None:
-    now, before = list(container), list(copy)
+def _restore_items(container: Any, items: Any) -> None:
+    """Make `container` hold `items` again; a container that still holds them is not written to."""
+    current, before = list(container), list(items)
     if isinstance(container, dict):
-        now, before = [*now, *container.values()], [*before, *copy.values()]
-    if len(now) == len(before) and all(
-        left is right for left, right in zip(now, before, strict=True)
+        current, before = [*current, *container.values()], [*before, *items.values()]
+    if len(current) == len(before) and all(
+        left is right for left, right in zip(current, before, strict=True)
     ):
         return
     container.clear()
     if isinstance(container, (list, deque)):
-        container.extend(copy)
+        container.extend(items)
     else:
-        container.update(copy)
+        container.update(items)
 
 
 def _described(value: Any) -> str:
@@ -170,6 +186,5 @@ def _described(value: Any) -> str:
         return f"[{', '.join(map(_described, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: {_described(item)}' for key, item in value.items())}}}"
-    return (
-        str(value) if isinstance(value, (*PLAIN, *SYMBOLIC, set)) else f"a {type(value).__name__}"
-    )
+    is_text = isinstance(value, (*PLAIN, *SYMBOLIC, set))
+    return str(value) if is_text else f"a {type(value).__name__}"

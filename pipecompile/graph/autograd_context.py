@@ -1,8 +1,17 @@
-"""Regions: nodes that ran under `no_grad` or `autocast` inside the model run under the same again, wherever they lie.
+"""Autograd contexts: the gradient mode and autocast under which nodes ran inside the model.
 
-The frontend notes on each node the state it ran under (`meta["ambient"]`, None outside any region), and drops the
-calls that entered and left the regions. That makes a region cuttable: `EnterRegions` puts the calls back around each
-run of nodes of one ambient, in whatever graph the nodes ended up.
+The frontend notes on each node the context that it ran under (`meta["autograd_context"]`, None if
+it is that of the caller) and records no calls that enter or leave a context:
+
+    the model                      meta["autograd_context"]      a stage after `EnterContexts`
+
+    x = first(x)                   None                          x = first(x)
+    with torch.no_grad():                                        c = EnteredContext(False, …)
+        y = second(x)              AutogradContext(grad=False)   y = second(x)
+                                                                 leave_context(c)
+    z = x * y                      None                          z = x * y
+
+A cut may therefore lie inside a `with` block: each stage enters the contexts of its own nodes.
 """
 
 from __future__ import annotations
@@ -14,87 +23,106 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-__all__ = ["Ambient", "Region", "cast_once", "entered", "leave", "observed"]
+__all__ = [
+    "Autocast",
+    "AutogradContext",
+    "EnteredContext",
+    "current_context",
+    "leave_context",
+    "run_under",
+    "shared_cast_readers",
+]
 
 DEVICES = ("cpu", "cuda")
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""Per device type: its name, whether autocast is on there, and the type that it casts to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ambient:
-    """The state a node runs under: `grad` mode, and per device type whether autocast is on and to which type.
+class AutogradContext:
+    """What a node runs under: the gradient mode and, per device type, autocast.
 
-    Within an outermost autocast region, the one of this `number` in the model, weights are cast once if `cached`.
+    `caches_casts` tells whether weights are cast once within an outermost autocast region.
+    `region_number` counts these regions in the model. It does not change what a node computes and
+    is no part of the text of a context, by which nodes of equal cost are found.
     """
 
     grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cached: bool = True
-    number: int = field(default=0, repr=False)  # which one makes no difference to what a node does
+    autocast: Autocast
+    caches_casts: bool = True
+    region_number: int = field(default=0, repr=False)
 
     @property
-    def casts(self) -> bool:
-        """Whether autocast is on."""
+    def is_autocast(self) -> bool:
+        """Whether autocast is on for a device."""
         return any(enabled for _, enabled, _ in self.autocast)
 
 
-def observed() -> Ambient:
-    """The state that this thread is in."""
-    casts = (
+def current_context() -> AutogradContext:
+    """Return the context that this thread is in."""
+    autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in DEVICES
     )
-    return Ambient(torch.is_grad_enabled(), tuple(casts), torch.is_autocast_cache_enabled())
+    return AutogradContext(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
 
-class Region:
-    """A state that is entered and left by calls, since generated code has no `with`."""
+class EnteredContext:
+    """A context that is entered by a call and left by another, since a graph has no `with`."""
 
-    def __init__(
-        self, grad: bool, autocast: tuple[tuple[str, bool, torch.dtype], ...], cached: bool = True
-    ) -> None:
+    def __init__(self, grad: bool, autocast: Autocast, caches_casts: bool = True) -> None:
         self._stack = ExitStack()
-        # A region never turns gradients on: under `evaluate` they stay off.
+        # A context never turns gradients on: under `evaluate` they stay off.
         self._stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
         for device, enabled, dtype in autocast:
             if torch.amp.is_autocast_available(device):
                 self._stack.enter_context(
-                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
+                    torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=caches_casts)
                 )
 
     def leave(self) -> None:
-        """Back to the state before the region."""
+        """Return to the context before this one."""
         self._stack.close()
 
 
 @contextmanager
-def entered(ambient: Ambient | None) -> Iterator[None]:
-    """Runs the block under `ambient`; None changes nothing."""
-    region = None if ambient is None else Region(ambient.grad, ambient.autocast, ambient.cached)
+def run_under(context: AutogradContext | None) -> Iterator[None]:
+    """Run the block under `context`; None changes nothing."""
+    if context is None:
+        yield
+        return
+    entered = EnteredContext(context.grad, context.autocast, context.caches_casts)
     try:
         yield
     finally:
-        if region is not None:
-            region.leave()
+        entered.leave()
 
 
-def leave(region: Region) -> None:
-    """Leaves `region`; a function, so that a graph can call it."""
-    region.leave()
+def leave_context(entered: EnteredContext) -> None:
+    """Leave `entered`. It is a function, so that a graph can call it."""
+    entered.leave()
 
 
-def cast_once(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Autocast casts a weight once in an outermost region: its readers' gradients are summed before they are cast back.
+def shared_cast_readers(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Yield the nodes that read one cast of a parameter, for each cast with several readers.
 
-    Stages would cast for themselves and sum in float32. Who reads it as it is, an embedding for example, is free.
+    Within an outermost region, autocast casts a weight w once, to w', for all of its readers:
+
+        w ── cast ── w' ─┬─ reader 1        grad(w) = cast back(grad₁(w') + grad₂(w'))
+                         └─ reader 2
+
+    The gradients are summed in bfloat16 before they are cast back. Two stages would each cast for
+    themselves, and their gradients would be summed in float32, which rounds differently. Nodes that
+    read the parameter without a cast, an embedding for example, are not among the readers.
     """
-    around = observed()
+    outside = current_context()
     readers: dict[tuple[int, int], list[fx.Node]] = {}
     for node in nodes:
-        ambient = node.meta["ambient"] or around
-        if ambient.casts and ambient.cached and ambient.grad:
-            for parameter in {id(each) for each in node.meta["casts"]}:
-                number = (
-                    0 if around.casts else ambient.number
-                )  # an autocast around the model is the outermost
-                readers.setdefault((number, parameter), []).append(node)
+        context = node.meta["autograd_context"] or outside
+        if not (context.is_autocast and context.caches_casts and context.grad):
+            continue
+        # An autocast around the whole model is the outermost region of all nodes.
+        region = 0 if outside.is_autocast else context.region_number
+        for parameter in {id(parameter) for parameter in node.meta["cast_parameters"]}:
+            readers.setdefault((region, parameter), []).append(node)
     yield from (members for members in readers.values() if len(members) > 1)

@@ -1,7 +1,13 @@
-"""What a module that branches on data was told: the numbers and sizes that a run on real tensors read out of them.
+"""Answers of data: the numbers and sizes that a run on real tensors reads out of its data.
 
-Such a module is one node of the graph. On real tensors it simply runs; on fake ones it is given the answers of a real
-run, so that shapes, costs and memory are those of that sample.
+A module that branches on data is one node of the graph. On real tensors the node simply runs. Fake
+tensors have no values, so there the node is given the answers of a run on the sample, and shapes,
+costs and memory are those of that sample:
+
+    real run    x.max().item() → 6.0     recorded as DataAnswer("aten._local_scalar_dense…", 6.0)
+                torch.ones(6, 2)
+    fake run    x.max().item() → ?       replayed: 6.0
+                torch.ones(6, 2)
 """
 
 from __future__ import annotations
@@ -21,136 +27,168 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import CaptureError
-from pipecompile.graph.autograd_context import entered
+from pipecompile.graph.autograd_context import run_under
+from pipecompile.graph.pytrees import tensor_leaves
 
-__all__ = ["Answer", "Listening", "answering", "asks", "conditions"]
+__all__ = [
+    "DataAnswer",
+    "RecordAnswers",
+    "is_data_dependent",
+    "node_conditions",
+    "replay_answers",
+]
 
-DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one operator told about data: a number, or the shapes, strides and types of the tensors it made."""
+class DataAnswer:
+    """The result of one data-dependent operator.
+
+    It is either a number, or the (shape, strides, type) of each tensor that the operator returned.
+    """
 
     operator: str
     number: int | float | bool | None
     layouts: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
     @staticmethod
-    def of(func: Any, out: Any) -> Answer:
-        """The answer that `out`, of a run on real tensors, is."""
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    def of(func: Any, result: Any) -> DataAnswer:
+        """Return the answer that `result` of a run on real tensors is."""
+        tensors = tensor_leaves(result)
         layouts = tuple(
             (tuple(value.shape), tuple(value.stride()), value.dtype) for value in tensors
         )
-        return Answer(str(func), None if tensors else out, layouts)
+        return DataAnswer(str(func), None if tensors else result, layouts)
 
 
-def asks(func: Any) -> bool:
-    """Whether an operator reads numbers or sizes out of data."""
-    return any(tag in getattr(func, "tags", ()) for tag in DATA)
+def is_data_dependent(func: Any) -> bool:
+    """Return whether an operator reads numbers or sizes out of data."""
+    return any(tag in getattr(func, "tags", ()) for tag in DATA_TAGS)
 
 
-class Listening(TorchDispatchMode):
-    """Notes in `answers` what a run on real tensors reads out of data."""
+class RecordAnswers(TorchDispatchMode):
+    """A mode that appends to `answers` what a run on real tensors reads out of data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers: list[Answer] = []
-        self._lists = _ListsByItems()
+        self.answers: list[DataAnswer] = []
+        self._item_by_item = _ListItemByItem()
 
-    def __enter__(self) -> Listening:
-        self._lists.__enter__()  # type: ignore[no-untyped-call]
+    def __enter__(self) -> RecordAnswers:
+        self._item_by_item.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._lists.__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._item_by_item.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if asks(func):
-            self.answers.append(Answer.of(func, out))
-        return out
+        result = func(*args, **(kwargs or {}))
+        if is_data_dependent(func):
+            self.answers.append(DataAnswer.of(func, result))
+        return result
 
 
-class _ListsByItems(TorchFunctionMode):
-    """`tolist` of a real tensor reads its memory unseen; item by item, as that of a fake one, it is seen."""
+class _ListItemByItem(TorchFunctionMode):
+    """A mode in which `tolist` reads item by item.
+
+    On a real tensor it reads memory without calling an operator. On a fake one it calls an operator
+    for each item, and these calls are what the answers are for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return FakeTensor.tolist(*args) if func is Tensor.tolist else func(*args, **(kwargs or {}))
 
 
-class _Answering(TorchDispatchMode):
-    """Gives the answers, in order, to operators on fake tensors."""
+class _ReplayAnswers(TorchDispatchMode):
+    """A mode that gives the answers, in order, to data-dependent operators on fake tensors."""
 
-    def __init__(self, answers: Sequence[Answer]) -> None:
+    def __init__(self, answers: Sequence[DataAnswer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._left = list(reversed(answers))
+        self._remaining = list(reversed(answers))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        fake = next(
-            (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)), None
-        )
-        if fake is None or not asks(func):
+        leaves = tree_leaves((args, kwargs))
+        fake = next((leaf for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+        if fake is None or not is_data_dependent(func):
             return func(*args, **kwargs)
-        if not self._left or self._left[-1].operator != str(func):
+        if not self._remaining or self._remaining[-1].operator != str(func):
             raise CaptureError(
-                f"{func} was not called when the module ran on the sample, but is on fake tensors"
+                f"{func} is called on fake tensors, but was not called when the module ran on "
+                "the sample"
             )
-        answer = self._left.pop()
-        if fake.fake_mode.shape_env is None or (
-            not answer.layouts and answer.operator == "aten.equal.default"
-        ):
-            return _made(answer, fake)
-        out = func(*args, **kwargs)
-        _inform(fake.fake_mode, out, answer)
-        return out
+        answer = self._remaining.pop()
+        # `equal` has no symbolic form: torch raises there, although its answer is a plain boolean.
+        is_equal = not answer.layouts and answer.operator == "aten.equal.default"
+        if fake.fake_mode.shape_env is None or is_equal:
+            return _fake_result(answer, fake)
+        result = func(*args, **kwargs)
+        _set_symbols(fake.fake_mode, result, answer)
+        return result
 
 
-def _made(answer: Answer, fake: FakeTensor) -> Any:
-    """The answer as the operator would give it."""
-    made = [fake.new_empty_strided(*layout[:2], dtype=layout[2]) for layout in answer.layouts]
-    return answer.number if not made else made[0] if len(made) == 1 else tuple(made)
+def _fake_result(answer: DataAnswer, fake: FakeTensor) -> Any:
+    """Return the result of the operator: the number, one fake tensor, or a tuple of them."""
+    tensors = [
+        fake.new_empty_strided(shape, strides, dtype=dtype)
+        for shape, strides, dtype in answer.layouts
+    ]
+    if not tensors:
+        return answer.number
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def _inform(mode: FakeTensorMode, out: Any, answer: Answer) -> None:
-    """Symbols of what only data can tell get the answer as their value: branches on them then go as on the sample."""
+def _set_symbols(mode: FakeTensorMode, result: Any, answer: DataAnswer) -> None:
+    """Give the symbols in `result`, which only data can resolve, the values of the answer.
+
+    Branches on these symbols then go as they went on the sample.
+    """
     environment = mode.shape_env
     assert environment is not None
     if not answer.layouts:
-        _tell(environment, out, answer.number)
-    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        _set_symbol(environment, result, answer.number)
+    tensors = tensor_leaves(result)
     for tensor, (shape, _, _) in zip(tensors, answer.layouts, strict=bool(answer.layouts)):
         for symbolic, size in zip(tensor.shape, shape, strict=True):
-            _tell(environment, symbolic, size)
+            _set_symbol(environment, symbolic, size)
 
 
-def _tell(environment: ShapeEnv, symbolic: Any, value: Any) -> None:
-    """Torch's own way of running fake tensors beside real ones; it was renamed between releases."""
+def _set_symbol(environment: ShapeEnv, symbolic: Any, value: Any) -> None:
+    """Give the symbols in `symbolic`, if it is symbolic at all, this value.
+
+    Torch has this for its own runs of fake tensors beside real ones; releases name it differently.
+    """
     if not isinstance(symbolic, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return
     names = ("set_real_tensor_prop_unbacked_vals", "set_unbacked_var_to_val")
-    tell = next(getattr(environment, name) for name in names if hasattr(environment, name))
+    set_value = next(getattr(environment, name) for name in names if hasattr(environment, name))
     for symbol in free_unbacked_symbols(symbolic):
-        tell(symbol, sympy.sympify(int(value) if isinstance(value, bool) else value))
+        set_value(symbol, sympy.sympify(int(value) if isinstance(value, bool) else value))
 
 
 @contextlib.contextmanager
-def answering(answers: Sequence[Answer] | None) -> Iterator[None]:
-    """Operators on fake tensors in the block are given `answers`; None changes nothing."""
+def replay_answers(answers: Sequence[DataAnswer] | None) -> Iterator[None]:
+    """Give `answers` to operators on fake tensors in the block; None changes nothing.
+
+    CaptureError if the operators are not those of the run in which the answers were recorded.
+    """
     if answers is None:
         yield
         return
-    with _Answering(answers):
+    with _ReplayAnswers(answers):
         yield
 
 
 @contextlib.contextmanager
-def conditions(node: fx.Node, arguments: Any) -> Iterator[None]:
-    """What `node` runs under, wherever it runs: its region, and on fake `arguments` its answers."""
-    fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
-    with entered(node.meta.get("ambient")), answering(node.meta.get("answers") if fake else None):
+def node_conditions(node: fx.Node, arguments: Any) -> Iterator[None]:
+    """Run the block as `node` runs on `arguments`.
+
+    The block is under the node's autograd context and, if an argument is fake, with its answers.
+    """
+    is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
+    answers = node.meta.get("data_answers") if is_fake else None
+    with run_under(node.meta.get("autograd_context")), replay_answers(answers):
         yield

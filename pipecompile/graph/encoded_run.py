@@ -1,4 +1,7 @@
-"""Runs of a stage's nodes whose saved tensors lie in another form between forward and backward."""
+"""Runs of a stage's nodes whose saved tensors are encoded between forward and backward.
+
+Code generation puts an `EncodedRun` into the graph of a stage in the place of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
-from pipecompile.graph.recomputed_region import compute
-from pipecompile.graph.saved_tensors import Shelf, saving
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.recomputed_region import run_body
+from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
 from pipecompile.ir.encodings import Policy
 
-__all__ = ["Saved"]
+__all__ = ["EncodedRun"]
 
 
-class Saved:
-    """Calls the body of a run of nodes, and keeps what it saves by `policies`, on the `shelf` of its stage.
+class EncodedRun:
+    """A function that calls the body of a run of nodes and encodes what it saves by `policies`.
 
-    Like `Recomputed` it is a function that a graph calls. `spared` are the places of arguments that stay in memory
-    anyway: parameters, buffers and inputs of the stage, and views of them. What is in modules always is.
+    `storages` are the encoded storages of the whole stage. `exempt` are the positions of arguments
+    that stay in memory anyway: parameters, buffers and inputs of the stage, and views of them. The
+    state of modules is always exempt.
     """
 
     def __init__(
@@ -29,25 +33,28 @@ class Saved:
         body: fx.GraphModule,
         *,
         policies: tuple[Policy, ...],
-        shelf: Shelf,
-        spared: Collection[int],
+        storages: EncodedStorages,
+        exempt: Collection[int],
     ) -> None:
-        self.__name__ = name  # fx names nodes and globals of its code by it
+        self.__name__ = name  # fx names the node and the global of its code by it
         self.body = body
         self.policies = policies
-        self.shelf = shelf
-        self.spared = frozenset(spared)
+        self.storages = storages
+        self.exempt = frozenset(exempt)
 
     def __call__(self, *values: Any) -> Any:
-        """The tuple that the body returns."""
+        """Return the tuple that the body returns."""
         if not torch.is_grad_enabled():
-            return compute(self.body, values)
-        with saving(*self.policies, shelf=self.shelf, spared=self._spared(values)) as ends:
-            return ends(compute(self.body, values))
+            return run_body(self.body, values)
+        exempt = self._exempt_tensors(values)
+        with encode_saved_tensors(
+            *self.policies, storages=self.storages, exempt=exempt
+        ) as note_results:
+            return note_results(run_body(self.body, values))
 
-    def _spared(self, values: Sequence[Any]) -> Iterator[Tensor]:
-        for place, value in enumerate(values):
+    def _exempt_tensors(self, values: Sequence[Any]) -> Iterator[Tensor]:
+        for position, value in enumerate(values):
             if isinstance(value, nn.Module):
                 yield from (*value.parameters(), *value.buffers())
-            elif place in self.spared:
-                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            elif position in self.exempt:
+                yield from tensor_leaves(value)

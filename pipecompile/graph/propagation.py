@@ -1,123 +1,59 @@
-"""Fake runs: what every node of a graph yields, without touching a single real parameter."""
+"""Fake runs of a graph: they find what every node returns without reading a real parameter.
+
+The frontend calls `propagate` when it instantiates a capture. Passes, code generation and profiling
+read what it leaves in `node.meta`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipecompile.graph.attributes import unchanged
-from pipecompile.graph.autograd_context import observed
-from pipecompile.graph.data_answers import conditions
-from pipecompile.graph.side_effects import Watch
+from pipecompile.graph.attributes import attributes_restored
+from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.data_answers import node_conditions
+from pipecompile.graph.model_state import distinct_tensors, fake_state, swapped_state
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.side_effects import SideEffectTracker
 
-__all__ = [
-    "distinct",
-    "faked_state",
-    "has_values",
-    "named_state",
-    "propagate",
-    "swapped",
-    "without_values",
-]
-
-
-def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every name of every parameter and buffer, tied names included, parameters first."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether `tensor` lies in memory: not one of the meta device, and not a fake one."""
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def without_values(tensor: Tensor, device: torch.device | str = "meta") -> Tensor:
-    """One of the same shape, strides and type whose values nobody has set, a parameter for a parameter."""
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def swapped(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator[list[str]]:
-    """Puts `replacement[id(tensor)]` in the place of parameters and buffers, and the real ones back afterwards.
-
-    Per unique module, since shared modules hold one dictionary under several names. Yields a list that holds, after
-    the block, the names of the tensors that the block replaced by others (an update that would be lost).
-    """
-    slots = [
-        (path, table, key, tensor)
-        for path, owner in module.named_modules()
-        for table in (owner._parameters, owner._buffers)
-        for key, tensor in table.items()
-        if id(tensor) in replacement
-    ]
-    lost: list[str] = []
-    try:
-        for _, table, key, tensor in slots:
-            table[key] = replacement[id(tensor)]
-        yield lost
-    finally:
-        for path, table, key, tensor in slots:
-            if table.get(key) is not replacement[id(tensor)]:
-                lost.append(f"{path}.{key}".lstrip("."))
-            table[key] = tensor
-
-
-def faked_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
-    """A fake of static shape for every parameter and buffer, by the identity of the real one."""
-    unique = {id(tensor): tensor for _, tensor in named_state(module)}
-    # A fake of somebody else's mode is strange to ours.
-    plain = {
-        key: without_values(t) if isinstance(t, FakeTensor) else t for key, t in unique.items()
-    }
-    return {key: mode.from_tensor(tensor, static_shapes=True) for key, tensor in plain.items()}
-
-
-def distinct(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors; one that comes again as a copy, since a mode has one fake for each tensor."""
-    seen: set[int] = set()
-    for tensor in tensors:
-        again = id(tensor) in seen
-        yield tensor.detach().clone().requires_grad_(tensor.requires_grad) if again else tensor
-        seen.add(id(tensor))
+__all__ = ["propagate"]
 
 
 class _Propagator(fx.Interpreter):
-    """Notes on each node its value, the state of its module, what it wrote to (arguments, or that), and if it draws.
-
-    Under autocast also which trainable parameters it casts.
-    """
+    """Runs a graph and notes on each node its value, its state and its side effects."""
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["state"] = tuple(self._state(n))
-        versions = [(tensor, tensor._version) for tensor in self._touched(n)]
-        with conditions(n, self.fetch_args_kwargs_from_env(n)), Watch() as watch:
-            torch.clear_autocast_cache()  # under an autocast around all, what another node cast is cast again
+        versions = [(tensor, tensor._version) for tensor in self._reachable_tensors(n)]
+        conditions = node_conditions(n, self.fetch_args_kwargs_from_env(n))
+        with conditions, SideEffectTracker() as tracker:
+            # Under an autocast around the whole model the cache would hide the casts of this node
+            # that an earlier node has already made.
+            torch.clear_autocast_cache()
             n.meta["val"] = super().run_node(n)
-            n.meta["casts"] = tuple(watch.casts) if observed().casts else ()
+            is_autocast = current_context().is_autocast
+            n.meta["cast_parameters"] = tuple(tracker.cast_parameters) if is_autocast else ()
         written = [tensor for tensor, version in versions if tensor._version != version]
-        asks = n.meta.get("answers") is not None
-        # What a module that asks data does on other data is not known: it may draw, and write to its buffers.
-        kept = self.fetch_attr(str(n.target)).buffers() if asks else ()
-        n.meta["mutates"] = (*written, *watch.averages, *kept)
-        n.meta["random"] = n.meta.get("random", False) or watch.random or asks
+        # A data-dependent module may behave differently on other data: it may draw random numbers
+        # there, and write to its buffers.
+        depends_on_data = n.meta.get("data_answers") is not None
+        suspected = self.fetch_attr(str(n.target)).buffers() if depends_on_data else ()
+        n.meta["mutates"] = (*written, *tracker.running_statistics, *suspected)
+        n.meta["random"] = n.meta.get("random", False) or tracker.is_random or depends_on_data
         return n.meta["val"]
 
-    def _touched(self, n: fx.Node) -> Iterator[Tensor]:
+    def _reachable_tensors(self, n: fx.Node) -> Iterator[Tensor]:
+        """Yield the tensors that `n` may write to: its arguments and its module's state."""
         for source in n.all_input_nodes:
-            yield from (leaf for leaf in tree_leaves(self.env[source]) if isinstance(leaf, Tensor))
+            yield from tensor_leaves(self.env[source])
         yield from n.meta["state"]
 
     def _state(self, n: fx.Node) -> Iterator[Tensor]:
+        """Yield the parameters and buffers of the module that `n` calls, if it calls one."""
         if n.op == "call_module":
             leaf_module = self.fetch_attr(str(n.target))
             yield from (*leaf_module.parameters(), *leaf_module.buffers())
@@ -127,18 +63,24 @@ class _Propagator(fx.Interpreter):
 def propagate(
     module: fx.GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode | None = None
 ) -> None:
-    """Runs the graph on fakes of `inputs` (one tensor a placeholder) and notes on every node what it yields.
+    """Run the graph on fakes of `inputs`, one tensor a placeholder, and annotate every node.
 
-    Sets `meta["val"]`, its fake value, `meta["state"]`, the fake parameters and buffers of the module that it calls,
-    `meta["mutates"]`, the fake tensors that it wrote to in place, `meta["casts"]`, the fake parameters that autocast
-    casts for it, and `meta["random"]` where it drew random numbers.
+    It sets on each node:
+
+        meta["val"]              the fake value
+        meta["state"]            fake parameters and buffers of the module that the node calls
+        meta["mutates"]          fake tensors that the node writes to in place
+        meta["cast_parameters"]  fake parameters that autocast casts for the node
+        meta["random"]           whether the node draws random numbers
+
+    Attributes of modules and the random state are restored.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    state = faked_state(module, mode)
-    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct(inputs)]
-    rng = torch.get_rng_state()
+    state = fake_state(module, mode)
+    fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct_tensors(inputs)]
+    random_state = torch.get_rng_state()
     try:
-        with mode, unchanged(module), swapped(module, state):
+        with mode, attributes_restored(module), swapped_state(module, state):
             _Propagator(module, garbage_collect_values=False).run(*fakes)
     finally:
-        torch.set_rng_state(rng)
+        torch.set_rng_state(random_state)

@@ -1,4 +1,4 @@
-"""Dataclasses in the arguments and results of models."""
+"""Pytrees: nested tuples, lists, dicts and dataclasses with tensors as leaves."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import dataclasses
 from typing import Any
 
 import torch.utils._pytree as pytree
+from torch import Tensor
 
-__all__ = ["know_dataclasses"]
+__all__ = ["register_dataclasses", "tensor_leaves"]
 
 
-def know_dataclasses(value: Any) -> None:
-    """Tells torch's pytrees of every dataclass in nested tuples, lists, dicts and dataclasses.
+def tensor_leaves(value: Any) -> tuple[Tensor, ...]:
+    """Return the tensors among the leaves of a pytree, in order."""
+    return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
-    Otherwise one that torch does not know would be a leaf, and the tensors in it would not be seen.
+
+def register_dataclasses(value: Any) -> None:
+    """Register every dataclass in the pytree `value` with torch.
+
+    Torch takes an unregistered dataclass for a leaf, and so would not see the tensors in it.
     """
     if isinstance(value, (tuple, list)):
         items = list(value)
@@ -26,4 +32,4 @@ def know_dataclasses(value: Any) -> None:
     else:
         return
     for item in items:
-        know_dataclasses(item)
+        register_dataclasses(item)

@@ -1,9 +1,13 @@
-"""Which nodes of a graph may be recomputed, and what a region of them has to copy first."""
+"""Limits of recompute: which nodes may be recomputed, and which buffers their regions copy.
+
+The planner keeps to `recompute_limits` when it chooses regions, and code generation when a user
+names regions. `copied_bytes` says what a region costs besides its time.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +18,8 @@ from pipecompile.graph.storages import size_bytes, storage_key
 __all__ = [
     "RecomputeLimits",
     "copied_bytes",
-    "reads_module",
-    "reads_written_buffer",
+    "is_module_read",
+    "is_written_buffer_read",
     "recompute_limits",
     "writing_modules",
     "written_storages",
@@ -24,9 +28,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RecomputeLimits:
-    """What no region may do.
+    """The limits that every region keeps to.
 
-    `never` tells, by name, why a node may lie in none. Of each of `together` a region has all nodes or no node.
+    `never` maps the name of a node that no region may contain to the reason. Of each tuple in
+    `together` a region contains all nodes or none.
     """
 
     never: Mapping[str, str]
@@ -34,121 +39,146 @@ class RecomputeLimits:
 
 
 def recompute_limits(module: fx.GraphModule) -> RecomputeLimits:
-    """The limits of regions in an instantiated capture, wherever it is cut. Requires `meta["group"]` (Group)."""
-    nodes = _operations(module.graph)
-    parameters = _storages_of_parameters(module.graph)
-    never = {node.name: why for node in module.graph.nodes if (why := _hindrance(node, parameters))}
-    bound = tuple(
-        tuple(node.name for node in members) for members in _groups(nodes) if len(members) > 1
-    )
-    return RecomputeLimits(_spread(never, bound), bound)
+    """Return the limits of regions in an instantiated capture; they hold for every cut.
+
+    Requires `meta["group"]` (Group).
+    """
+    parameters = _parameter_storages(module.graph)
+    never: dict[str, str] = {}
+    for node in module.graph.nodes:
+        reason = _reason_against(node, parameters)
+        if reason is not None:
+            never[node.name] = reason
+    groups = _groups(_operations(module.graph))
+    together = tuple(tuple(node.name for node in nodes) for nodes in groups if len(nodes) > 1)
+    return RecomputeLimits(_with_bound_nodes(never, together), together)
 
 
 def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
-    """By node of an instantiated capture the sizes of the buffers that regions with it copy, since they write to them.
+    """Return, by node, the sizes of the buffers that a region with this node copies.
 
-    All who touch such a buffer are in one group, so each group has its own: they are with the first node of it that
-    writes. Requires `meta["group"]` (Group).
+    A region copies the buffers that it writes to, so that both of its runs begin with the same
+    values. All nodes that touch such a buffer are in one group, and a region contains all of a
+    group or nothing, so the sizes are noted with the first node of the group that writes.
+
+    Requires an instantiated capture with `meta["group"]` (Group).
     """
     nodes = _operations(module.graph)
-    found: dict[str, tuple[int, ...]] = {}
-    for members in (*_groups(nodes), *([node] for node in nodes if node.meta["group"] is None)):
-        written = written_storages(members)
-        read = dict.fromkeys(source for node in members for source in node.all_input_nodes)
-        copied = [
-            operator.attrgetter(str(source.target))(module)
-            for source in read
-            if reads_written_buffer(source, written)
-        ]
-        for target in writing_modules(members, written):
-            copied += module.get_submodule(target).buffers()
-        if copied:
+    singles = [[node] for node in nodes if node.meta["group"] is None]
+    sizes: dict[str, tuple[int, ...]] = {}
+    for members in (*_groups(nodes), *singles):
+        buffers = {id(buffer): buffer for buffer in _copied_buffers(module, members)}
+        if buffers:
             first = next(node.name for node in members if node.meta["mutates"])
-            found[first] = tuple(
-                size_bytes([buffer]) for buffer in {id(each): each for each in copied}.values()
-            )
-    return found
+            sizes[first] = tuple(size_bytes([buffer]) for buffer in buffers.values())
+    return sizes
+
+
+def _copied_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Tensor]:
+    """Return the buffers that a region of these nodes copies; one may be there twice."""
+    written = written_storages(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    copied = [
+        operator.attrgetter(str(source.target))(module)
+        for source in sources
+        if is_written_buffer_read(source, written)
+    ]
+    for target in writing_modules(nodes, written):
+        copied += module.get_submodule(target).buffers()
+    return copied
 
 
 def _operations(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
-def _storages_of_parameters(graph: fx.Graph) -> set[int]:
+def _parameter_storages(graph: fx.Graph) -> set[int]:
+    """Return the storages of the parameters that the graph itself reads."""
     values = [node.meta["val"] for node in graph.nodes if node.op == "get_attr"]
     return {storage_key(value) for value in values if isinstance(value, nn.Parameter)}
 
 
-def _hindrance(node: fx.Node, parameters: Collection[int]) -> str | None:
-    """Why `node` may not run twice; `parameters` are the storages of those that the graph reads."""
+def _reason_against(node: fx.Node, parameters: Collection[int]) -> str | None:
+    """Return why `node` may not run twice, None if it may; `parameters` are their storages."""
     if node.op in ("placeholder", "get_attr", "output"):
         return "it computes nothing"
     if node.target is torch.autograd.grad:
         return "it goes back through the nodes before it while the forward runs"
     if node.meta.get("hook") and node.all_input_nodes[0].op in ("placeholder", "get_attr"):
-        return f"it acts on {node.all_input_nodes[0].name} itself, which no region makes anew"
-    if any(
-        isinstance(value, nn.Parameter) or storage_key(value) in parameters
-        for value in node.meta["mutates"]
-    ):
-        return "it writes to a parameter"
+        return f"it acts on {node.all_input_nodes[0].name} itself, which no region recomputes"
+    for value in node.meta["mutates"]:
+        if isinstance(value, nn.Parameter) or storage_key(value) in parameters:
+            return "it writes to a parameter"
     return None
 
 
-def _spread(never: Mapping[str, str], together: Sequence[Sequence[str]]) -> dict[str, str]:
-    """`never`, and all that is bound to one of its nodes."""
-    found = dict(never)
-    growing = True
-    while growing:
-        growing = False
+def _with_bound_nodes(
+    never: Mapping[str, str], together: Sequence[Sequence[str]]
+) -> dict[str, str]:
+    """Return `never` and all nodes that are bound to one of its nodes.
+
+    Chains are followed: if a may not run twice and (a, b) and (b, c) are together, neither may c.
+    """
+    reasons = dict(never)
+    grown = True
+    while grown:
+        grown = False
         for members in together:
-            cause = next((name for name in members if name in found), None)
-            missing = [name for name in members if name not in found] if cause else []
-            found.update(
-                (name, f"it goes with {cause}, of which {found[str(cause)]}") for name in missing
-            )
-            growing = growing or bool(missing)
-    return found
+            cause = next((name for name in members if name in reasons), None)
+            if cause is None:
+                continue
+            for name in members:
+                if name not in reasons:
+                    reasons[name] = f"it goes with {cause}, of which {reasons[cause]}"
+                    grown = True
+    return reasons
 
 
-def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Groups without inputs and output: they only keep a first and a last operation on a stage with these."""
-    found: dict[str, list[fx.Node]] = {}
+def _groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Return the nodes of each group.
+
+    `nodes` are without inputs and output. The groups of these only keep the first and the last
+    operation on a stage with them, which is no limit for a region.
+    """
+    groups: dict[str, list[fx.Node]] = {}
     for node in nodes:
         if node.meta["group"] is not None:
-            found.setdefault(node.meta["group"], []).append(node)
-    return iter(found.values())
+            groups.setdefault(node.meta["group"], []).append(node)
+    return list(groups.values())
 
 
 def written_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages that they write to."""
+    """Return the storages that the nodes write to."""
     return {storage_key(value) for node in nodes for value in node.meta["mutates"]}
 
 
 def writing_modules(nodes: Iterable[fx.Node], written: Collection[int]) -> dict[str, None]:
-    """Modules that they call and that have such storages, also those whose buffers others write to."""
+    """Return, in order, the paths of called modules whose state lies in `written` storages.
+
+    A module whose buffers another node writes to is among them.
+    """
     return {
         str(node.target): None
         for node in nodes
-        if any(storage_key(value) in written for value in _state(node))
+        if any(storage_key(value) in written for value in _called_state(node))
     }
 
 
-def reads_written_buffer(source: fx.Node, written: Collection[int]) -> bool:
-    """Whether it reads a buffer that lies in one of these storages."""
+def is_written_buffer_read(source: fx.Node, written: Collection[int]) -> bool:
+    """Return whether `source` reads a buffer that lies in one of the `written` storages."""
     return (
         source.op == "get_attr"
-        and not reads_module(source)
+        and not is_module_read(source)
         and storage_key(source.meta["val"]) in written
     )
 
 
-def _state(node: fx.Node) -> tuple[Tensor, ...]:
-    """Of the module that a node calls."""
+def _called_state(node: fx.Node) -> tuple[Tensor, ...]:
+    """Return the parameters and buffers of the module that `node` calls, if it calls one."""
     state: tuple[Tensor, ...] = node.meta["state"] if node.op == "call_module" else ()
     return state
 
 
-def reads_module(read: fx.Node) -> bool:
-    """Whether `read` stands for a module that a region calls."""
+def is_module_read(read: fx.Node) -> bool:
+    """Return whether `read` stands for a module, which a region calls, and not for a tensor."""
     return read.op == "get_attr" and read.meta["val"] is None

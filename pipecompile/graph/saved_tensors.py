@@ -1,95 +1,108 @@
-"""What autograd saves in a run of nodes lies in another form between forward and backward.
+"""Saved tensors that are encoded between the forward and the backward of a run of nodes.
 
-    shelf = Shelf()                                                      # one for a stage
-    with saving("mask", "relu", "pool", shelf=shelf, spared=parameters) as ends:
-        value = ends(run(value))                                         # the forward; the backward is as ever
+    storages = EncodedStorages()                       # one for each stage
+    policies = "mask", "relu", "pool"
+    with encode_saved_tensors(*policies, storages=storages, exempt=parameters) as note_results:
+        value = note_results(run(value))               # the forward; the backward is unchanged
 
-Policies by name. `relu` and `pool` are taken where they apply, then the first of the others that fits:
+Policies by name. `relu` and `pool` are used where they apply, else the first other one that fits:
 
-    mask       dropout's masks, and all else that is zero or one constant, as bits         exact
-    relu       what ReLU keeps of its output, as bits, where no other node keeps it        exact
-    pool       what pooling keeps of its input, as a size; its indices, as small integers  exact
-    offload    everything in host memory                                                   exact
-    half       float32 as bfloat16                                  a relative error of up to 2⁻⁸ in each element
+    mask       dropout's masks, and all else that is zero or one constant, as bits      exact
+    relu       what ReLU saves of its output, as bits, if no other node saves it        exact
+    pool       what pooling saves of its input, as a size; its indices, as small        exact
+               integers
+    offload    everything in host memory                                                exact
+    half       float32 as bfloat16                   a relative error of up to 2⁻⁸ in each element
 
-Autograd calls a hook for each tensor that it saves, and another when the backward needs it. Between the two, `_Kept`
-holds the tensor by reference, or its storage encoded. What is not as a policy expects stays by reference.
+Autograd calls one hook for each tensor that it saves, and another when the backward needs it:
 
-Without hooks autograd raises where a saved tensor was written to before the backward. With hooks it does not, so
-`_Kept` does: an alias of the tensor, whose memory is let go, still shares its version counter.
+    forward    node saves t ──▶ pack(t)        ──▶ _SavedTensor    t itself, or its encoded storage
+    backward   node needs t ◀── unpack(saved)  ◀──                 the storage restored, t as a view
+
+A tensor that no policy can encode is kept by reference.
+
+Without hooks autograd raises if a saved tensor was written to before the backward. With hooks it
+does not, so `_SavedTensor` does: it keeps an alias of the tensor, which shares the tensor's version
+counter even after its memory is released.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipecompile.errors import InputError
-from pipecompile.graph.encodings import Encoded, Encoder, half, mask, narrow, shape, sign
-from pipecompile.graph.offload import Run, Traffic, move
+from pipecompile.errors import unknown
+from pipecompile.graph.autograd_nodes import autograd_nodes_since, known_uses
+from pipecompile.graph.encodings import (
+    EncodedElements,
+    Encoder,
+    encode_half,
+    encode_mask,
+    encode_narrow,
+    encode_shape,
+    encode_sign,
+)
+from pipecompile.graph.offload import OffloadGroup, Traffic, offload_to_host
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import POLICIES, POLICY_OF, Policy, Use
 
-__all__ = ["Shelf", "known_uses", "made_since", "saving"]
+__all__ = ["EncodedStorages", "encode_saved_tensors"]
 
 T = TypeVar("T")
 
-# Autograd's nodes of pooling, by how many dimensions they pool. Of the input their backwards read the layout alone.
-_MAX_POOLS = {
-    "MaxPool2DWithIndicesBackward0": 2,
-    "MaxPool3DWithIndicesBackward0": 3,
-    "AdaptiveMaxPool2DBackward0": 2,
-    "AdaptiveMaxPool3DBackward0": 3,
-}
-_AVERAGE_POOLS = frozenset(
-    {"AvgPool2DBackward0", "AvgPool3DBackward0", "AdaptiveAvgPool2DBackward0"}
-)
-_NOTHING = torch.empty(0)
+_NO_MEMORY = torch.empty(0)
 
 
-class Shelf:
-    """What the runs of one stage keep encoded: each storage once, whichever of them save views of it.
+class EncodedStorages:
+    """The encoded storages of one stage: each is encoded once, whichever runs save views of it.
 
-    `traffic` counts what was moved to the host and back. A write that no version counts, as through `.data`, between
-    two savings of one storage is not seen; without a policy the first of them would be wrong for it.
+    `traffic` counts the bytes that were moved to the host and back. A write that no version counts,
+    as through `.data`, is not noticed between two savings of one storage: the second saving would
+    then share the first one's encoding.
     """
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        # By policy, storage, version and type. The key keeps a storage's address, not its memory, from being reused.
-        self._shared: WeakValueDictionary[tuple[Policy, StorageWeakRef, int, torch.dtype], _Shared]
+        # By policy, storage, version and type. The weak reference in the key keeps the address of a
+        # storage from being reused, but does not keep its memory.
+        self._shared: WeakValueDictionary[
+            tuple[Policy, StorageWeakRef, int, torch.dtype], _SharedStorage
+        ]
         self._shared = WeakValueDictionary()
 
-    def encoded(self, value: Tensor, policy: Policy, encoder: Encoder) -> _Shared | None:
-        """The storage of `value`, encoded now or before; None where it is not what `encoder` is for."""
+    def encode(self, value: Tensor, policy: Policy, encoder: Encoder) -> _SharedStorage | None:
+        """Return the encoded storage of `value`, shared if it was encoded before.
+
+        None if `encoder` cannot encode it.
+        """
         dtype = torch.uint8 if policy == "offload" else value.dtype
         key = policy, StorageWeakRef(value.untyped_storage()), value._version, dtype
         if (shared := self._shared.get(key)) is not None:
             shared.sharers += 1
-        elif (encoded := encoder(_flat(value, dtype))) is not None:
-            self._shared[key] = shared = _Shared(encoded)
+        elif (encoded := encoder(_flat_elements(value, dtype))) is not None:
+            self._shared[key] = shared = _SharedStorage(encoded)
         return shared
 
 
-class _Shared:
-    """An encoded storage, and how many saved tensors lie in it."""
+class _SharedStorage:
+    """An encoded storage; `sharers` counts the saved tensors that are views of it."""
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: EncodedElements) -> None:
         self._encoded = encoded
         self._restored: Tensor | None = None
         self.sharers = 1
 
     def restore(self) -> Tensor:
-        """Its elements, which stay for the other sharers."""
+        """Return the elements; they are kept for other sharers, if there are any."""
         if self._restored is not None:
             return self._restored
         restored = self._encoded.restore()
@@ -97,166 +110,156 @@ class _Shared:
         return restored
 
 
-class _Kept:
-    """One saved tensor, from the hook of its saving to that of its use."""
+class _SavedTensor:
+    """One saved tensor, from the hook of its saving to the hook of its use."""
 
     def __init__(self, value: Tensor) -> None:
-        self.value = value.detach()  # the value itself would hold the node that holds this
+        # The value itself would refer to the autograd node that refers to this: a cycle.
+        self.value = value.detach()
         self._version = value._version
-        self._shared: _Shared | None = None
+        self._shared: _SharedStorage | None = None
         self.shape = value.shape
 
-    def let_go(self, shared: _Shared) -> None:
-        """Its elements are those of `shared` from now on."""
+    def release_to(self, shared: _SharedStorage) -> None:
+        """Release the memory of the tensor; from now on its elements are those of `shared`."""
         value = self.value
         self._dtype, self._device = value.dtype, value.device
-        self._place = value.storage_offset(), value.shape, value.stride()
+        self._view = value.storage_offset(), value.shape, value.stride()
         self._shared = shared
-        value.data = _NOTHING
+        value.data = _NO_MEMORY
 
     def unpack(self) -> Tensor:
-        """The tensor, laid out as it was."""
+        """Return the tensor with its layout; RuntimeError if it was written to in between."""
         if self.value._version != self._version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.shape)} that the backward needs was written to in place after it was "
-                f"saved: it is at version {self.value._version}, expected {self._version}; write to a copy instead"
+                f"a tensor of shape {tuple(self.shape)} that the backward needs was written to "
+                f"in place after it was saved: it is at version {self.value._version}, expected "
+                f"{self._version}; write to a copy instead"
             )
         if self._shared is None:
             return self.value
         storage = self._shared.restore().untyped_storage()
-        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._place)
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._view)
 
 
 @contextmanager
-def saving(*policies: Policy, shelf: Shelf, spared: Iterable[Tensor]) -> Iterator[Callable[[T], T]]:
-    """What is saved in the block is kept by `policies`; `spared` tensors, and views of them, as they are.
+def encode_saved_tensors(
+    *policies: Policy, storages: EncodedStorages, exempt: Iterable[Tensor]
+) -> Iterator[Callable[[T], T]]:
+    """Encode by `policies` what autograd saves in the block, except for views of `exempt` tensors.
 
-    Spare what stays in memory anyway: the parameters and what the stage was given; and the buffers, because batch
-    normalisation writes to its statistics without counting a version. Enter it around the forward of the nodes it is
-    for; a block inside it takes its place there. With `relu` or `pool` all is encoded at the end of the block, where
-    it is known who keeps what; otherwise when it is saved. What others keep too, outside the block, exists twice.
+    Exempt tensors are those that stay in memory anyway, that is parameters and the inputs of the
+    stage, and buffers, because batch normalisation writes to its statistics without raising their
+    version. The block is the forward of the nodes; a block within it replaces it there. With `relu`
+    or `pool` all tensors are encoded at the end of the block, when it is known which nodes save
+    what; otherwise when they are saved. A tensor that something outside the block refers to as well
+    exists twice.
 
-    It gives a function that hands on the block's results: through them pooling is found that nothing follows.
+    The context yields a function that returns the block's results as they are and notes them. Only
+    through them can a pooling be found whose result no later node saves.
 
-    In the backward a RuntimeError says that a saved tensor was written to. InputError if there is no such policy.
+    InputError if there is no such policy. A backward raises RuntimeError if a saved tensor was
+    written to.
     """
     for name in policies:
         if name not in POLICIES:
-            raise InputError(
-                f"no policy {name!r} for saved tensors: expected one of {', '.join(POLICIES)}"
-            )
-    block = _Block(policies, shelf, {value.untyped_storage()._cdata for value in spared})
+            raise unknown("policy", name, POLICIES)
+    block = _SavingBlock(policies, storages, {storage_key(value) for value in exempt})
     try:
-        with saved_tensors_hooks(block.pack, _Kept.unpack):
-            yield block.ends
-        block.settle()
+        with saved_tensors_hooks(block.pack, _SavedTensor.unpack):
+            yield block.note_results
+        block.encode_pending()
     finally:
-        block.forget()
+        block.clear()
 
 
-class _Block:
-    """What one run of nodes saves."""
+class _SavingBlock:
+    """What autograd saves while one run of nodes runs."""
 
-    def __init__(self, policies: Sequence[Policy], shelf: Shelf, spared: set[int]) -> None:
-        self._by_node = {policy for policy in policies if policy in ("relu", "pool")}
-        self._roots: list[Node] = []
-        offload = partial(move, traffic=shelf.traffic, run=Run())
-        encoders: dict[str, Encoder] = {"mask": mask, "half": half, "offload": offload}
+    def __init__(
+        self, policies: Sequence[Policy], storages: EncodedStorages, exempt: set[int]
+    ) -> None:
+        self._policies_by_use = {policy for policy in policies if policy in ("relu", "pool")}
+        offload = partial(offload_to_host, traffic=storages.traffic, group=OffloadGroup())
+        encoders: dict[str, Encoder] = {
+            "mask": encode_mask,
+            "half": encode_half,
+            "offload": offload,
+        }
         self._encoders = [(policy, encoders[policy]) for policy in policies if policy in encoders]
-        self._shelf, self._spared = shelf, spared
-        self._since = torch._C._autograd._get_sequence_nr()
-        self._waiting: list[_Kept] = []
+        self._storages, self._exempt = storages, exempt
+        self._first_number = torch._C._autograd._get_sequence_nr()
+        self._roots: list[Node] = []
+        self._pending: list[_SavedTensor] = []
 
-    def ends(self, results: T) -> T:
-        """`results` as they are: all nodes lead to them."""
-        self._note(leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor))
+    def note_results(self, results: T) -> T:
+        """Return `results`, and note the autograd nodes that they lead to."""
+        self._note_nodes(tensor_leaves(results))
         return results
 
-    def _note(self, values: Iterable[Tensor]) -> None:
-        if self._by_node:
+    def _note_nodes(self, values: Iterable[Tensor]) -> None:
+        if self._policies_by_use:
             self._roots += [value.grad_fn for value in values if value.grad_fn is not None]
 
-    def pack(self, value: Tensor) -> _Kept:
-        """The hook of saving."""
-        kept = _Kept(value)
-        self._note([value])
-        if _is_plain(value) and value.untyped_storage()._cdata not in self._spared:
-            if self._by_node:
-                self._waiting.append(kept)
+    def pack(self, value: Tensor) -> _SavedTensor:
+        """Return what autograd saves instead of `value`: this is the hook of saving."""
+        saved = _SavedTensor(value)
+        self._note_nodes([value])
+        if _is_plain(value) and storage_key(value) not in self._exempt:
+            if self._policies_by_use:
+                self._pending.append(saved)
             else:
-                self._encode(kept)
-        return kept
+                self._encode(saved)
+        return saved
 
-    def forget(self) -> None:
-        """Lets go of the graph, which itself holds this: its hook."""
-        self._waiting.clear()
+    def clear(self) -> None:
+        """Drop the references to autograd's graph, which refers to this block's hook: a cycle."""
+        self._pending.clear()
         self._roots.clear()
 
-    def settle(self) -> None:
-        """Encodes what waits."""
-        nodes = made_since(self._since, self._roots)
-        uses = (found for node in nodes for found in known_uses(node, _Kept))
-        found = {
-            id(kept): _ENCODERS[use](bound)
-            for kept, use, bound in uses
-            if POLICY_OF[use] in self._by_node
-        }
-        held = {_address(kept) for kept in self._waiting if id(kept) not in found}
-        for kept in self._waiting:
-            encoder = None if _address(kept) in held else found.get(id(kept))
-            encoded = None if encoder is None else encoder(_flat(kept.value, kept.value.dtype))
+    def encode_pending(self) -> None:
+        """Encode the pending tensors, each for its use if a policy is for that."""
+        encoders = self._encoders_by_use()
+        # ReLU's sign is not enough if any other node saves the same storage for another use:
+        #
+        #     relu ─ saves y (use "relu") ──▶ sign bits
+        #     matmul ─ saves y (no known use) ▶ needs the elements, so y stays for both
+        shared = {storage_key(saved.value) for saved in self._pending if id(saved) not in encoders}
+        for saved in self._pending:
+            encoder = None if storage_key(saved.value) in shared else encoders.get(id(saved))
+            value = saved.value
+            encoded = None if encoder is None else encoder(_flat_elements(value, value.dtype))
             if encoded is not None:
-                kept.let_go(_Shared(encoded))
+                saved.release_to(_SharedStorage(encoded))
             else:
-                self._encode(kept)
+                self._encode(saved)
 
-    def _encode(self, kept: _Kept) -> None:
+    def _encoders_by_use(self) -> dict[int, Encoder]:
+        """Return the encoders for saved tensors, by id, whose node uses them in a known way."""
+        encoders: dict[int, Encoder] = {}
+        for node in autograd_nodes_since(self._first_number, self._roots):
+            for saved, use, bound in known_uses(node, _SavedTensor):
+                if POLICY_OF[use] in self._policies_by_use:
+                    encoders[id(saved)] = _ENCODERS_BY_USE[use](bound)
+        return encoders
+
+    def _encode(self, saved: _SavedTensor) -> None:
+        """Encode by the first of the other policies that fits, if there is one."""
         for policy, encoder in self._encoders:
-            if (shared := self._shelf.encoded(kept.value, policy, encoder)) is not None:
-                kept.let_go(shared)
+            if (shared := self._storages.encode(saved.value, policy, encoder)) is not None:
+                saved.release_to(shared)
                 return
 
 
-def made_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:
-    """Autograd's nodes of this sequence number and later ones that `roots` lead to."""
-    seen: set[Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node._sequence_nr() >= number:
-            seen.add(node)
-            yield node
-            stack += [child for child, _ in node.next_functions if child is not None]
-
-
-def known_uses(node: Any, form: type[Any]) -> Iterator[tuple[object, Use, int]]:
-    """What hooks made of tensors that `node` saves for a known use: that, its use, and what indices are below.
-
-    Hooks make a `form`, which has the `shape` of the tensor.
-    """
-    name = node.name()
-    if name == "ReluBackward0":
-        yield node._raw_saved_result.data, "relu", 0
-    elif name in _AVERAGE_POOLS:
-        yield node._raw_saved_self.data, "pool input", 0
-    elif name in _MAX_POOLS and isinstance(image := node._raw_saved_self.data, form):
-        yield image, "pool input", 0
-        yield (
-            node._raw_saved_result1.data,
-            "pool indices",
-            math.prod(image.shape[-_MAX_POOLS[name] :]),
-        )
-
-
-_ENCODERS: Mapping[Use, Callable[[int], Encoder]] = {
-    "relu": lambda _: sign,
-    "pool input": lambda _: shape,
-    "pool indices": lambda bound: partial(narrow, bound=bound),
+_ENCODERS_BY_USE: Mapping[Use, Callable[[int], Encoder]] = {
+    "relu": lambda _: encode_sign,
+    "pool input": lambda _: encode_shape,
+    "pool indices": lambda bound: partial(encode_narrow, bound=bound),
 }
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Whether it is its elements and nothing more."""
+    """Return whether the elements of its storage are all that there is to a tensor."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout == torch.strided
@@ -266,13 +269,8 @@ def _is_plain(value: Tensor) -> bool:
     )
 
 
-def _flat(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """All elements of the storage in which `value` lies."""
+def _flat_elements(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return all elements of the storage that `value` is a view of, as a flat tensor."""
     storage = value.untyped_storage()
     count = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=value.device).set_(storage, 0, (count,), (1,))
-
-
-def _address(kept: _Kept) -> int:
-    address: int = kept.value.untyped_storage()._cdata
-    return address

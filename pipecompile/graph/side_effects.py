@@ -1,4 +1,7 @@
-"""What running an operation does besides returning: random numbers drawn, tensors written to."""
+"""Side effects of operators: the random numbers that they draw and the tensors that they write to.
+
+`propagate` and the frontend's recorder run operators under a `SideEffectTracker`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Watch"]
+__all__ = ["SideEffectTracker"]
 
-RUNNING = ("running_mean", "running_var")
-HALVES = (torch.bfloat16, torch.float16)
+RUNNING_STATISTICS = ("running_mean", "running_var")
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
-class Watch(TorchDispatchMode):
-    """Sees every operator below autograd.
+class SideEffectTracker(TorchDispatchMode):
+    """A mode that sees every operator below autograd and notes its side effects.
 
-    `random` tells whether one drew random numbers. `averages` are the running statistics that batch normalisation
-    updated: it does so without a trace in the tensors' version counters, which show all other writes. What it gives
-    back is laid out as on a real device. `casts` are the trainable parameters that were cast from float32, by autocast
-    or by a call.
+    `is_random` tells whether an operator drew random numbers. `running_statistics` are the buffers
+    that batch normalisation updated; it does so without raising their version counters, which show
+    all other writes. `cast_parameters` are the trainable float32 parameters that were cast to a
+    half type, by autocast or by a call.
+
+    On fake tensors the mode also corrects the strides of batch normalisation's results.
     """
 
     def __init__(self) -> None:
@@ -31,60 +36,68 @@ class Watch(TorchDispatchMode):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was seen."""
-        self.random = False
-        self.averages: list[Tensor] = []
-        self.casts: list[Tensor] = []
+        """Forget all side effects that were seen so far."""
+        self.is_random = False
+        self.running_statistics: list[Tensor] = []
+        self.cast_parameters: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # Attention kernels carry the tag whatever their dropout is.
-            self.random = self.random or _named(func, args, kwargs).get("dropout_p") != 0.0
-        if (
-            func is torch.ops.aten._to_copy.default
-            and _is_weight(args[0])
-            and kwargs.get("dtype") in HALVES
-        ):
-            self.casts.append(args[0])
-        out = func(*args, **kwargs)
-        if (
-            func.__name__.split(".")[0].endswith("batch_norm")
-            or "batch_norm_legit" in func.__name__
-        ):
-            self.averages.extend(_updated(_named(func, args, kwargs)))
-            if isinstance(out, tuple):
-                return (_laid_out(out[0], args[0]), *out[1:])
-        return out
+            # Attention kernels carry the tag even if their dropout probability is 0.
+            dropout = _arguments_by_name(func, args, kwargs).get("dropout_p")
+            self.is_random = self.is_random or dropout != 0.0
+        if _is_cast_to_half(func, args, kwargs):
+            self.cast_parameters.append(args[0])
+        result = func(*args, **kwargs)
+        if _is_batch_norm(func):
+            self.running_statistics.extend(
+                _updated_statistics(_arguments_by_name(func, args, kwargs))
+            )
+            if isinstance(result, tuple):
+                return (_with_cpu_strides(result[0], args[0]), *result[1:])
+        return result
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def _is_cast_to_half(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call casts a trainable float32 parameter to a half type."""
+    if func is not torch.ops.aten._to_copy.default or kwargs.get("dtype") not in HALF_TYPES:
+        return False
+    source = args[0]
     return (
-        isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.dtype == torch.float32
+        isinstance(source, nn.Parameter) and source.requires_grad and source.dtype == torch.float32
     )
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
+def _is_batch_norm(func: Any) -> bool:
+    name = func.__name__
+    return name.split(".")[0].endswith("batch_norm") or "batch_norm_legit" in name
+
+
+def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, defaults included."""
     schema = func._schema.arguments
     defaults = {
         argument.name: argument.default_value for argument in schema if argument.has_default_value()
     }
-    return {
-        **defaults,
-        **dict(zip((argument.name for argument in schema), args, strict=False)),
-        **kwargs,
-    }
+    positional = dict(zip((argument.name for argument in schema), args, strict=False))
+    return {**defaults, **positional, **kwargs}
 
 
-def _laid_out(result: Tensor, given: Tensor) -> Tensor:
-    """A fake result of batch normalisation as the CPU's kernel lays it out; torch's fake is laid out as its input."""
+def _with_cpu_strides(result: Tensor, source: Tensor) -> Tensor:
+    """Return a fake result of batch normalisation with the strides that the CPU kernel gives it.
+
+    Torch's own fake has the strides of the input `source`, which may have gaps.
+    """
     if not isinstance(result, FakeTensor) or result.device.type != "cpu":
         return result
-    real = torch.empty_like(result, memory_format=suggest_memory_format(given))
-    return result if real.stride() == result.stride() else real
+    expected = torch.empty_like(result, memory_format=suggest_memory_format(source))
+    return result if expected.stride() == result.stride() else expected
 
 
-def _updated(arguments: dict[str, Any]) -> Iterator[Tensor]:
+def _updated_statistics(arguments: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the running statistics that batch normalisation writes to: in training only."""
     if arguments.get("training", arguments.get("train", False)):
-        yield from (arguments[name] for name in RUNNING if isinstance(arguments.get(name), Tensor))
+        for name in RUNNING_STATISTICS:
+            if isinstance(arguments.get(name), Tensor):
+                yield arguments[name]

@@ -1,4 +1,4 @@
-"""The stage of a node, and the nodes that pass a tensor on through the stages in between."""
+"""Stages in a graph: the stage of a node, and the calls that relay a tensor through stages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["origin_of", "relay", "stage_of"]
 
 
 def stage_of(node: fx.Node) -> int:
-    """The stage that runs `node`."""
+    """Return the stage that runs `node`."""
     stage: int = node.meta["stage"]
     return stage
 
 
 def relay(tensor: Tensor) -> Tensor:
-    """The tensor itself: a stage hands on what it received."""
+    """Return `tensor` itself: a stage passes on what it received."""
     return tensor
 
 
 def origin_of(node: fx.Node) -> str:
-    """The name of the node whose value `node` carries."""
+    """Return the name of the node that computed the value of `node`: for a relay, not the relay."""
     name: str = node.meta.get("origin", node.name)
     return name

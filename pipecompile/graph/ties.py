@@ -1,4 +1,7 @@
-"""Tied parameters: one tensor that several stages read."""
+"""Tied parameters: a tensor that several stages read.
+
+Code generation copies such a tensor to each of its stages; the runtime sums the gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from pipecompile.graph.propagation import named_state
+from pipecompile.graph.model_state import named_state
 from pipecompile.graph.stages import stage_of
 
-__all__ = ["Tie", "reads_of", "ties_of"]
+__all__ = ["Tie", "names_of_read_state", "ties_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A parameter or buffer by its first name, and the stages that read it; the first of them owns it.
+    """A parameter or buffer, by its first name, and the stages that read it in ascending order.
 
-    Every stage that reads it holds a copy; their gradients are summed over `stages`, so the copies stay equal.
+    Every one of the stages holds a copy. Gradients are summed over `stages` before the optimizer's
+    step, so the copies stay equal.
     """
 
     name: str
@@ -25,28 +29,27 @@ class Tie:
 
     @property
     def owner(self) -> int:
-        """The stage that answers for it in state dicts and norms: the earliest."""
+        """The earliest stage: the tensor is in its state dict and counts in its gradient norm."""
         return self.stages[0]
 
 
 def ties_of(module: nn.Module, graph: fx.Graph, canonical: Mapping[str, str]) -> dict[str, Tie]:
-    """Who reads what. Requires `meta["stage"]` (place); ensures one owner for every tensor that is read.
+    """Return, by first name, a tie for every parameter and buffer that the graph reads.
 
-    `canonical` maps every name of a tensor to its first.
+    `canonical` maps every name of a tensor to its first name. Requires `meta["stage"]` (Place).
     """
     stages: dict[str, set[int]] = {}
     for node in graph.nodes:
-        for name in reads_of(module, node):
+        for name in names_of_read_state(module, node):
             stages.setdefault(canonical.get(name, name), set()).add(stage_of(node))
-    return {name: Tie(name, tuple(sorted(where))) for name, where in sorted(stages.items())}
+    return {name: Tie(name, tuple(sorted(members))) for name, members in sorted(stages.items())}
 
 
-def reads_of(module: nn.Module, node: fx.Node) -> list[str]:
-    """The names of the parameters and buffers that `node` itself reads."""
+def names_of_read_state(module: nn.Module, node: fx.Node) -> list[str]:
+    """Return the names of the parameters and buffers that `node` itself reads."""
     if node.op == "get_attr":
         return [str(node.target)]
     if node.op != "call_module":
         return []
-    return [
-        f"{node.target}.{name}" for name, _ in named_state(module.get_submodule(str(node.target)))
-    ]
+    leaf = module.get_submodule(str(node.target))
+    return [f"{node.target}.{name}" for name, _ in named_state(leaf)]

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import Call
-from pipecompile.graph.data_answers import conditions
+from pipecompile.graph.data_answers import node_conditions
 from pipecompile.profiling.operator import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 
@@ -69,7 +69,7 @@ class Caller(fx.Interpreter):
         )
 
     def _execute(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with conditions(node, (args, kwargs)):
+        with node_conditions(node, (args, kwargs)):
             return getattr(self, node.op)(node.target, args, kwargs)
 
     def _is_argument(self, leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from pipecompile.graph.storages import tensors
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.profiling.storage_tracker import Ledger
 
 __all__ = ["Destinations"]
@@ -94,7 +94,7 @@ class Destinations:
     def _note(
         self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]
     ) -> None:
-        for index in self._ledger.known(tensors(gradients)):
+        for index in self._ledger.known(tensor_leaves(gradients)):
             kind[index].append(name)
 
     def _give_views(
@@ -119,9 +119,9 @@ class Destinations:
             gradient = gradients[place]
             for source, reader in own if gradient is not None else ():
                 self.readers[source].add(reader)
-            if any(stride == 0 for each in tensors(gradient) for _, stride in _strides(each)):
+            if any(stride == 0 for each in tensor_leaves(gradient) for _, stride in _strides(each)):
                 self.expanded.update(own)
-            for index in self._ledger.known(tensors(gradient)):
+            for index in self._ledger.known(tensor_leaves(gradient)):
                 assert gradient is not None
                 self.given[index] += own
                 self.turned[index] += [

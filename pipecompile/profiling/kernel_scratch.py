@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecompile.graph.storages import size_bytes, tensors
+from pipecompile.graph.storages import size_bytes
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.amount import AllocatorName, Instructions
 
 __all__ = ["Scratch", "first_half", "hidden_bytes", "own_instructions", "scratch_on"]
@@ -303,7 +304,7 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
         torch.ops.aten.convolution_backward.default,
     ):
         return 0
-    return size_bytes(tensors((arguments, result)))
+    return size_bytes(tensor_leaves((arguments, result)))
 
 
 def hidden_bytes(operator: Any, arguments: Sequence[Any], result: Any) -> tuple[Tensor, int] | None:

@@ -15,10 +15,11 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import Call
 from pipecompile.errors import CaptureError
-from pipecompile.graph.layout import dense_order, gaps, is_dense
-from pipecompile.graph.propagation import named_state
-from pipecompile.graph.saved_tensors import known_uses, made_since
-from pipecompile.graph.storages import size_bytes, tensors
+from pipecompile.graph.layout import dense_order, strides_with_gaps, is_dense
+from pipecompile.graph.model_state import named_state
+from pipecompile.graph.autograd_nodes import known_uses, autograd_nodes_since
+from pipecompile.graph.storages import size_bytes
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.graph import Content, Packs
 from pipecompile.profiling.caller import Caller
@@ -153,10 +154,10 @@ class _Observer(Caller):
         versions = [argument._version for argument in call.arguments]
         sources = self._sources(call.node)
         value, uses, packs = self._kept(call)
-        outputs = tensors(value)
+        outputs = tensor_leaves(value)
         behind = [output.grad_fn for output in outputs if output.grad_fn is not None]
         self.destinations.follow(
-            call.node.name, outputs, list(made_since(self.numbers[-1], behind)), sources
+            call.node.name, outputs, list(autograd_nodes_since(self.numbers[-1], behind)), sources
         )
         differentiable = tuple(output for output in outputs if output.requires_grad)
         facts = Facts(
@@ -193,7 +194,7 @@ class _Observer(Caller):
     def _sources(self, node: fx.Node) -> Sources:
         found: dict[Node | None, list[str]] = defaultdict(list)
         for source in node.all_input_nodes:
-            for value in tensors(self.env[source]):
+            for value in tensor_leaves(self.env[source]):
                 if value.grad_fn is not None and source.op != "get_attr":
                     found[value.grad_fn].append(source.name)
         return found
@@ -220,10 +221,15 @@ class _Observer(Caller):
         self, value: Any, saved: Mapping[int, Sequence[_Packed]]
     ) -> dict[int, tuple[Use, ...]]:
         """What each storage is saved for, by tensor; on the way its contents are noted."""
-        values = [*tensors(value), *(packed.value for every in saved.values() for packed in every)]
+        values = [
+            *tensor_leaves(value),
+            *(packed.value for every in saved.values() for packed in every),
+        ]
         roots = [each.grad_fn for each in values if each.grad_fn is not None]
         known = [
-            use for node in made_since(self.numbers[-1], roots) for use in known_uses(node, _Packed)
+            use
+            for node in autograd_nodes_since(self.numbers[-1], roots)
+            for use in known_uses(node, _Packed)
         ]
         uses: dict[int, Use] = {id(packed): use for packed, use, _ in known}
         bounds = {id(packed): bound for packed, _, bound in known if bound}
@@ -367,7 +373,7 @@ class _Observer(Caller):
 
 def _spread_bytes(value: Tensor) -> int:
     """What a copy laid out as `value` takes; nothing if that is dense."""
-    strides = gaps(value)
+    strides = strides_with_gaps(value)
     if strides is None or not value.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))

@@ -34,7 +34,7 @@ def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hash
         function,
         tuple(map(_settings, module.modules())),
         constants,
-        repr(node.meta.get("ambient")),
+        repr(node.meta.get("autograd_context")),
     )
 
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecompile.graph.storages import size_bytes, tensors
+from pipecompile.graph.storages import size_bytes
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.profiling.kernel_scratch import Scratch, first_half, hidden_bytes
 
 __all__ = ["Ledger", "Life"]
@@ -138,7 +139,7 @@ class Ledger(TorchDispatchMode):
         made = len(self.lives)
         if hidden := hidden_bytes(func, args, result):
             self._bear(hidden[0].untyped_storage(), hidden[1])
-        made_now = self.indices(tensors(result))
+        made_now = self.indices(tensor_leaves(result))
         self.copies.update(made_now if func is aten.clone.default else ())
         self._note_mask(func, args, result)
         self.kernels += len(self.lives) > made or func._schema.is_mutable
@@ -149,11 +150,11 @@ class Ledger(TorchDispatchMode):
         risen = self._now - self._began
         self.whole.note(self.tick, self._scratch_of(func, arguments, result), risen)
         asked, given = first_half(func, arguments, result)
-        absent = size_bytes(tensors(result)) - size_bytes(tensors(given))
+        absent = size_bytes(tensor_leaves(result)) - size_bytes(tensor_leaves(given))
         self.half.note(self.tick, self._scratch_of(func, asked, given), risen - absent)
 
     def _read(self, arguments: Any) -> None:
-        for value in tensors(arguments):
+        for value in tensor_leaves(arguments):
             known = self._known.get(value.untyped_storage()._cdata)
             if known is not None and self.lives[known[1]].born < self.tick:
                 self.lives[known[1]].read.add(self.tick)
@@ -163,7 +164,7 @@ class Ledger(TorchDispatchMode):
         if func in _DRAWS:
             self.masks.update(self.indices([result]))
         elif func._schema.is_mutable and func not in _SCALINGS:
-            self.masks.difference_update(self.indices(tensors(arguments)))
+            self.masks.difference_update(self.indices(tensor_leaves(arguments)))
 
     def _summand(self, func: Any, arguments: Any) -> int | None:
         """The life of the first gradient, made by another autograd node, to which the one that runs adds its own."""

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.stage import EagerStage, Live, Saved
@@ -94,7 +94,7 @@ class _Stage(PipelineStage):
         self._core = core
         self._saved: dict[int, Saved] = {}
         self._live: dict[int, Live] = {}
-        self.moments: Sequence[Moment] = ()
+        self.moments: Sequence[StreamKey] = ()
         self.targets: Sequence[Any] = ()
         self.recomputed: frozenset[int] = frozenset()
         self.results: dict[int, tuple[Tensor, ...]] = {}
@@ -243,7 +243,7 @@ class DistributedPipeline:
         for stage in stages:
             stage.has_backward = backward
             stage.clear_runtime_states()
-            stage.moments = [Moment(seed, step, microbatch) for microbatch in range(count)]
+            stage.moments = [StreamKey(seed, step, microbatch) for microbatch in range(count)]
             stage.targets = targets
             stage.recomputed = frozenset(
                 a.microbatch

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.stage import Carried, EagerStage, Live, Saved
 
@@ -44,7 +44,7 @@ def evaluate(
     results = []
     for microbatch, values in enumerate(inputs):
         for stage in stages:
-            values = stage.evaluate(values, Moment(seed, 0, microbatch))
+            values = stage.evaluate(values, StreamKey(seed, 0, microbatch))
         results.append(values)
     return results
 
@@ -137,7 +137,7 @@ class _Step:
 
     def _forward(self, stage: EagerStage, key: tuple[int, int], recompute: bool) -> None:
         index, microbatch = key
-        moment = Moment(self._seed, self._step, microbatch)
+        moment = StreamKey(self._seed, self._step, microbatch)
         outputs, self._saved[key] = stage.forward(
             self._values.pop(key), moment, self._targets[microbatch], recompute=recompute
         )

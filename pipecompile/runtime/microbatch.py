@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.graph.pytrees import know_dataclasses
+from pipecompile.graph.pytrees import register_dataclasses
 
 __all__ = ["count_microbatches", "merge", "split"]
 
@@ -44,7 +44,7 @@ def count_microbatches(
 
 def split(tree: Any, microbatches: int) -> list[Any]:
     """`tree` once per microbatch: its tensors cut along dimension 0, everything else repeated."""
-    know_dataclasses(tree)
+    register_dataclasses(tree)
     leaves, spec = pytree.tree_flatten(tree)
     rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
     return [

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
-from pipecompile.graph.propagation import swapped
-from pipecompile.graph.random_streams import Moment, at
-from pipecompile.graph.recomputed_region import has_regions
+from pipecompile.graph.model_state import swapped_state
+from pipecompile.graph.random_streams import StreamKey, use_stream
+from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.runtime.split_backward import Carried, Part, first_half, second_half
 
 __all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
@@ -39,7 +39,7 @@ class Saved:
     index, that autograd would lay out anew as their tensors are: how later sums round may depend on it.
     """
 
-    moment: Moment
+    moment: StreamKey
     inputs: tuple[Tensor, ...]
     target: Any
     outputs: tuple[Tensor, ...] | None
@@ -78,7 +78,7 @@ class EagerStage:
     def forward(
         self,
         inputs: Sequence[Tensor],
-        moment: Moment,
+        moment: StreamKey,
         target: Any = None,
         *,
         recompute: bool = False,
@@ -101,10 +101,10 @@ class EagerStage:
         """The forward once more, with gradients; random numbers and buffers are those of the first time."""
         # On copies: the second run must not update the buffers again, nor touch what the backward will read.
         twins = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
-        with swapped(self.module, twins):
+        with swapped_state(self.module, twins):
             saved.outputs = self._run(saved)
 
-    def evaluate(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
+    def evaluate(self, inputs: Sequence[Tensor], moment: StreamKey) -> tuple[Tensor, ...]:
         """The output tensors, without gradients and without the loss."""
         with torch.no_grad():
             return self._outputs(inputs, moment)
@@ -128,7 +128,7 @@ class EagerStage:
         self, saved: Saved, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], Live]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
-        assert not has_regions(self.module), (
+        assert not has_recomputed_regions(self.module), (
             "each half would compute the regions again: go back as a whole"
         )
         roots, seeds = self._roots(saved, gradients)
@@ -162,12 +162,12 @@ class EagerStage:
         # Through a view autograd takes the gradient of what only passes through as it is; otherwise it copies it.
         return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 
-    def _outputs(self, inputs: Sequence[Tensor], moment: Moment) -> tuple[Tensor, ...]:
+    def _outputs(self, inputs: Sequence[Tensor], moment: StreamKey) -> tuple[Tensor, ...]:
         with ExitStack() as stack:
             # A failure inside a region of the model must not leave gradients off.
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             if self._random:
-                stack.enter_context(at(moment, _cuda_devices(inputs)))
+                stack.enter_context(use_stream(moment, _cuda_devices(inputs)))
             outputs: tuple[Tensor, ...] = self.module(*inputs)
         return outputs
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipecompile.cost_models.clock import Clock
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.gradients import scale
 from pipecompile.runtime.stage import EagerStage, Live, Saved
@@ -134,6 +134,6 @@ class _Step:
     def _forward(self, index: int) -> Saved:
         work, again = self.work, index in self.recomputed
         _, saved = work.stage.forward(
-            work.inputs[index], Moment(0, 0, index), work.targets[index], recompute=again
+            work.inputs[index], StreamKey(0, 0, index), work.targets[index], recompute=again
         )
         return saved

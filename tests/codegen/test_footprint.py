@@ -20,7 +20,7 @@ from pipecompile.cost_models.flops import Flops
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.footprint import Footprint, size_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.schedule import Action, Kind
@@ -29,7 +29,7 @@ from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.rank import activation_curve, rank_memory
 from pipecompile.memory_model.snapshots import moments
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.distributed import _whole
@@ -409,7 +409,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
         values[0, microbatch] = sample.args
         for stage in range(first):
             values[stage + 1, microbatch], _ = runs[stage].forward(
-                values[stage, microbatch], Moment(0, 0, microbatch)
+                values[stage, microbatch], StreamKey(0, 0, microbatch)
             )
     with record_function(label):
         for action in turns(first):
@@ -417,7 +417,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
             if action.kind is Kind.FORWARD:
                 given = values.pop(key) if stage > first else values[key]
                 values[stage + 1, microbatch], saved[key] = runs[stage].forward(
-                    given, Moment(0, 0, microbatch)
+                    given, StreamKey(0, 0, microbatch)
                 )
             elif action.kind is Kind.BACKWARD_INPUT:
                 given = values.pop((stage + 1, microbatch))
@@ -634,7 +634,7 @@ def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(
     layers = [kind for _ in range(3) for kind in (nn.Tanh(), nn.BatchNorm1d(4096), Queue())]
     sample = Arguments((torch.randn(4, 4096),), {})
     module = capture(nn.Sequential(*layers), sample).instantiate(sample)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     graph = _limited(profile(module, sample.args, Flops(), loss=loss_of), module)
     regions = [
         [n.name for n in graph.nodes if layer_of(n.module) in region] for region in WRITING[what]
@@ -673,7 +673,7 @@ def run_row(stage: StageModule, sample: Arguments, row: Sequence[Action]) -> Non
     with record_function("row"):
         with record_function("forwards"):
             saved = {
-                number: made.forward(sample.args, Moment(0, 0, number), recompute=again)[1]
+                number: made.forward(sample.args, StreamKey(0, 0, number), recompute=again)[1]
                 for number in range(3)
             }
         for number in range(3):
@@ -696,7 +696,7 @@ def stages_of(
 ) -> list[EagerStage]:
     """Ready to run, without gradients."""
     module = captured.instantiate(sample)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     stages = emit(
         module, {name: index for index, names in enumerate(cut) for name in names}, regions
     )
@@ -723,7 +723,7 @@ def run(
         saved: list[Saved] = []
         for index, stage in enumerate(runs):
             with record_function(f"{label} {index} forward {microbatch}"):
-                values, own = stage.forward(values, Moment(0, 0, microbatch))
+                values, own = stage.forward(values, StreamKey(0, 0, microbatch))
             saved.append(own)
             sent.append(values)
             del own
@@ -742,7 +742,7 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
         values: Sequence[Tensor] = sample.args
         saved: list[Saved] = []
         for stage in runs:
-            values, own = stage.forward(values, Moment(0, 0, microbatch))
+            values, own = stage.forward(values, StreamKey(0, 0, microbatch))
             saved.append(own)
             sent.append(values)
             del own

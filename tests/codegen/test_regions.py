@@ -33,19 +33,19 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph import recomputed_region as recompute
-from pipecompile.graph.random_streams import Moment, at
+from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputability import RecomputeLimits, copied_bytes, recompute_limits
-from pipecompile.graph.recomputed_region import Recomputed, _Runs
+from pipecompile.graph.recomputed_region import RecomputedRegion, _RegionRuns
 from pipecompile.graph.stages import origin_of
 from pipecompile.graph.ties import ties_of
 from pipecompile.ir.schedule import Action
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.runtime.local import step
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import MODELS as SMALL
 
-NOW = Moment(seed=5, step=3, microbatch=0)
+NOW = StreamKey(seed=5, step=3, microbatch=0)
 IN_FLIGHT = {
     1: "0F0 0F1 0B0 0B1",
     2: "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
@@ -86,7 +86,7 @@ class Outcome:
 
 def instantiated(made: Case) -> fx.GraphModule:
     module = made.capture.instantiate(made.call)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     return module
 
 
@@ -235,7 +235,7 @@ def test_any_regions_train_as_none(name: str) -> None:
         for seed in seeds:
             regions = drawn_for(made, assignment, seed, nested=seed % 2 == 1)
             with patch.object(
-                Recomputed, "compute", autospec=True, side_effect=Recomputed.compute
+                RecomputedRegion, "compute", autospec=True, side_effect=RecomputedRegion.compute
             ) as runs:
                 found = outcome(made, assignment, regions)
             again += runs.call_count - 2 * sum(map(len, regions.values()))
@@ -386,7 +386,7 @@ def test_a_backward_may_run_in_another_thread() -> None:
     def gradients(regions: Regions) -> list[Tensor | None]:
         (stage,), _ = eager(made, assignment_of(made, ()), regions)
         flights = [
-            stage.forward(made.inputs, Moment(0, 0, microbatch))[1] for microbatch in range(2)
+            stage.forward(made.inputs, StreamKey(0, 0, microbatch))[1] for microbatch in range(2)
         ]
         with ThreadPoolExecutor(1) as thread:
             for saved in flights:
@@ -409,10 +409,10 @@ def test_after_the_backward_nothing_is_left() -> None:
         runs.append(weakref.ref(self))
         original(self, *given)
 
-    original = _Runs.__init__
+    original = _RegionRuns.__init__
     gc.disable()
     try:
-        with patch.object(_Runs, "__init__", noted):
+        with patch.object(_RegionRuns, "__init__", noted):
             outcome(
                 made,
                 assignment_of(made, ()),
@@ -557,7 +557,7 @@ def expected_bytes(
         value.detach().requires_grad_(needed)
         for value, needed in zip(inputs, stage.gradient_inputs, strict=True)
     ]
-    with at(NOW):
+    with use_stream(NOW):
         outputs = run.run(*leaves)
     inside = {name for region in regions for name in region}
     held = storages(outputs)
@@ -718,7 +718,7 @@ def graph_of(kind: type[nn.Module]) -> fx.GraphModule:
     torch.manual_seed(0)
     call = Arguments((torch.randn(4, 8),), {})
     module = capture(kind(), call).instantiate(call)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     return module
 
 
@@ -831,7 +831,7 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
         state = emitted.module.state_dict()
         emitted.module.load_state_dict({name: value * 1.5 for name, value in state.items()})
         rows = [value.double() for value in made.inputs]
-        flights = [stage.forward(rows, Moment(0, 0, microbatch)) for microbatch in range(2)]
+        flights = [stage.forward(rows, StreamKey(0, 0, microbatch)) for microbatch in range(2)]
         for _, saved in flights:
             stage.backward(saved, (), {})
         module = emitted.module
@@ -892,10 +892,10 @@ def test_a_copy_of_a_stage_works_on_tensors_of_its_own() -> None:
     (stage,) = emit(instantiated(made), assignment, drawn_for(made, assignment, 1, nested=True))
     twin = copy.deepcopy(stage.module)
     assert list(twin.state_dict()) == list(stage.module.state_dict())
-    with at(NOW):
+    with use_stream(NOW):
         loss_of(twin(*made.inputs), None).backward()
     assert all(p.grad is None for p in stage.module.parameters())
-    with at(NOW):
+    with use_stream(NOW):
         loss_of(stage.module(*made.inputs), None).backward()
     assert same([p.grad for p in twin.parameters()], [p.grad for p in stage.module.parameters()])
     assert same(dict(twin.named_buffers()), dict(stage.module.named_buffers()))

@@ -18,14 +18,14 @@ from pipecompile.cost_models.flops import Flops
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.encoded_run import Saved
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.encoded_run import EncodedRun
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.ir.encodings import CHUNK_ELEMENTS, Policy
 from pipecompile.ir.graph import CostGraph
 from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.recompute.encoding_offers import offers
@@ -88,7 +88,9 @@ class Case:
         self.capture = capture(self.model, self.sample)
         graph = profile(self.module(), self.sample.args, Flops(), loss=loss_of)
         limits = recompute_limits(self.module())
-        nodes = tuple(replace(node, again=node.name not in limits.never) for node in graph.nodes)
+        nodes = tuple(
+            replace(node, recomputable=node.name not in limits.never) for node in graph.nodes
+        )
         self.graph: CostGraph = replace(graph, nodes=nodes, together=limits.together)
         names = [node.name for node in self.graph.nodes]
         self.cut = names[: len(names) // 2], names[len(names) // 2 :]
@@ -96,7 +98,7 @@ class Case:
 
     def module(self) -> fx.GraphModule:
         module = self.capture.instantiate(self.sample)
-        apply(module.graph, [Group()])
+        apply_passes(module.graph, [Group()])
         return module
 
     def runs(self, *policies: Policy) -> Runs:
@@ -137,7 +139,7 @@ class Case:
             saved = []
             for index, stage in enumerate(eager):
                 with record_function(f"{index} forward {microbatch}"):
-                    values, own = stage.forward(values, Moment(0, 0, microbatch))
+                    values, own = stage.forward(values, StreamKey(0, 0, microbatch))
                 saved.append(own)
                 sent.append(values)
                 del own
@@ -197,10 +199,12 @@ def test_all_nodes_in_one_run_and_none_of_its_inputs_or_parameters_is_moved() ->
     case = Case("blocks")
     order = [name for name in case.cut[1] if name != "output"]
     emitted = emit(case.module(), case.assignment, {}, {1: [(order, ("relu", "pool", "offload"))]})
-    (call,) = [node for node in emitted[1].module.graph.nodes if isinstance(node.target, Saved)]
+    (call,) = [
+        node for node in emitted[1].module.graph.nodes if isinstance(node.target, EncodedRun)
+    ]
     runs: Runs = {0: [], 1: [(order, ("relu", "pool", "offload"))]}
     assert all(map(torch.equal, case.train(runs), case.train({})))
-    assert call.target.spared  # the tensor that comes in, and parameters read by themselves
+    assert call.target.exempt  # the tensor that comes in, and parameters read by themselves
     kept = footprint_of(Lives(case.graph), case.cut[0], case.cut[1], (), runs[1]).kept.expected
     state = sum(value.nbytes for value in case.model.state_dict().values())
     assert (

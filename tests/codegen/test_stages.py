@@ -17,7 +17,7 @@ from zoo import captured, example, first
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.random_streams import at
+from pipecompile.graph.random_streams import use_stream
 
 
 @cache
@@ -83,7 +83,7 @@ def test_boundaries_fit_and_are_what_travels() -> None:
     _, emitted = split(made, [10, 20, 30, 40])
     values: Sequence[Tensor] = made.inputs
     for stage, following in pairwise(emitted):
-        with at(NOW):
+        with use_stream(NOW):
             values = stage.module(*values)
         assert stage.outputs == following.inputs
         assert [value.shape for value in values] == [edge.shape for edge in stage.outputs]

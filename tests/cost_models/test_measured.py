@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from pipecompile.cost_models.clock import Sample, settled
 from pipecompile.cost_models.measured import Measured, _Redirected
 from pipecompile.cost_models.placement import lent
-from pipecompile.graph.autograd_context import Ambient
+from pipecompile.graph.autograd_context import AutogradContext
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
 
@@ -112,7 +112,7 @@ def test_parts_of_the_backward() -> None:
 def test_a_node_under_no_grad_has_no_backward() -> None:
     graph_module = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     for node in graph_module.graph.nodes:
-        node.meta["ambient"] = Ambient(grad=node.name != "_0", autocast=())
+        node.meta["autograd_context"] = AutogradContext(grad=node.name != "_0", autocast=())
     graph = profile(graph_module, [torch.randn(2, 8)], Measured())
     assert graph.by_name["_0"].backward_ns == 0
     assert graph.by_name["_1"].backward_input_ns == 0
@@ -149,8 +149,10 @@ def test_autocast_is_respected_inside_and_outside_regions(region: bool) -> None:
     model[1].register_forward_hook(lambda _, __, output: kinds.append(output.dtype))
     graph_module = fx.symbolic_trace(model)
     for node in graph_module.graph.nodes:
-        node.meta["ambient"] = (
-            Ambient(grad=True, autocast=(("cpu", True, torch.bfloat16),)) if region else None
+        node.meta["autograd_context"] = (
+            AutogradContext(grad=True, autocast=(("cpu", True, torch.bfloat16),))
+            if region
+            else None
         )
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not region):
         graph = profile(graph_module, [torch.randn(2, 8)], Measured())

@@ -93,7 +93,7 @@ def test_what_asks_and_where_is_said(kind: type[Part]) -> None:
     lines, start = inspect.getsourcelines(kind)
     note, *_ = map(str, found.notes)
     assert note.startswith("part asks for the values of tensors")
-    assert any(f"test_asking.py:{start + offset}" in note for offset in range(len(lines)))
+    assert any(f"test_data_dependence.py:{start + offset}" in note for offset in range(len(lines)))
 
 
 def test_only_the_smallest_module_around_the_question_is_one_node() -> None:
@@ -169,8 +169,8 @@ def test_a_shared_module_is_told_apart_by_its_calls() -> None:
     found = exact(model, sample(7), batches=(4, 2, 7))
     module = found.instantiate(Arguments((sample(),), {}))
     first, second = (node for node in module.graph.nodes if node.target == "part")
-    assert [answer.number for answer in first.meta["answers"]] == [True]
-    assert [answer.number for answer in second.meta["answers"]] == [False]
+    assert [answer.number for answer in first.meta["data_answers"]] == [True]
+    assert [answer.number for answer in second.meta["data_answers"]] == [False]
 
 
 def test_another_branch_than_the_samples_is_taken_when_data_says_so() -> None:

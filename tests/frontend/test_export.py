@@ -12,7 +12,7 @@ from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.export import exported
+from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 
@@ -39,7 +39,7 @@ class Mapped(nn.Module):
 def test_a_model_with_vmap_is_exact_at_every_batch() -> None:
     found = exact(Mapped(), X, batches=(4, 2, 7, 1))
     assert found.method == "torch.export"
-    assert found.guards.fixed
+    assert found.guards.is_fixed
     assert "batches of 4 alone" in str(found.notes[0])
 
 
@@ -169,7 +169,7 @@ def test_a_region_is_refused() -> None:
             return self.linear(x) + lesson
 
     with pytest.raises(UnsupportedError, match="makes graphs of their own of regions"):
-        exported(Region(), CALL, again=pytest.fail)
+        export_capture(Region(), CALL, recapture=pytest.fail)
 
 
 def test_a_question_to_data_is_refused() -> None:
@@ -193,5 +193,7 @@ def test_the_model_is_as_before() -> None:
 
 def test_a_model_that_can_be_recorded_is_not_exported() -> None:
     assert capture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), CALL).method == "recorded"
-    found = exported(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), CALL, again=pytest.fail)
+    found = export_capture(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), CALL, recapture=pytest.fail
+    )
     assert called(found.instantiate(CALL).graph) == ["linear.default", "tanh.default"]

@@ -41,9 +41,9 @@ def call(batch: int) -> Arguments:
 
 def test_what_does_not_hold_is_said_with_its_line() -> None:
     guards = capture(Branches(), call(4)).guards
-    assert not guards.fixed
-    assert guards.broken(100) is None
-    reason = guards.broken(2)
+    assert not guards.is_fixed
+    assert guards.violation(100) is None
+    reason = guards.violation(2)
     assert reason is not None
     assert "> 3 does not hold" in reason
     assert f"test_guards.py:{LINE}" in reason
@@ -64,7 +64,7 @@ def test_it_holds_where_the_branch_goes_the_same_way(batch: int) -> None:
 
 def test_a_capture_of_several_samples_is_not_for_one() -> None:
     found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), call(4))
-    reason = found.guards.broken(1)
+    reason = found.guards.violation(1)
     assert reason is not None
     assert "torch treats batches of 0 and 1 apart" in reason
 
@@ -87,9 +87,9 @@ class Loop(nn.Module):
 @pytest.mark.parametrize(("kind", "batch"), [(Fixed, 4), (Length, 4), (Loop, 4), (Branches, 1)])
 def test_a_graph_for_one_batch_alone_says_so(kind: type[nn.Module], batch: int) -> None:
     found = capture(kind(), call(batch))
-    assert found.guards.fixed
-    assert found.guards.broken(batch) is None
-    assert found.guards.broken(3) is not None
+    assert found.guards.is_fixed
+    assert found.guards.violation(batch) is None
+    assert found.guards.violation(3) is not None
     if batch > 1:
         assert any(f"for batches of {batch} alone" in str(note) for note in found.notes)
 
@@ -166,10 +166,10 @@ def test_what_is_captured_anew_is_in_the_mode_of_the_model(train: bool) -> None:
 
     model = Dropping().train(train)
     found = exact(model, torch.randn(7, 4), batches=(4, 2, 7, 1))
-    other = found.again(call(2))
+    other = found.recapture(call(2))
     assert other.training == {"": train, "linear": train}
     assert other.guards.batch == 2
     model.train(not train)
-    assert found.again(call(4)).training == {"": not train, "linear": not train}
+    assert found.recapture(call(4)).training == {"": not train, "linear": not train}
     with pytest.raises(CaptureError, match=f"was captured in {'train' if train else 'eval'} mode"):
         found.instantiate(call(2))

@@ -15,7 +15,7 @@ from zoo.exact import exact
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 
 WIDTH = 8
@@ -100,7 +100,7 @@ def test_a_hook_on_a_tensor_is_called_where_the_tensor_is_made() -> None:
 
     found = exact(Halving(), X)
     module = found.instantiate(CALL)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     groups = {node.name: node.meta["group"] for node in module.graph.nodes if node.op != "get_attr"}
     (hook,) = [name for name in groups if "hook" in name]
     assert groups[hook] == groups["sin"] is not None
@@ -127,7 +127,7 @@ def of_a_size(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 def test_a_hook_that_encloses_a_size_is_exact_at_every_batch() -> None:
     found = exact(Enclosing(of_a_size), X, batches=(4, 2, 7))
-    assert found.guards.fixed
+    assert found.guards.is_fixed
     assert any("batches of 4 alone" in str(note) for note in found.notes)
 
 

@@ -9,7 +9,7 @@ from zoo import called
 from zoo.exact import exact
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.leaves import is_of_torch, paths_of
+from pipecompile.frontend.leaves import is_torch_leaf, leaf_paths
 
 WIDTH = 8
 X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -64,18 +64,18 @@ def test_named_modules_are_one_node(leaf: list[str], nodes: list[str]) -> None:
 
 
 def test_paths_of_what_is_named() -> None:
-    assert paths_of(model(), []) == frozenset()
-    assert paths_of(model(), ["Block", "2.1"]) == {"0", "2.0", "2.1"}
+    assert leaf_paths(model(), []) == frozenset()
+    assert leaf_paths(model(), ["Block", "2.1"]) == {"0", "2.0", "2.1"}
 
 
 @pytest.mark.parametrize("name", ["3", "Blok", ""])
 def test_a_name_that_is_not_there_is_an_error(name: str) -> None:
     with pytest.raises(InputError, match=f"leaf='{name}' is no module of Sequential; give a path"):
-        paths_of(model(), [name])
+        leaf_paths(model(), [name])
 
 
 def test_what_is_of_torch() -> None:
-    assert all(map(is_of_torch, (nn.Linear(1, 1), Scaled(1, 1), nn.LSTM(1, 1))))
+    assert all(map(is_torch_leaf, (nn.Linear(1, 1), Scaled(1, 1), nn.LSTM(1, 1))))
     assert not any(
-        map(is_of_torch, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2)))
+        map(is_torch_leaf, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2)))
     )

@@ -43,7 +43,7 @@ def test_state_in_an_object() -> None:
     with pytest.raises(CaptureError, match=rf"the captured graph is not the model: {where}"):
         captured(model, X)
     with pytest.raises(
-        CaptureError, match=r"first seen in the model's forward \(.*test_selfcheck\.py:\d+\)"
+        CaptureError, match=r"first seen in the model's forward \(.*test_self_check\.py:\d+\)"
     ):
         captured(Stateful(), X)
 

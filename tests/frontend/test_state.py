@@ -15,7 +15,7 @@ from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.self_check import proven, with_regions
+from pipecompile.frontend.self_check import proven_capture, with_autograd_contexts
 from pipecompile.frontend.signature import Arguments
 
 WIDTH = 8
@@ -325,9 +325,9 @@ def test_parameters_that_a_forward_writes_to_are_as_before(
 ) -> None:
     model, call = make(), Arguments((x,), {})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found, module, _ = proven(model, call)
+    found, module, _ = proven_capture(model, call)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    written = with_regions(module)(x)[0]
+    written = with_autograd_contexts(module)(x)[0]
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.load_state_dict(before)
     assert torch.equal(written, model(x))

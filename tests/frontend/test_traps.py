@@ -52,8 +52,8 @@ def test_guard_on_the_batch_size() -> None:
             return self.first(x) if x.shape[0] > 3 else self.second(x)
 
     found = exact(Trap(), X, batches=(4, 7, 2, 1))
-    assert found.guards.broken(2)
-    assert not found.guards.broken(7)
+    assert found.guards.violation(2)
+    assert not found.guards.violation(7)
 
 
 def test_branch_on_data() -> None:
@@ -301,7 +301,9 @@ def test_region_that_is_cut_in_the_middle(region: str) -> None:
     torch.manual_seed(0)
     made = case_of(Trap(), CALL)
     inside = [
-        node.name for node in made.capture.graph.nodes if node.meta.get("ambient") is not None
+        node.name
+        for node in made.capture.graph.nodes
+        if node.meta.get("autograd_context") is not None
     ]
     assert len({unit for unit, names in enumerate(made.units) if set(names) & set(inside)}) > 3
     for cut in range(1, len(made.units)):

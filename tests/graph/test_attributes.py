@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecompile.graph.attributes import Attributes, unchanged
+from pipecompile.graph.attributes import ModuleAttributes, attributes_restored
 
 
 def model() -> Any:
@@ -38,7 +38,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_each_change_is_seen_and_put_back(name: str) -> None:
     change, attribute = CHANGES[name]
     made = model()
-    before = Attributes.of(made)
+    before = ModuleAttributes.of(made)
     kept = (
         dict(vars(made)),
         list(made.items),
@@ -47,9 +47,9 @@ def test_each_change_is_seen_and_put_back(name: str) -> None:
         list(made._modules),
     )
     change(made)
-    assert before.changed(Attributes.of(made)) == [(made, attribute)]
+    assert before.changed(ModuleAttributes.of(made)) == [(made, attribute)]
     before.restore()
-    assert before.changed(Attributes.of(made)) == []
+    assert before.changed(ModuleAttributes.of(made)) == []
     assert (
         dict(vars(made)),
         list(made.items),
@@ -61,25 +61,25 @@ def test_each_change_is_seen_and_put_back(name: str) -> None:
 
 def test_equal_plain_values_are_no_change() -> None:
     made = model()
-    before = Attributes.of(made)
+    before = ModuleAttributes.of(made)
     made.number, made.items, made.table, made.names = 1, [1], {"a": 1}, {"a"}
-    assert before.changed(Attributes.of(made)) == []
+    assert before.changed(ModuleAttributes.of(made)) == []
 
 
 def test_another_tensor_is_a_change_even_if_equal() -> None:
     made = model()
     made.kept = torch.ones(2)
-    before = Attributes.of(made)
+    before = ModuleAttributes.of(made)
     made.kept = torch.ones(2)
-    assert before.changed(Attributes.of(made)) == [(made, "kept")]
+    assert before.changed(ModuleAttributes.of(made)) == [(made, "kept")]
 
 
 def test_parameters_and_buffers_have_watchers_of_their_own() -> None:
     made = model()
-    before = Attributes.of(made)
+    before = ModuleAttributes.of(made)
     own = made[1].running_mean
     made[1].running_mean = torch.ones(2)
-    assert before.changed(Attributes.of(made)) == []
+    assert before.changed(ModuleAttributes.of(made)) == []
     before.restore()
     assert made[1].running_mean is own
 
@@ -87,7 +87,7 @@ def test_parameters_and_buffers_have_watchers_of_their_own() -> None:
 def test_the_list_itself_is_put_back_with_its_items() -> None:
     made = model()
     held = made.items
-    with unchanged(made):
+    with attributes_restored(made):
         made.items.append(2)
         made.items = "another"
     assert made.items is held
@@ -96,7 +96,7 @@ def test_the_list_itself_is_put_back_with_its_items() -> None:
 
 def test_an_error_in_the_block_puts_back_too() -> None:
     made = model()
-    with pytest.raises(ZeroDivisionError), unchanged(made):
+    with pytest.raises(ZeroDivisionError), attributes_restored(made):
         made.number = 1 / 0 if made.table.update(a=3) is None else 2
     assert made.table == {"a": 1}
 
@@ -112,6 +112,6 @@ def test_an_error_in_the_block_puts_back_too() -> None:
 )
 def test_values_as_text(value: object, text: str) -> None:
     made = nn.Identity()
-    assert Attributes.of(made).described(made, "kept") == "nothing"
+    assert ModuleAttributes.of(made).described(made, "kept") == "nothing"
     vars(made)["kept"] = value
-    assert Attributes.of(made).described(made, "kept") == text
+    assert ModuleAttributes.of(made).described(made, "kept") == text

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.autograd_context import Region, observed
+from pipecompile.graph.autograd_context import EnteredContext, current_context
 
 X = torch.randn(4, 8)
 
@@ -110,11 +110,11 @@ def test_cuts_everywhere_at_once(model: nn.Module) -> None:
 
 
 def test_the_state_outside_is_untouched(model: nn.Module) -> None:
-    before = observed()
+    before = current_context()
     for stage in stages_of(model, [4, 6]):
         assert stage.module is not None
     chained(stages_of(model, [4, 6]))
-    assert observed() == before
+    assert current_context() == before
 
 
 def test_nodes_without_gradients_stay_without_them() -> None:
@@ -126,7 +126,7 @@ def test_nodes_without_gradients_stay_without_them() -> None:
 
 def test_a_region_never_turns_gradients_on() -> None:
     with torch.no_grad():
-        region = Region(True, ())
+        region = EnteredContext(True, ())
         assert not torch.is_grad_enabled()
         region.leave()
         assert not chained(stages_of(NoGrad(), [4])).requires_grad
@@ -134,5 +134,5 @@ def test_a_region_never_turns_gradients_on() -> None:
 
 def test_a_region_is_entered_once_for_a_run_of_nodes() -> None:
     (whole,) = stages_of(NoGrad(), [])
-    entered = [node.args[0] for node in whole.module.graph.nodes if node.target is Region]
+    entered = [node.args[0] for node in whole.module.graph.nodes if node.target is EnteredContext]
     assert entered == [False]

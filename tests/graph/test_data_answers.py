@@ -12,7 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError
-from pipecompile.graph.data_answers import Answer, Listening, answering, asks
+from pipecompile.graph.data_answers import (
+    DataAnswer,
+    RecordAnswers,
+    is_data_dependent,
+    replay_answers,
+)
 
 X = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, 6.0]])
 
@@ -29,8 +34,8 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def heard(ask: Callable[[Tensor], Any]) -> tuple[Any, list[Answer]]:
-    with Listening() as listening:
+def heard(ask: Callable[[Tensor], Any]) -> tuple[Any, list[DataAnswer]]:
+    with RecordAnswers() as listening:
         return ask(X), listening.answers
 
 
@@ -41,7 +46,7 @@ def test_a_fake_run_has_the_shapes_of_the_real_one(name: str, symbols: bool) -> 
     assert answers
     mode = FakeTensorMode(shape_env=ShapeEnv() if symbols else None)
     fake = mode.from_tensor(X, static_shapes=True)
-    with mode, answering(answers):
+    with mode, replay_answers(answers):
         out = QUESTIONS[name](fake)
     assert len(out.shape) == len(real.shape)
     assert all(bool(left == right) for left, right in zip(out.shape, real.shape, strict=True))
@@ -61,26 +66,26 @@ def test_a_question_that_the_sample_was_not_asked_is_an_error() -> None:
     with (
         pytest.raises(CaptureError, match="was not called when the module ran on the sample"),
         mode,
-        answering(()),
+        replay_answers(()),
     ):
         QUESTIONS["item"](fake)
 
 
 def test_real_tensors_answer_for_themselves() -> None:
-    with answering(()):
+    with replay_answers(()):
         assert (X.sum() > 0).item() is True
         assert X[X > 0].shape == (4,)
 
 
 def test_no_answers_change_nothing() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    with mode, answering(None):
+    with mode, replay_answers(None):
         assert not isinstance(mode.from_tensor(X, static_shapes=True).max().item(), float)
 
 
 def test_which_operators_ask() -> None:
     aten = torch.ops.aten
-    assert asks(aten._local_scalar_dense.default)
-    assert asks(aten.nonzero.default)
-    assert not asks(aten.add.Tensor)
-    assert not asks(len)
+    assert is_data_dependent(aten._local_scalar_dense.default)
+    assert is_data_dependent(aten.nonzero.default)
+    assert not is_data_dependent(aten.add.Tensor)
+    assert not is_data_dependent(len)

@@ -25,9 +25,15 @@ from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
-from pipecompile.graph.encodings import mask, narrow, pack_bits, sign, unpack_bits
-from pipecompile.graph.random_streams import Moment
-from pipecompile.graph.saved_tensors import Shelf, saving
+from pipecompile.graph.encodings import (
+    encode_mask,
+    encode_narrow,
+    encode_sign,
+    pack_bits,
+    unpack_bits,
+)
+from pipecompile.graph.random_streams import StreamKey
+from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
 from pipecompile.ir.encodings import CHUNK_ELEMENTS, POLICIES, Memory, Policy
 from pipecompile.memory_model.encoding_costs import (
     SavedStorage,
@@ -159,12 +165,14 @@ def state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def kept_by(model: nn.Module, *policies: Any, shelf: Shelf | None = None) -> nn.Module:
+def kept_by(model: nn.Module, *policies: Any, storages: EncodedStorages | None = None) -> nn.Module:
     """The same model; its forward keeps by `policies`."""
-    forward, shelf = model.forward, shelf or Shelf()
+    forward, storages = model.forward, storages or EncodedStorages()
 
     def kept(*values: Any) -> Any:
-        with saving(*policies, shelf=shelf, spared=[*state(model), *values]) as ends:
+        with encode_saved_tensors(
+            *policies, storages=storages, exempt=[*state(model), *values]
+        ) as ends:
             return ends(forward(*values))
 
     model.forward = kept  # type: ignore[method-assign]
@@ -184,7 +192,7 @@ def trained(
     saved, found = [], []
     for microbatch, values in enumerate(inputs):
         torch.manual_seed(microbatch)
-        saved.append(stage.forward(values, Moment(0, 0, microbatch))[1])
+        saved.append(stage.forward(values, StreamKey(0, 0, microbatch))[1])
     for one in saved:
         if halves:
             gradients, live = stage.backward_input(one, ())
@@ -199,12 +207,12 @@ def trained(
 @pytest.mark.parametrize("name", MODELS)
 def test_the_backward_is_the_same(name: str, policies: Sequence[str]) -> None:
     inputs = [(image,) for image in images(3)]
-    shelf = Shelf()
-    got = trained(kept_by(made(name), *policies, shelf=shelf), inputs)
+    storages = EncodedStorages()
+    got = trained(kept_by(made(name), *policies, storages=storages), inputs)
     assert same(got, trained(made(name), inputs))
     if "offload" in policies:
         assert (
-            0 < shelf.traffic.back_bytes <= shelf.traffic.out_bytes
+            0 < storages.traffic.back_bytes <= storages.traffic.out_bytes
         )  # not all that is saved is read
 
 
@@ -220,25 +228,25 @@ def test_an_emitted_stage_runs_with_it(name: str) -> None:
     target = Target.of(ZOO[name](), name)
     model, call = target.model.train(), target.call
     captured = capture(model, call)
-    shelf = Shelf()
+    storages = EncodedStorages()
 
     def gradients(*policies: str) -> list[Tensor | None]:
         model.zero_grad()
         module = captured.instantiate(call)
         (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes})
         if policies:
-            kept_by(stage.module, *policies, shelf=shelf)
+            kept_by(stage.module, *policies, storages=storages)
         run = EagerStage(
             stage.module, gradient_inputs=stage.gradient_inputs, random=stage.random, loss=loss_of
         )
         values = captured.inputs.flatten(call)
-        for one in [run.forward(values, Moment(0, 0, microbatch))[1] for microbatch in range(2)]:
+        for one in [run.forward(values, StreamKey(0, 0, microbatch))[1] for microbatch in range(2)]:
             run.backward(one, (), {})
         return [parameter.grad for parameter in model.parameters()]
 
     plain = gradients()
     assert same(gradients("mask", "relu", "pool", "offload"), plain)
-    assert 0 < shelf.traffic.back_bytes <= shelf.traffic.out_bytes
+    assert 0 < storages.traffic.back_bytes <= storages.traffic.out_bytes
 
 
 def test_half_is_not_exact_and_within_its_bound() -> None:
@@ -271,9 +279,11 @@ class Keep(torch.autograd.Function):
         return anchor * 1
 
 
-def through(policy: Any, *values: Tensor, shelf: Shelf | None = None) -> tuple[Tensor, ...]:
+def through(
+    policy: Any, *values: Tensor, storages: EncodedStorages | None = None
+) -> tuple[Tensor, ...]:
     """`values` as a backward finds them."""
-    with saving(policy, shelf=shelf or Shelf(), spared=()):
+    with encode_saved_tensors(policy, storages=storages or EncodedStorages(), exempt=()):
         kept = Keep.apply(torch.ones(1, requires_grad=True), *values)
     return kept.grad_fn.saved_tensors  # type: ignore[no-any-return]
 
@@ -342,7 +352,7 @@ def test_relu_needs_the_sign_alone(values: list[float], dtype: torch.dtype) -> N
     gradients = []
     for policies in ((), ("relu",)):
         value = torch.tensor(values, dtype=dtype, requires_grad=True)
-        with saving(*policies, shelf=Shelf(), spared=()):
+        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()):
             result = (value * 1).relu()
         result.backward(torch.arange(1, 1 + len(values), dtype=dtype))
         gradients.append(value.grad)
@@ -387,7 +397,7 @@ def test_pooling_reads_of_its_input_the_layout_alone(
     for policies in ((), ("pool",)):
         value = image.clone().requires_grad_()
         scaled = value * 2
-        with saving(*policies, shelf=Shelf(), spared=()) as ends:
+        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()) as ends:
             result = ends(pool(scaled[:, None])[:, 0] if "3d" in str(pool) else pool(scaled))
         result.square().sum().backward()
         gradients.append(value.grad)
@@ -395,11 +405,11 @@ def test_pooling_reads_of_its_input_the_layout_alone(
 
 
 def within(
-    policies: Sequence[str], step: Callable[[Tensor], Tensor], *, spared: Sequence[Tensor] = ()
+    policies: Sequence[str], step: Callable[[Tensor], Tensor], *, exempt: Sequence[Tensor] = ()
 ) -> Tensor:
     """The result of a `step` on (4, 64) positive numbers, whose backward is due."""
     value = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with saving(*policies, shelf=Shelf(), spared=spared):
+    with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=exempt):
         return step(value * 1)
 
 
@@ -443,9 +453,9 @@ def test_writing_to_what_is_saved_raises_as_without_a_policy(
 
 
 @pytest.mark.parametrize("policies", [(), *MIXES], ids="+".join)
-def test_so_does_writing_to_what_is_spared(policies: Sequence[str]) -> None:
+def test_so_does_writing_to_what_is_exempt(policies: Sequence[str]) -> None:
     weight = torch.ones(64, requires_grad=True)
-    result = within(policies, lambda value: value * weight, spared=[weight])
+    result = within(policies, lambda value: value * weight, exempt=[weight])
     with torch.no_grad():
         weight.view(8, 8)[0].add_(1)
     with pytest.raises(RuntimeError, match=r"in.?place"):
@@ -453,13 +463,13 @@ def test_so_does_writing_to_what_is_spared(policies: Sequence[str]) -> None:
 
 
 def test_what_was_written_to_is_encoded_again() -> None:
-    value, shelf = torch.rand(8), Shelf()
+    value, storages = torch.rand(8), EncodedStorages()
     graphs: list[Any] = []
     for _ in range(2):
-        with saving("offload", shelf=shelf, spared=()):
+        with encode_saved_tensors("offload", storages=storages, exempt=()):
             graphs.append(Keep.apply(torch.ones(1, requires_grad=True), value.add_(1)))
     assert same(graphs[1].grad_fn.saved_tensors, (value,))
-    assert shelf.traffic.out_bytes == 2 * value.nbytes
+    assert storages.traffic.out_bytes == 2 * value.nbytes
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -473,16 +483,16 @@ def test_what_is_more_than_its_elements_stays(policy: str) -> None:
 
 
 def test_views_of_one_storage_move_once_whoever_saves_them() -> None:
-    shelf, mixed = Shelf(), torch.rand(6, 8)
+    storages, mixed = EncodedStorages(), torch.rand(6, 8)
     graphs = []
     for values in ((mixed, mixed.t()), (mixed[1:, ::2], mixed.view(torch.int32))):
-        with saving("offload", shelf=shelf, spared=()):
+        with encode_saved_tensors("offload", storages=storages, exempt=()):
             graphs.append(Keep.apply(torch.ones(1, requires_grad=True), *values))
-    assert shelf.traffic.out_bytes == mixed.nbytes
+    assert storages.traffic.out_bytes == mixed.nbytes
     found = [value for graph in graphs for value in graph.grad_fn.saved_tensors]
     assert same(found, [mixed, mixed.t(), mixed[1:, ::2], mixed.view(torch.int32)])
     assert len({value.untyped_storage().data_ptr() for value in found}) == 1
-    assert shelf.traffic.back_bytes == mixed.nbytes
+    assert storages.traffic.back_bytes == mixed.nbytes
 
 
 @pytest.mark.parametrize("end", ["backward", "abandoned", "failed"])
@@ -501,7 +511,10 @@ def remember(policies: Sequence[str], end: str) -> StorageWeakRef:
     """Of a tensor that the backward saves."""
     value = torch.rand(4, 64, requires_grad=True) * 1
     storage = StorageWeakRef(value.untyped_storage())
-    with suppress(ZeroDivisionError), saving(*policies, shelf=Shelf(), spared=[value]):
+    with (
+        suppress(ZeroDivisionError),
+        encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=[value]),
+    ):
         result = functional.max_pool1d(functional.dropout(value.sin(), 0.5).relu(), 2).sigmoid()
         if end == "failed":
             1 / 0  # noqa: B018
@@ -513,34 +526,34 @@ def remember(policies: Sequence[str], end: str) -> StorageWeakRef:
 def test_a_mask_is_zero_or_one_constant() -> None:
     for values in ([0.0, 1.25], [0.0], [-2.0, 0.0], [7.5], [float("nan"), 0.0]):
         elements = torch.tensor(values * 50)
-        encoded = mask(elements)
+        encoded = encode_mask(elements)
         assert encoded is not None
         assert same(bits(encoded.restore()), bits(elements))
     for values in ([0.0, 1.0, 2.0], [0.0, -0.0, 1.0], [1.0, 2.0], [-0.0, 1.0]):
-        assert mask(torch.tensor(values * 50)) is None
+        assert encode_mask(torch.tensor(values * 50)) is None
     late = torch.zeros(1000)
     late[900:902] = torch.tensor([1.0, 2.0])
-    assert mask(late) is None
+    assert encode_mask(late) is None
 
 
 def test_chunks_are_of_one_mask() -> None:
     chunk = CHUNK_ELEMENTS["cpu"]
     wide = torch.zeros(2 * chunk + 13)
     wide[chunk + 5 :: 3] = 2.5
-    encoded = mask(wide)
+    encoded = encode_mask(wide)
     assert encoded is not None and torch.equal(encoded.restore(), wide)
-    assert torch.equal(sign(wide).restore(), (wide > 0).float())
+    assert torch.equal(encode_sign(wide).restore(), (wide > 0).float())
     wide[5] = 1.5
-    assert mask(wide) is None
+    assert encode_mask(wide) is None
 
 
 def test_indices_take_the_smallest_integers() -> None:
     for bound, width in ((256, 1), (257, 2), (2**15, 2), (2**15 + 1, 4), (2**31, 4)):
         indices = torch.tensor([0, bound - 1])
-        found: Any = narrow(indices, bound=bound)
+        found: Any = encode_narrow(indices, bound=bound)
         assert found.elements.dtype.itemsize == width
         assert torch.equal(found.restore(), indices)
-    assert narrow(torch.tensor([0, 2**31]), bound=2**31 + 1) is None
+    assert encode_narrow(torch.tensor([0, 2**31]), bound=2**31 + 1) is None
 
 
 IMAGE, PLANE = 2 * 8 * 32 * 32 * 4, 32 * 32  # bytes of an image in the middle, elements of a plane
@@ -635,7 +648,9 @@ def hold(label: str, name: str, policies: Sequence[str]) -> None:
     torch.manual_seed(0)
     model, value = make(), torch.randn(size)
     with record_function(label):
-        with saving(*policies, shelf=Shelf(), spared=[value, *state(model)]) as ends:
+        with encode_saved_tensors(
+            *policies, storages=EncodedStorages(), exempt=[value, *state(model)]
+        ) as ends:
             result = ends(model(value))
         node = result.grad_fn
         del result
@@ -693,16 +708,18 @@ def penalised(value: Tensor) -> Tensor:
 
 
 def nested(value: Tensor) -> Tensor:
-    with saving("pool", "relu", shelf=Shelf(), spared=()):
+    with encode_saved_tensors("pool", "relu", storages=EncodedStorages(), exempt=()):
         value = functional.max_pool1d(value.relu(), 2)
-    with saving("half", shelf=Shelf(), spared=()):
+    with encode_saved_tensors("half", storages=EncodedStorages(), exempt=()):
         pass
     return functional.dropout(functional.max_pool1d(value.sub(0.5).relu(), 2), 0.5)
 
 
 def computed_again(value: Tensor) -> Tensor:
     def region(value: Tensor) -> Tensor:
-        with saving("pool", "relu", "mask", "offload", shelf=Shelf(), spared=()):
+        with encode_saved_tensors(
+            "pool", "relu", "mask", "offload", storages=EncodedStorages(), exempt=()
+        ):
             value = functional.dropout(
                 functional.max_pool1d((value.sigmoid() - 0.6).relu(), 2), 0.5
             )
@@ -719,7 +736,7 @@ def test_it_meets_others(step: Callable[[Tensor], Tensor], policies: Sequence[st
     for chosen in ((), policies):
         torch.manual_seed(0)
         leaf = torch.rand(4, 64, requires_grad=True)
-        with saving(*chosen, shelf=Shelf(), spared=()):
+        with encode_saved_tensors(*chosen, storages=EncodedStorages(), exempt=()):
             result = step(leaf * 1)
         gradients.append(torch.autograd.grad(result.square().sum(), leaf))
     assert same(*gradients)
@@ -731,7 +748,7 @@ def test_a_second_derivative_is_the_same() -> None:
     for policies in ((), EXACT):
         torch.manual_seed(0)
         leaf = torch.rand(4, 64, requires_grad=True)
-        with saving(*policies, shelf=Shelf(), spared=()):
+        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()):
             result = functional.max_pool1d(
                 functional.dropout((leaf * 2 - 1).relu(), 0.2).sin().square(), 2
             )
@@ -741,17 +758,20 @@ def test_a_second_derivative_is_the_same() -> None:
 
 
 def test_a_failure_leaves_no_hooks() -> None:
-    with pytest.raises(ZeroDivisionError), saving(*EXACT, shelf=Shelf(), spared=()):
+    with (
+        pytest.raises(ZeroDivisionError),
+        encode_saved_tensors(*EXACT, storages=EncodedStorages(), exempt=()),
+    ):
         1 / 0  # noqa: B018
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    keeper: Any = saving
+    keeper: Any = encode_saved_tensors
     with pytest.raises(
-        InputError, match="no policy 'zip' for saved tensors: expected one of mask, relu"
+        InputError, match="unknown policy 'zip'; choose from mask, relu"
     ):
-        keeper("zip", shelf=Shelf(), spared=()).__enter__()
+        keeper("zip", storages=EncodedStorages(), exempt=()).__enter__()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -765,9 +785,9 @@ def test_the_backward_is_the_same_on_a_gpu(name: str, policies: Sequence[str]) -
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloading_frees_the_gpu() -> None:
-    shelf, values = Shelf(), [torch.rand(2**20, device="cuda") for _ in range(8)]
+    storages, values = EncodedStorages(), [torch.rand(2**20, device="cuda") for _ in range(8)]
     sums = [float(value.sum()) for value in values]
-    with saving("offload", shelf=shelf, spared=()):
+    with encode_saved_tensors("offload", storages=storages, exempt=()):
         graph = Keep.apply(torch.ones(1, requires_grad=True), *values)
     before = torch.cuda.memory_allocated()
     values.clear()
@@ -775,4 +795,4 @@ def test_offloading_frees_the_gpu() -> None:
     torch.empty(1, device="cuda")  # the allocator looks which copies are done
     assert torch.cuda.memory_allocated() <= before - 8 * 2**22 + 512
     assert [float(value.sum()) for value in graph.grad_fn.saved_tensors] == sums
-    assert shelf.traffic.back_bytes == shelf.traffic.out_bytes == 8 * 2**22
+    assert storages.traffic.back_bytes == storages.traffic.out_bytes == 8 * 2**22

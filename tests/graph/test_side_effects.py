@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipecompile.graph.side_effects import Watch
+from pipecompile.graph.side_effects import SideEffectTracker
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
@@ -29,6 +29,6 @@ def test_batch_norm(shape: tuple[int, ...], order: tuple[int, ...], train: bool)
     x = torch.randn(shape).permute(order)
     norm = NORMS[x.dim()](x.shape[1]).train(train)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, Watch():
+    with mode, SideEffectTracker():
         fake = norm(mode.from_tensor(x))
     assert fake.stride() == norm(x).stride()

@@ -5,8 +5,8 @@ from torch import Tensor, fx, nn
 
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.ties import Tie, reads_of, ties_of
-from pipecompile.passes.contract import apply
+from pipecompile.graph.ties import Tie, names_of_read_state, ties_of
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.place import Place
 
 
@@ -30,7 +30,7 @@ def tied(stages: dict[str, int]) -> tuple[fx.GraphModule, dict[str, Tie]]:
     captured = capture(model, call)
     module = captured.instantiate(call)
     names = [node.name for node in module.graph.nodes if node.op != "get_attr"]
-    apply(module.graph, [Place({name: stages.get(name, 0) for name in names})])
+    apply_passes(module.graph, [Place({name: stages.get(name, 0) for name in names})])
     canonical = {
         alias: name for name, aliases in captured.aliases.items() for alias in (name, *aliases)
     }
@@ -71,7 +71,7 @@ def test_one_stage_has_no_ties() -> None:
 
 def test_who_reads_what() -> None:
     module, _ = tied({})
-    reads = {node.name: reads_of(module, node) for node in module.graph.nodes}
+    reads = {node.name: names_of_read_state(module, node) for node in module.graph.nodes}
     assert reads["head"] == ["head.weight"]
     assert [reads[node.name] for node in module.graph.nodes if node.op == "get_attr"] == [["scale"]]
     assert reads["relu"] == []

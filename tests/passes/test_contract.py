@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 
 
 def graph() -> fx.Graph:
@@ -47,17 +47,17 @@ def test_a_broken_requirement_names_the_pass_and_those_before_it() -> None:
     with pytest.raises(
         AssertionError, match=r"^pass Needy failed after passes \['Fine', 'Marks'\]: something must"
     ):
-        apply(graph(), [Fine(), Marks(), Needy(), Fine()])
+        apply_passes(graph(), [Fine(), Marks(), Needy(), Fine()])
 
 
 def test_a_broken_promise_names_the_pass_and_those_before_it() -> None:
     with pytest.raises(
         AssertionError, match=r"^pass Liar failed after passes \['Fine'\]: it was not done"
     ):
-        apply(graph(), [Fine(), Liar()])
+        apply_passes(graph(), [Fine(), Liar()])
 
 
 def test_passes_run_in_order_on_the_graph_itself() -> None:
     made = graph()
-    apply(made, [Fine(), Marks()])
+    apply_passes(made, [Fine(), Marks()])
     assert all(node.meta["seen"] for node in made.nodes)

@@ -6,7 +6,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 
 
@@ -15,7 +15,7 @@ def grouped(
 ) -> fx.GraphModule:
     call = arguments_of(model, sample)
     module = capture(model, call).instantiate(call)
-    apply(module.graph, [Group(together)])
+    apply_passes(module.graph, [Group(together)])
     return module
 
 

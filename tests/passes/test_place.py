@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.graph.stages import stage_of
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.place import Place
 
 
@@ -23,7 +23,7 @@ class Twice(nn.Module):
 
 def placed(assignment: Mapping[str, int]) -> fx.GraphModule:
     module = fx.symbolic_trace(Twice())
-    apply(module.graph, [Place(assignment)])
+    apply_passes(module.graph, [Place(assignment)])
     module.recompile()
     return module
 

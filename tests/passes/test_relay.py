@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.graph.propagation import propagate
 from pipecompile.graph.stages import origin_of, relay, stage_of
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.place import Place
 from pipecompile.passes.relay import Relay
 
@@ -26,14 +26,14 @@ def dag(sources: list[tuple[int, int]]) -> fx.GraphModule:
     module = fx.GraphModule(nn.Module(), graph)
     propagate(module, [torch.randn(3)])
     for node in graph.nodes:
-        node.meta.update(random=False, ambient=None)
+        node.meta.update(random=False, autograd_context=None)
     return module
 
 
 def placed(module: fx.GraphModule, stages: list[int]) -> fx.GraphModule:
     """The graph after place and relay; `stages` are those of its nodes in order, the output's included."""
     assignment = {node.name: stage for node, stage in zip(module.graph.nodes, stages, strict=True)}
-    apply(module.graph, [Place(assignment), Relay()])
+    apply_passes(module.graph, [Place(assignment), Relay()])
     module.recompile()
     return module
 
@@ -102,7 +102,11 @@ def test_a_relay_is_known_by_the_value_it_carries() -> None:
 def test_a_relay_neither_draws_nor_writes_nor_runs_in_a_region() -> None:
     module = dag([(0, 0), (1, 1), (2, 0)])
     for node in module.graph.nodes:
-        node.meta.update(random=True, ambient="region")
+        node.meta.update(random=True, autograd_context="region")
     (hop,) = [node for node in placed(module, [0, 1, 1, 2, 2]).graph.nodes if node.target is relay]
-    assert (hop.meta["random"], hop.meta["mutates"], hop.meta["ambient"]) == (False, (), None)
+    assert (hop.meta["random"], hop.meta["mutates"], hop.meta["autograd_context"]) == (
+        False,
+        (),
+        None,
+    )
     assert hop.meta["val"].shape == (3,)

@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.random_streams import Moment, at, reseed
-from pipecompile.passes.contract import apply
+from pipecompile.graph.random_streams import StreamKey, reseed, use_stream
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.seed import Seed
 
-NOW = Moment(seed=1, step=2, microbatch=3)
+NOW = StreamKey(seed=1, step=2, microbatch=3)
 X = torch.randn(4, 32)
 
 
@@ -36,12 +36,12 @@ def graph(model: nn.Module) -> fx.GraphModule:
 
 def unsplit(model: nn.Module) -> fx.GraphModule:
     module = graph(model)
-    apply(module.graph, [Seed()])
+    apply_passes(module.graph, [Seed()])
     module.recompile()
     return module
 
 
-def chained(model: nn.Module, cuts: Sequence[int], moment: Moment = NOW) -> Tensor:
+def chained(model: nn.Module, cuts: Sequence[int], key: StreamKey = NOW) -> Tensor:
     """What the stages give whose first nodes are at these positions."""
     module = graph(model)
     nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
@@ -50,7 +50,7 @@ def chained(model: nn.Module, cuts: Sequence[int], moment: Moment = NOW) -> Tens
     )
     values: Sequence[Tensor] = [X]
     for stage in stages:
-        with at(moment):
+        with use_stream(key):
             values = stage.module(*values)
     return values[0]
 
@@ -63,20 +63,20 @@ def model() -> Random:
 
 @pytest.mark.parametrize("cuts", [[1], [3], [2, 4, 6], [1, 2, 3, 4, 5, 6, 7]])
 def test_random_numbers_do_not_depend_on_the_cut(model: Random, cuts: list[int]) -> None:
-    with at(NOW):
+    with use_stream(NOW):
         (expected,) = unsplit(model)(X)
     assert torch.equal(chained(model, cuts), expected)
 
 
-@pytest.mark.parametrize("other", [Moment(0, 2, 3), Moment(1, 0, 3), Moment(1, 2, 0)])
-def test_seed_step_and_microbatch_each_decide(model: Random, other: Moment) -> None:
+@pytest.mark.parametrize("other", [StreamKey(0, 2, 3), StreamKey(1, 0, 3), StreamKey(1, 2, 0)])
+def test_seed_step_and_microbatch_each_decide(model: Random, other: StreamKey) -> None:
     assert not torch.equal(chained(model, [3]), chained(model, [3], other))
     assert torch.equal(chained(model, [3], other), chained(model, [4], other))
 
 
 def test_nodes_draw_from_streams_of_their_own(model: Random) -> None:
     ones = torch.ones(4, 32)
-    with at(NOW):
+    with use_stream(NOW):
         reseed("layers_0_1")
         first = nn.functional.dropout(ones)
         reseed("layers_1_1")
@@ -101,7 +101,7 @@ def test_the_generator_is_as_before_afterwards(model: Random) -> None:
 
 def test_the_generator_is_as_before_after_a_failure() -> None:
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError), at(NOW):
+    with pytest.raises(RuntimeError), use_stream(NOW):
         reseed("node") or torch.dropout(X, 2.0, True)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -118,6 +118,6 @@ def test_dropout_of_zero_is_not_random() -> None:
     assert not [node for node in seeded.graph.nodes if node.target is reseed]
 
 
-def test_a_seeded_graph_outside_a_moment_is_a_defect(model: Random) -> None:
-    with pytest.raises(AssertionError, match=r"inside `at\(moment\)`"):
+def test_a_seeded_graph_outside_a_stream_is_a_defect(model: Random) -> None:
+    with pytest.raises(AssertionError, match="inside `use_stream`"):
         unsplit(model)(X)

@@ -15,9 +15,9 @@ from pipecompile.codegen.regions import Regions
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.recomputed_region import has_regions
+from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.ir.schedule import Action, Schedule
-from pipecompile.passes.contract import apply
+from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.runtime.distributed import DistributedPipeline, Shape
 from pipecompile.runtime.stage import EagerStage
@@ -44,10 +44,10 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     )
     call = Arguments((torch.randn(4, 8),), {})
     module = capture(model, call).instantiate(call)
-    apply(module.graph, [Group()])
+    apply_passes(module.graph, [Group()])
     names = [node.name for node in module.graph.nodes if node.op != "get_attr"]
     emitted = emit(module, {name: int(index >= 5) for index, name in enumerate(names)}, regions)
-    assert [has_regions(stage.module) for stage in emitted] == [
+    assert [has_recomputed_regions(stage.module) for stage in emitted] == [
         stage in regions for stage in range(2)
     ]
     stages = {

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import same
 
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.split_backward import first_half, second_half
 from pipecompile.runtime.stage import EagerStage
 
@@ -194,7 +194,7 @@ def trained(
     stage = EagerStage(model, gradient_inputs=carries, loss=loss)
     found, waiting = [], []
     for microbatch, inputs in enumerate(rows(3)):
-        outputs, saved = stage.forward(inputs, Moment(0, 0, microbatch), None)
+        outputs, saved = stage.forward(inputs, StreamKey(0, 0, microbatch), None)
         if whole:
             found += stage.backward(saved, seeds(outputs), {})
             continue
@@ -288,7 +288,7 @@ def boxes() -> Iterator[weakref.WeakSet[Any]]:
 def test_nothing_is_kept_after_the_second_half(run: Any) -> None:
     stage = EagerStage(Case(run), gradient_inputs=(True, True))
     with boxes() as kept:
-        outputs, saved = stage.forward(next(rows(1)), Moment(0, 0, 0))
+        outputs, saved = stage.forward(next(rows(1)), StreamKey(0, 0, 0))
         found, live = stage.backward_input(saved, seeds(outputs))
         del saved
         inputs = [weakref.ref(value) for value in found if value is not None]
@@ -311,7 +311,7 @@ def test_what_lies_above_the_uppermost_parameter_goes_with_the_first_half() -> N
     )
     with boxes() as kept:
         model.forward, run = lambda x: (run(x),), model.forward  # type: ignore[method-assign]
-        _, saved = stage.forward([torch.randn(4, 6)], Moment(0, 0, 0))
+        _, saved = stage.forward([torch.randn(4, 6)], StreamKey(0, 0, 0))
         before = len(kept)
         _, live = stage.backward_input(saved, ())
         del saved

@@ -13,10 +13,10 @@ from zoo import same
 from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.random_streams import Moment
+from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.stage import Carried, EagerStage
 
-NOW = Moment(seed=1, step=0, microbatch=0)
+NOW = StreamKey(seed=1, step=0, microbatch=0)
 
 
 class Block(nn.Module):
@@ -145,7 +145,7 @@ def test_a_loss_holds_no_more_memory_than_a_scalar() -> None:
 
 def test_gradients_of_microbatches_add_up(block: Block, inputs: tuple[Tensor, Tensor]) -> None:
     stage = EagerStage(block, gradient_inputs=(True, True), loss=loss_of)
-    saved = [stage.forward(inputs, Moment(1, 0, index), inputs[0])[1] for index in range(2)]
+    saved = [stage.forward(inputs, StreamKey(1, 0, index), inputs[0])[1] for index in range(2)]
     stage.backward(saved[0], (), {})
     once = gradients(block)
     stage.backward(saved[1], (), {})
@@ -191,7 +191,8 @@ def test_recompute_changes_nothing(microbatches: int) -> None:
     for model, recompute in ((kept, False), (again, True)):
         stage = restless(model, rows[0])
         forwards = [
-            stage.forward([x], Moment(1, 0, j), x, recompute=recompute) for j, x in enumerate(rows)
+            stage.forward([x], StreamKey(1, 0, j), x, recompute=recompute)
+            for j, x in enumerate(rows)
         ]
         inputs = []
         for _, saved in forwards:

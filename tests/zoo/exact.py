@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured_graph import Capture
-from pipecompile.frontend.self_check import with_regions
+from pipecompile.frontend.self_check import with_autograd_contexts
 from pipecompile.frontend.signature import Arguments
 
 from . import first
@@ -29,7 +29,7 @@ def exact(
     found = capture(model, first(batches[0], call), leaf)
     for batch in batches:
         some = first(batch, call)
-        module = with_regions(found.instantiate(some))
+        module = with_autograd_contexts(found.instantiate(some))
         torch.manual_seed(0)
         wanted = steps(model, some, lambda call: model(*call.args))
         got = steps(model, some, partial(_run, found, module))

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.self_check import with_regions
+from pipecompile.frontend.self_check import with_autograd_contexts
 from pipecompile.frontend.signature import Arguments
 
 from . import first
@@ -71,7 +71,7 @@ def by_pipecompile(model: nn.Module, call: Arguments) -> Callable[[Arguments], R
     captured = capture(model, call)
 
     def prepare(call: Arguments) -> Run:
-        module = with_regions(captured.instantiate(call))
+        module = with_autograd_contexts(captured.instantiate(call))
         return lambda call: captured.outputs.unflatten(module(*captured.inputs.flatten(call)))
 
     return prepare

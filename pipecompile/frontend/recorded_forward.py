@@ -1,0 +1,113 @@
+"""A recorded forward: the model's forward as a graph, with its inputs, outputs and guards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.caches import CacheUse
+from pipecompile.frontend.captured_graph import batch_size, eliminate_dead_code
+from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
+from pipecompile.frontend.recorder import ForwardRecorder, RecordingOptions
+from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
+from pipecompile.frontend.settings import qualified_name
+from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
+from pipecompile.frontend.source import error_line
+from pipecompile.frontend.torch_patches import silence_torch
+from pipecompile.graph.model_state import distinct_tensors, fake_state
+
+__all__ = ["RecordedForward", "record_forward"]
+
+
+@dataclass(frozen=True)
+class RecordedForward:
+    """A forward that was recorded; the recorder holds the graph."""
+
+    recorder: ForwardRecorder
+    inputs: InputStructure
+    outputs: OutputStructure
+    guards: Guards
+
+    @property
+    def text(self) -> list[str]:
+        """The nodes as text, to compare the graph with that of another forward."""
+        lines: list[str] = []
+        for node in self.recorder.recording.graph.nodes:
+            target = node.target if isinstance(node.target, str) else qualified_name(node.target)
+            lines.append(f"{node.name} {node.op} {target} {node.args} {node.kwargs}")
+        return lines
+
+    def attribute_path(self, module: nn.Module, name: str) -> str:
+        """Return the path of an attribute of one of the model's modules."""
+        return f"{self.recorder.path_of(module)}.{name}".lstrip(".")
+
+
+def record_forward(
+    model: nn.Module, call: Arguments, options: RecordingOptions, *, symbolic: bool
+) -> RecordedForward:
+    """Record one forward; if `symbolic`, the batch size is a symbol.
+
+    If the forward takes tensors out of caches of functions, these are cleared and the recording is
+    repeated: now the computation of the tensors is recorded. UnsupportedError if this way cannot
+    express the forward, CaptureError if none can.
+    """
+    caches = CacheUse()
+    try:
+        recorded = _record_once(model, call, options, symbolic)
+    finally:
+        is_stale = caches.clear()
+    return record_forward(model, call, options, symbolic=symbolic) if is_stale else recorded
+
+
+@torch.enable_grad()
+def _record_once(
+    model: nn.Module, call: Arguments, options: RecordingOptions, symbolic: bool
+) -> RecordedForward:
+    inputs = InputStructure.of(model, call)
+    tensors = inputs.flatten(call)
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
+    fakes = [fake_input(tensor, mode, symbolic=symbolic) for tensor in distinct_tensors(tensors)]
+    for name, fake in zip(inputs.tensor_names, fakes, strict=True):
+        recorder.recording.placeholder(name, fake)
+    symbol = batch_symbol(fakes)
+    outputs = _run_model(recorder, model, inputs.unflatten(fakes))
+    eliminate_dead_code(recorder.recording.graph)
+    guards = Guards.of(batch_size(tensors), symbol, environment)
+    return RecordedForward(recorder, inputs, outputs, guards)
+
+
+def _run_model(recorder: ForwardRecorder, model: nn.Module, call: Arguments) -> OutputStructure:
+    """Run the model under the recorder and end the graph with its outputs."""
+    recording = recorder.recording
+    try:
+        with silence_torch(), recorder.run():
+            outputs, tensors = OutputStructure.of(model(*call.args, **call.kwargs))
+            recording.write_back()
+            recording.output(tensors)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(_explained(recorder, model, error)) from error
+    return outputs
+
+
+def _explained(recorder: ForwardRecorder, model: nn.Module, error: Exception) -> str:
+    """Return in one line where in the model what happened, and what to do."""
+    path = recorder.failed_in or type(model).__name__
+    where = f"{path} ({error_line(error) or 'unknown line'})"
+    reason = str(error).strip().split("\n")[0]
+    if is_data_dependence_error(error):
+        return (
+            f"{where}: the forward branches on the values of a tensor, so one graph cannot stand "
+            "for it; write the branch with torch.where, decide it outside the model, or put it "
+            "into a submodule whose results have fixed shapes: that is one node then, where the "
+            f"model has weights ({reason})"
+        )
+    return f"{where}: the forward cannot run on fake tensors: {type(error).__name__}: {reason}"

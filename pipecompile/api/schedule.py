@@ -13,7 +13,12 @@ from pipecompile.ir.serialization import read
 from pipecompile.report.order import order_text as text_of_order
 from pipecompile.report.order import order_title
 from pipecompile.report.svg import picture
-from pipecompile.schedule.request import ScheduleAnswer, ScheduleRequest, answer, answer_for_plan
+from pipecompile.schedule.request import (
+    ScheduleAnswer,
+    ScheduleRequest,
+    answer_for_file,
+    answer_for_plan,
+)
 from pipecompile.schedule.torch_csv import write_csv
 
 __all__ = ["csv_of", "order_for", "order_picture", "order_text"]
@@ -33,7 +38,7 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
     checked = ScheduleRequest(**request)
     if _is_plan(path):
         return answer_for_plan(read(path, Plan), checked)
-    return answer(path, checked)
+    return answer_for_file(path, checked)
 
 
 def _is_plan(path: str | Path) -> bool:
@@ -45,7 +50,7 @@ def _is_plan(path: str | Path) -> bool:
     return schema.startswith("pipecompile/plan/")
 
 
-def order_text(answer: ScheduleAnswer) -> str:
+def order_text(answer: ScheduleAnswer, draw: DrawTable = plain_table) -> str:
     """The order for people."""
     return text_of_order(answer.order, answer.timeline)
 

@@ -20,7 +20,13 @@ from pipecompile.memory_model.rank import ceiling, rank_memory, room
 from pipecompile.memory_model.snapshots import moments
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 
-__all__ = ["activation_caps", "excess_bytes", "memory_by_rank", "problem_of_plan", "problem_of_stages"]
+__all__ = [
+    "activation_caps",
+    "excess_bytes",
+    "memory_by_rank",
+    "problem_of_plan",
+    "problem_of_stages",
+]
 
 
 def problem_of_plan(plan: Plan) -> PlacedProblem:

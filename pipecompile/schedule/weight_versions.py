@@ -148,9 +148,7 @@ def _differences_between_stages(schedule: Schedule) -> Iterator[str]:
         first = forwards.get((0, microbatch), forward)
         if forward.version != first.version:
             rank, first_rank = schedule.placement[stage], schedule.placement[0]
-            yield (
-                f"rank {rank}: {forward} uses another version than {first} on rank {first_rank}"
-            )
+            yield (f"rank {rank}: {forward} uses another version than {first} on rank {first_rank}")
 
 
 def _forwards(row: Sequence[Action]) -> dict[tuple[int, int | None], Action]:

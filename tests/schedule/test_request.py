@@ -18,7 +18,7 @@ from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, generate, required_placement
 from pipecompile.schedule.placement import SHAPES, place
 from pipecompile.schedule.problem import placed_problem
-from pipecompile.schedule.request import ScheduleRequest, answer, schedule
+from pipecompile.schedule.request import ScheduleRequest, answer_for_file
 from pipecompile.schedule.search import order_lower_bound
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.torch_csv import write_csv
@@ -66,6 +66,10 @@ def unplaced(tmp_path: Path) -> Path:
     )
 
 
+def schedule(path: Path, request: ScheduleRequest) -> Order:
+    return answer_for_file(path, request).order
+
+
 def simulated(path: Path, order: Order) -> tuple[int, int]:
     """What the order gives by the rules of the simulator."""
     problem = placed_problem(read(path, ScheduleProblem), order.placement)
@@ -110,7 +114,7 @@ def test_an_answer_is_read_back_as_it_was(loop: Path) -> None:
 
 
 def test_the_same_problem_has_the_same_answer(loop: Path) -> None:
-    one, other = answer(loop, QUICK), answer(loop, QUICK)
+    one, other = answer_for_file(loop, QUICK), answer_for_file(loop, QUICK)
     assert one.schedule == other.schedule
 
 
@@ -238,7 +242,7 @@ def csv_of(folder: Path, found: Schedule) -> Path:
 
 
 def test_an_order_is_read_checked_and_simulated(loop: Path, tmp_path: Path) -> None:
-    made = answer(loop, QUICK)
+    made = answer_for_file(loop, QUICK)
     found = schedule(loop, ScheduleRequest(order=csv_of(tmp_path, made.schedule)))
     assert (found.asked, found.name, found.orders) == ("csv", "csv", made.order.orders)
     assert (found.makespan_ns, found.lower_bound_ns) == (
@@ -327,11 +331,14 @@ def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "2f2b"}, "schedule '2f2b' is not known; choose one of search, gpipe"),
-        ({"objective": "speed"}, "objective 'speed' is not known; choose one of makespan, span"),
+        (
+            {"name": "2f2b"},
+            "^unknown schedule '2f2b'; choose from search, gpipe",
+        ),
+        ({"objective": "speed"}, "^unknown objective 'speed'; choose from makespan, span"),
         (
             {"placement": "zigzag"},
-            "placement 'zigzag' is not known; choose one of linear, loop, v, open",
+            "^unknown placement 'zigzag'; choose from linear, loop, v, open",
         ),
         ({"seconds": 0.0}, "a time limit of 0 s: give a positive number"),
         ({"seconds": float("nan")}, "a time limit of nan s"),
@@ -341,9 +348,14 @@ def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_requests_that_say_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+def test_requests_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ScheduleRequest(**options)
+
+
+def test_names_of_a_request_may_be_in_upper_case() -> None:
+    request = ScheduleRequest(name="ZB-V", objective="Span", placement="V")
+    assert request == ScheduleRequest(name="zb-v", objective="span", placement="v")
 
 
 @st.composite

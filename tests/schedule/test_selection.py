@@ -158,7 +158,10 @@ def test_placements_follow_the_schedule_the_options_or_both() -> None:
         ({"schedule": "dualpipe-v", "microbatches": 3}, r"microbatches"),
         ({"schedule": "1f1bb"}, r"unknown schedule '1f1bb'; did you mean '1f1b'[?] choose from"),
         ({"schedule": "pipedream"}, r"updates weights while microbatches are on their way"),
-        ({"schedule": "zigzag"}, r"unknown schedule 'zigzag'; choose from gpipe, 1f1b, .*, search$"),
+        (
+            {"schedule": "zigzag"},
+            r"unknown schedule 'zigzag'; choose from gpipe, 1f1b, .*, search$",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:

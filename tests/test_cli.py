@@ -121,7 +121,8 @@ def test_show(plan_file: str, form: str) -> None:
 def test_view(plan_file: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     result = invoke("view", plan_file, "-o", str(page))
-    assert (result.exit_code, result.output) == (0, "")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"wrote {page}: open it in a browser\n"
     assert (
         page.read_text().startswith("<!DOCTYPE html>")
         and "1f1b: 4 stages on 4 ranks" in page.read_text()
@@ -134,11 +135,14 @@ def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
     result = invoke("check", plan_file, UNET, "--format", form)
     assert result.exit_code == 0, result.output
     if form == "json":
-        assert json.loads(result.stdout) == {"plan": plan_file, "sound": True, "findings": []}
+        answer = json.loads(result.stdout)
+        assert (answer["plan"], answer["sound"], answer["findings"]) == (plan_file, True, [])
+        assert [check["code"] for check in answer["checks"]] == ["schedule", "stale"]
+    elif form == "github":
+        assert result.stdout == f"::notice file={plan_file}::sound\n"
     else:
-        assert (
-            result.stdout
-            == {"text": "sound\n", "github": f"::notice file={plan_file}::sound\n"}[form]
+        assert result.stdout == (
+            f"✓ sound: schedule, stages and prediction agree\n✓ current: {UNET} gives this plan\n"
         )
 
 
@@ -148,13 +152,21 @@ def test_check_of_a_plan_over_its_limits(plan_file: str, form: str) -> None:
     result = invoke("check", plan_file, *limits, "--format", form)
     assert result.exit_code == 1
     if form == "json":
-        found = json.loads(result.stdout)
-        assert not found["sound"]
-        assert len(found["findings"]) == 6
+        answer = json.loads(result.stdout)
+        assert not answer["sound"]
+        assert len(answer["findings"]) == 6
+        assert len(answer["checks"]) == 7
+        imbalance, _, first, *_ = answer["findings"]
+        assert (imbalance["code"], imbalance["rank"], imbalance["limit"]) == ("imbalance", None, 1)
+        assert imbalance["value"] > 1
+        assert (first["code"], first["rank"], first["limit"]) == ("memory", 0, 1000)
+        assert first["value"] == read(plan_file, Plan).prediction.memory[0].total.bound
     else:
         lines = result.stdout.splitlines()
-        assert len(lines) == 6
-        assert all(line.startswith("::error file=") == (form == "github") for line in lines)
+        marks = ("::error file=",) * 6 if form == "github" else ("✓ sound", *("✗ ",) * 6)
+        assert [line.startswith(mark) for line, mark in zip(lines, marks, strict=True)] == [
+            True
+        ] * len(marks)
         assert any("imbalance" in line for line in lines)
         assert any("bubble" in line for line in lines)
         assert any("rank 3 may need" in line for line in lines)
@@ -166,13 +178,17 @@ def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_fil
     assert invoke("check", plan_file, "--memory", budgets, "--recompute", "none").exit_code == 0
     short = ",".join(map(str, [*needed[:2], needed[2] - 1, needed[3]]))
     result = invoke("check", plan_file, "--memory", short, "--recompute", "auto")
-    assert (result.exit_code, result.stdout.splitlines()) == (
-        1,
-        [
-            f"rank 2 may need {needed[2]} bytes, 1 over its budget of {needed[2] - 1}; plan again for that budget",
-            "recompute is 'none' in the plan, not 'auto'; plan again",
-        ],
-    )
+    assert result.exit_code == 1
+    within = [
+        f"✓ rank {r} may need {needed[r]} bytes, within its budget of {needed[r]}" for r in range(4)
+    ]
+    assert result.stdout.splitlines() == [
+        "✓ sound: schedule, stages and prediction agree",
+        *within[:2],
+        f"✗ rank 2 may need {needed[2]} bytes, 1 over its budget of {needed[2] - 1}; plan again for that budget",
+        within[3],
+        "✗ recompute is 'none' in the plan, not 'auto'; plan again",
+    ]
     wrong = invoke("check", plan_file, "--memory", "1GiB,1GiB")
     assert wrong.exit_code == 2
     assert (
@@ -196,7 +212,7 @@ def test_check_finds_a_deadlock(plan_file: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(tree))
     result = invoke("check", str(tmp_path / "plan.json"))
     assert result.exit_code == 1
-    assert result.stdout != "sound\n"
+    assert result.stdout.startswith("✗ ")
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -465,8 +481,8 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["-k", "2", "--objective", "fastest"], 2, "choose one of variance, max-load, step-time"),
-        (["-k", "2", "--comm", "smoke"], 2, "choose one of relay, endpoint, overlap, none"),
+        (["-k", "2", "--objective", "fastest"], 2, "choose from variance, max-load, step-time"),
+        (["-k", "2", "--comm", "smoke"], 2, "relay, endpoint, overlap, none"),
         (["-k", "2", "--speeds", "1,1,1"], 2, "one value, or one for each of the 2 ranks"),
         (["-k", "2", "--speeds", "1,fast"], 2, "'fast' is not a number; write 1, 0.5 or 3/2"),
         (["-k", "2", "--speeds", "1,0"], 2, "must be 2 positive numbers, one a rank"),
@@ -709,9 +725,9 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
 @pytest.mark.parametrize(
     ("arguments", "more", "code", "message"),
     [
-        (["--name", "2f2b"], {}, 2, "'2f2b' is not known; choose one of search, gpipe, 1f1b"),
-        (["--objective", "speed"], {}, 2, "'speed' is not known; choose one of makespan, span"),
-        (["--placement", "zigzag"], {}, 2, "choose one of linear, loop, v, open"),
+        (["--name", "2f2b"], {}, 2, "search, gpipe, 1f1b"),
+        (["--objective", "speed"], {}, 2, "makespan, span"),
+        (["--placement", "zigzag"], {}, 2, "linear, loop, v, open"),
         (["--placement", "v", "--name", "1f1b"], {}, 2, "'1f1b' needs the stages placed as linear"),
         (["--name", "zb-h1", "--placement", "open"], {}, 2, "needs one stage on each rank"),
         (

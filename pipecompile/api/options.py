@@ -11,9 +11,8 @@ from torch import Tensor
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_model
 from pipecompile.api.target import Target
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, unknown
 from pipecompile.frontend.captured_graph import batch_size
-from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
 from pipecompile.profiling.kernel_scratch import own_instructions
@@ -32,8 +31,8 @@ def options_for(target: Target, **choices: Any) -> Options:
 def completed(target: Target, requested: Options) -> Options:
     """Return `requested` options with the target's optimizer and, for plans for CPUs, this CPU's instructions."""
     optimizer = requested.optimizer or target.optimizer
-    if optimizer is not None and requested.optimizer is None:
-        known_name("the target's optimizer", optimizer, OPTIMIZERS)
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise InputError(f"the target's optimizer: {unknown('optimizer', optimizer, OPTIMIZERS)}")
     if optimizer is None and requested.master_weights:
         raise InputError(
             f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}"

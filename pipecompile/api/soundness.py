@@ -15,9 +15,9 @@ from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (
-    named_steps_and_bound,
     named_schedule,
     named_schedule_within,
+    named_steps_and_bound,
     placements,
 )
 from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_plan

@@ -12,13 +12,13 @@ from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft
-from pipecompile.api.soundness import violations
+from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import GRANULARITIES, Plan, Provenance
 from pipecompile.ir.serialization import decode, encode
-from pipecompile.report.text import summary
+from pipecompile.report.summary import summary
 
 
 @lru_cache
@@ -57,7 +57,7 @@ def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() ->
     made = {granularity: _plan(granularity) for granularity in GRANULARITIES}
     for granularity, plan in made.items():
         assert plan.options.granularity == granularity
-        assert violations(plan) == []
+        assert findings(plan) == []
         assert decode(encode(plan), Plan, origin="plan") == plan
     values = {granularity: plan.search.value for granularity, plan in made.items()}
     assert values["operators"] <= values["modules"] <= values["blocks"]
@@ -81,7 +81,7 @@ def test_blocks_stay_whole_under_every_objective_schedule_and_placement(
     given: dict[str, Any],
 ) -> None:
     blocks, auto = _plan("blocks", **given), _plan("auto", **given)
-    assert violations(blocks) == violations(auto) == []
+    assert findings(blocks) == findings(auto) == []
     assert _split_layers(blocks) == 0
     assert auto.search.value <= blocks.search.value
 
@@ -89,6 +89,6 @@ def test_blocks_stay_whole_under_every_objective_schedule_and_placement(
 def test_other_granularities_are_refused() -> None:
     with pytest.raises(
         InputError,
-        match="granularity='layers' is not known; choose one of operators, modules, blocks",
+        match="unknown granularity 'layers'; choose from operators, modules, blocks",
     ):
         options_for(_target(), k=2, granularity="layers")

@@ -17,7 +17,7 @@ from pipecompile import InfeasibleError, InputError, pipecompile
 from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
 from pipecompile.api.planning import make_plan
-from pipecompile.api.soundness import violations
+from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
 from pipecompile.ir.plan import Plan, Saving
@@ -266,7 +266,7 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
         ),
         (
             {"recompute": "some"},
-            "recompute='some' is not known; choose one of auto, none, stage, except-last, block, sqrt",
+            "unknown recompute 'some'; choose from auto, none, stage, except-last, block, sqrt",
         ),
     ],
 )
@@ -327,10 +327,12 @@ def test_what_the_cut_parts_need_not_lie_in_one_region(policy: str) -> None:
 )
 def test_edited_regions_are_found_out(changes: dict[str, Any], message: str) -> None:
     plan = planned("sequential", recompute="sqrt")
-    assert violations(plan) == []
+    assert findings(plan) == []
     first, last = plan.stages
-    (found,) = violations(replace(plan, stages=(replace(first, **changes), last)))
-    assert message in found and found.endswith("the file was edited; plan again")
+    (finding,) = findings(replace(plan, stages=(replace(first, **changes), last)))
+    assert message in finding.message
+    assert finding.message.endswith("the file was edited; plan again")
+    assert (finding.code, finding.rank, finding.passed) == ("stage", 0, False)
 
 
 def test_regions_and_runs_in_two_places_are_found_out() -> None:
@@ -343,13 +345,13 @@ def test_regions_and_runs_in_two_places_are_found_out() -> None:
         (twice, "in two regions"),
         (replace(first, saving=(run,)), "do not allow"),
     ):
-        (found,) = violations(replace(plan, stages=(stage, last)))
-        assert message in found
+        (finding,) = findings(replace(plan, stages=(stage, last)))
+        assert message in finding.message
     unasked = replace(plan, options=replace(plan.options, recompute="none"))
-    assert "recomputes by 'regions', but recompute is 'none'" in violations(unasked)[0]
+    assert "recomputes by 'regions', but recompute is 'none'" in findings(unasked)[0].message
     allowed = replace(
         plan,
         stages=(replace(first, saving=(run,)), last),
         options=replace(plan.options, saving=("mask",)),
     )
-    assert "computes it again too" in violations(allowed)[0]
+    assert "saves twice, or recomputes it too" in findings(allowed)[0].message

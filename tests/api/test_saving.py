@@ -21,7 +21,7 @@ from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft, predicted
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.soundness import violations
+from pipecompile.api.soundness import findings
 from pipecompile.api.stages import stages_of
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
@@ -83,7 +83,9 @@ def fitted(**options: Any) -> Plan:
     """The plan that fits as it is, its two stages made to fit `memory`: without the search for a cut."""
     plan, graph = planned(), costed()[1]
     chosen = options_for(target(), k=2, microbatches=4, costs="flops", **options)
-    stages = stages_of(graph, plan.assignment, recompute_planner(graph, chosen, (0, 1), settled=True))
+    stages = stages_of(
+        graph, plan.assignment, recompute_planner(graph, chosen, (0, 1), settled=True)
+    )
     return restaged(replace(plan, options=chosen), stages)
 
 
@@ -219,7 +221,7 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     [
         (
             {"saving": ("zip",)},
-            "saving='zip' is not known; choose one of mask, relu, pool, offload, half",
+            "unknown saving 'zip'; choose from mask, relu, pool, offload, half",
         ),
         ({"saving": "mask"}, "saving='mask' is not a list of names"),
         (
@@ -259,7 +261,7 @@ UNASKED: dict[str, tuple[dict[str, Any], str]] = {
         {"recompute": "regions"},
         "recomputes by 'regions', but recompute is 'none'",
     ),
-    "a time for nothing": ({"recompute_ns": 1}, "computes nothing again, but for 1 ns"),
+    "a time for nothing": ({"recompute_ns": 1}, "recomputes nothing, yet takes 1 ns for it"),
     "a bound above the time": ({"recompute_bound_ns": 1}, "takes 0 ns more, but at least 1"),
 }
 
@@ -267,15 +269,16 @@ UNASKED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", UNASKED)
 def test_what_the_options_do_not_ask_for_is_found_out(what: str) -> None:
     plan, (changed, message) = planned(), UNASKED[what]
-    assert violations(plan) == []
+    assert findings(plan) == []
     edited = restaged(plan, (replace(plan.stages[0], **changed), plan.stages[1]))
-    assert violations(edited) == [f"stage 0 {message}: the file was edited; plan again"]
+    (finding,) = findings(edited)
+    assert finding.message == f"stage 0 {message}: the file was edited; plan again"
 
 
 def test_another_policy_than_the_plan_has_is_found_out() -> None:
     plan = planned(recompute="stage")
-    assert violations(plan) == []
+    assert findings(plan) == []
     edited = replace(plan, options=replace(plan.options, recompute="block"))
-    assert [line.split(":")[0] for line in violations(edited)] == [
+    assert [finding.message.split(":")[0] for finding in findings(edited)] == [
         "stage 0 recomputes by 'stage', but recompute is 'block'"
     ]

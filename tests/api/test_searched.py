@@ -8,7 +8,7 @@ from examples import models
 from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
 from pipecompile.api.planning import make_plan
-from pipecompile.api.soundness import violations
+from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.ir.plan import Plan
@@ -27,7 +27,7 @@ def test_a_searched_step_is_never_longer_than_1f1b_in_the_same_memory() -> None:
     named = planned(target, "1f1b")
     held = max(memory.total.bound for memory in named.prediction.memory)
     searched = planned(target, "search", held)
-    assert violations(searched) == []
+    assert findings(searched) == []
     assert max(memory.total.bound for memory in searched.prediction.memory) <= held
     assert searched.prediction.step_ns <= named.prediction.step_ns
 
@@ -39,7 +39,7 @@ def test_a_searched_step_is_shorter_than_1f1b_in_half_as_much_memory_again_and_e
     searched, comparisons = verify(
         target, self_check=False, k=4, microbatches=8, costs="flops", schedule="search", memory=held
     )
-    assert violations(searched) == []
+    assert findings(searched) == []
     assert max(memory.total.bound for memory in searched.prediction.memory) <= held
     assert searched.prediction.step_ns < named.prediction.step_ns
     assert all(not [d for d in c.differences if not d.equal] for c in comparisons)

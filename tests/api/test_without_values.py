@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
 from pipecompile.api.capture import capture_target
+from pipecompile.api.choices import requested_options
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.options import options_for
 from pipecompile.api.planning import make_plan
@@ -23,8 +24,10 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.model_state import without_values
 from pipecompile.ir.serialization import encode
-from pipecompile.report.text import summary
+from pipecompile.report.summary import summary
 from tests.sweeps import sweep
+
+FLOPS = requested_options(k=1, costs="flops", microbatches=2)
 
 
 def target(name: str) -> Target:
@@ -68,8 +71,8 @@ def faked(given: Target) -> Target:
 )
 def test_costs_are_those_of_the_model_in_memory(name: str, inputs: bool) -> None:
     given = target(name)
-    expected, _ = profiled(given, costs="flops", microbatches=2)
-    found, profile = profiled(on_meta(given, inputs=inputs), costs="flops", microbatches=2)
+    expected, _ = profiled(given, FLOPS)
+    found, profile = profiled(on_meta(given, inputs=inputs), FLOPS)
     assert encode(found) == encode(
         expected
     )  # the digest of the graph included: the plan fits a model in memory
@@ -79,8 +82,8 @@ def test_costs_are_those_of_the_model_in_memory(name: str, inputs: bool) -> None
 @pytest.mark.parametrize(("name", "without"), [("sequential", without_inputs), ("gpt2", faked)])
 def test_fakes_of_the_user_and_inputs_on_meta_will_do(name: str, without: object) -> None:
     given = target(name)
-    expected, _ = profiled(given, costs="flops", microbatches=2)
-    found, profile = profiled(without(given), costs="flops", microbatches=2)  # type: ignore[operator]
+    expected, _ = profiled(given, FLOPS)
+    found, profile = profiled(without(given), FLOPS)  # type: ignore[operator]
     assert encode(found) == encode(expected)
     assert not profile.verified
 
@@ -97,7 +100,7 @@ def test_what_runs_the_model_is_refused() -> None:
     given = target("sequential")
     subject = on_meta(given)
     with pytest.raises(InputError, match=r"costs='measured' runs the model.*flops or roofline"):
-        profiled(subject, costs="measured")
+        profiled(subject, requested_options(k=1, costs="measured"))
     with pytest.raises(InputError, match="verify runs the model"):
         verify(subject, k=2, costs="flops")
     with pytest.raises(InputError, match="a pipeline runs the model"):
@@ -118,6 +121,6 @@ class Biased(nn.Module):
 
 def test_tensors_that_the_forward_makes_follow_the_model() -> None:
     given = Target(Biased(), Arguments((torch.randn(4, 4),), {}))
-    expected, _ = profiled(given, costs="flops", microbatches=2)
-    found, _ = profiled(on_meta(given), costs="flops", microbatches=2)
+    expected, _ = profiled(given, FLOPS)
+    found, _ = profiled(on_meta(given), FLOPS)
     assert encode(found) == encode(expected)

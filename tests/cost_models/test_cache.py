@@ -42,14 +42,13 @@ def costs(forward_ns: int) -> dict[str, NodeCost]:
     }
 
 
-def test_what_is_kept_is_recalled_as_it_was(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
+def test_what_is_kept_is_recalled_as_it_was(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
+    caplog.set_level("INFO")
     assert cached_costs(SURROUNDINGS) is None
     store_costs(SURROUNDINGS, costs(1))
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
     assert cached_costs(SURROUNDINGS) == costs(1)
-    assert "reused" in capsys.readouterr().err
+    assert "reused" in caplog.text
     store_costs(SURROUNDINGS, costs(2))
     assert cached_costs(SURROUNDINGS) == costs(2)
     assert len(list(folder.iterdir())) == 1
@@ -70,7 +69,7 @@ def damaged(data: bytes) -> Iterator[tuple[str, bytes]]:
     yield "an unknown field", data.replace(b'"digest"', b'"extra": 1,\n "digest"')
 
 
-def test_a_damaged_entry_counts_as_none(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_damaged_entry_counts_as_none(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
     store_costs(SURROUNDINGS, costs(1))
     (path,) = folder.iterdir()
     whole = path.read_bytes()
@@ -78,15 +77,15 @@ def test_a_damaged_entry_counts_as_none(capsys: pytest.CaptureFixture[str], fold
         assert data != whole, what
         path.write_bytes(data)
         assert cached_costs(SURROUNDINGS) is None, what
-        assert "measuring again" in capsys.readouterr().err, what
+        assert "measured anew" in caplog.text, what
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(
-    capsys: pytest.CaptureFixture[str], folder: Path
+    caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:
     folder.write_text("a file")
     store_costs(SURROUNDINGS, costs(1))
-    assert "not kept" in capsys.readouterr().err
+    assert "not cached" in caplog.text
 
 
 def test_where_entries_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +258,10 @@ class WithState:
 
 
 def test_a_loss_that_cannot_be_described_is_measured_each_time(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     target = small(WithState())
     measured(target)
-    assert "not kept: the loss uses an object of " in capsys.readouterr().err
+    assert "not cached: the loss uses an object of " in caplog.text
     assert not is_known(target)

@@ -707,7 +707,7 @@ def test_asynchronous_schedules_show_their_versions(tmp_path: Path) -> None:
     assert "bound" not in result.stdout
     result = invoke("schedule", problem, "--name", "pipedream", "--csv", str(csv))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "versions of the weights cannot be written" in result.stderr
+    assert "weight versions cannot be written" in result.stderr
     assert not csv.exists()
 
 
@@ -790,7 +790,7 @@ def test_recomputation_is_not_written_for_torch(tmp_path: Path) -> None:
         str(tmp_path / "order.svg"),
     )
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "R0 is not F, I, W or B: recomputation cannot be written" in result.stderr
+    assert "R0 is not F, I, W or B: a recompute cannot be written" in result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["problem.json"]
 
 

@@ -1,9 +1,16 @@
-"""A schedule problem as integers, for the searches: an action is a number, an order a list of numbers per rank.
+"""A schedule problem as integers, for the searches.
 
-The backward of a microbatch in a stage is one operation, BACKWARD, which releases the stage before; where the backward
-is split it takes the time of the input gradients, and a second operation, WEIGHT, follows. Operations of one stage
-and kind are interchangeable, so they happen in the order of the microbatches: nothing is lost by it, and gradients
-are summed in the order of the unsplit run.
+An operation is a kind, a stage and a microbatch, as one number, its code; an order is a list of
+codes for each rank. The backward of a microbatch in a stage is one operation, BACKWARD, for which
+the stage before waits. Where the backward is split it takes the time of the input gradient, and a
+second operation, WEIGHT, follows:
+
+    full    FORWARD (RECOMPUTE) BACKWARD
+    split   FORWARD (RECOMPUTE) BACKWARD WEIGHT
+
+All microbatches of one kind and stage, a task, take the same time and bytes. Exchanging two of them
+changes nothing, so the searches keep them in ascending order: nothing is lost by that, and
+gradients are summed in the order of the unsplit run.
 """
 
 from __future__ import annotations
@@ -15,15 +22,18 @@ from functools import cached_property
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.problem import PlacedProblem
 
-__all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "WEIGHT", "ScheduleInstance", "Rows", "OrderTimes"]
+__all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "WEIGHT", "OrderTimes", "Rows", "ScheduleInstance"]
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = range(4)
 Rows = list[list[int]]
+"""An order: for each rank the codes of its operations."""
+TaskInputs = tuple[tuple[int, int, int], ...]
+"""What a task waits for: (kind, stage, time of the message in ns)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderTimes:
-    """When each operation ends in an order performed as early as possible, and the objective's value, in ns."""
+    """When each operation ends in an order without needless waits, and the objectives, in ns."""
 
     ends: list[int]
     makespan_ns: int
@@ -32,34 +42,34 @@ class OrderTimes:
 
 @dataclass(frozen=True)
 class ScheduleInstance:
-    """`problem` with every backward in two halves, or none, stage by stage: `split[s]`."""
+    """A problem in which stage s has all its backwards split, or none: `split[s]`."""
 
     problem: PlacedProblem
     split: tuple[bool, ...]
 
     def operation(self, kind: int, stage: int, microbatch: int) -> int:
-        """Its number."""
+        """Return the code of an operation."""
         return (kind * self.problem.stages + stage) * self.problem.microbatches + microbatch
 
     def decode(self, operation: int) -> tuple[int, int, int]:
-        """Kind, stage and microbatch of a number."""
-        lane, microbatch = divmod(operation, self.problem.microbatches)
-        kind, stage = divmod(lane, self.problem.stages)
+        """Return kind, stage and microbatch of a code."""
+        task, microbatch = divmod(operation, self.problem.microbatches)
+        kind, stage = divmod(task, self.problem.stages)
         return kind, stage, microbatch
 
     @property
     def code_count(self) -> int:
-        """One more than the largest number."""
+        """One more than the largest code; not all codes are operations of the instance."""
         return 4 * self.problem.stages * self.problem.microbatches
 
     @property
     def operation_count(self) -> int:
-        """How many there are in an order."""
+        """The number of operations in an order."""
         return sum(map(len, self.kinds)) * self.problem.microbatches
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the kinds of operations it has, in the order in which a microbatch needs them."""
+        """For each stage its kinds of operations, in the order in which a microbatch has them."""
         return tuple(
             (FORWARD, *[RECOMPUTE] * costs.recompute, BACKWARD, *[WEIGHT] * split)
             for costs, split in zip(self.problem.costs, self.split, strict=True)
@@ -67,39 +77,43 @@ class ScheduleInstance:
 
     @cached_property
     def task_ns(self) -> tuple[tuple[int, ...], ...]:
-        """Per kind and stage how long an operation takes."""
+        """By kind and stage how long an operation takes."""
         costs, split = self.problem.costs, self.split
         backward = [
-            w.backward_input_ns if s else w.backward_ns for w, s in zip(costs, split, strict=True)
+            stage.backward_input_ns if is_split else stage.backward_ns
+            for stage, is_split in zip(costs, split, strict=True)
         ]
-        weight = [w.backward_weight_ns if s else 0 for w, s in zip(costs, split, strict=True)]
+        weight = [
+            stage.backward_weight_ns if is_split else 0
+            for stage, is_split in zip(costs, split, strict=True)
+        ]
         return (
-            tuple(w.forward_ns for w in costs),
+            tuple(stage.forward_ns for stage in costs),
             tuple(backward),
             tuple(weight),
-            tuple(w.recompute_ns if w.recompute else 0 for w in costs),
+            tuple(stage.recompute_ns if stage.recompute else 0 for stage in costs),
         )
 
     @cached_property
     def task_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Per kind and stage what an operation adds to the bytes that its rank holds."""
-        change, stages = self.problem.change_bytes, range(self.problem.stages)
-        backward = [Kind.BACKWARD_INPUT if split else Kind.BACKWARD for split in self.split]
-        return (
-            tuple(change(Action(s, Kind.FORWARD)) for s in stages),
-            tuple(change(Action(s, backward[s])) for s in stages),
-            tuple(change(Action(s, Kind.BACKWARD_WEIGHT)) if self.split[s] else 0 for s in stages),
-            tuple(
-                change(Action(s, Kind.RECOMPUTE)) if self.problem.costs[s].recompute else 0
-                for s in stages
-            ),
-        )
+        """By kind and stage the bytes that an operation adds to what its rank holds."""
+        change_bytes = self.problem.change_bytes
+        sizes: list[list[int]] = [[], [], [], []]
+        for stage, split in enumerate(self.split):
+            backward = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+            weight = change_bytes(Action(stage, Kind.BACKWARD_WEIGHT)) if split else 0
+            recompute = change_bytes(Action(stage, Kind.RECOMPUTE))
+            sizes[FORWARD].append(change_bytes(Action(stage, Kind.FORWARD)))
+            sizes[BACKWARD].append(change_bytes(Action(stage, backward)))
+            sizes[WEIGHT].append(weight)
+            sizes[RECOMPUTE].append(recompute if self.problem.costs[stage].recompute else 0)
+        return tuple(map(tuple, sizes))
 
     @cached_property
-    def task_inputs(self) -> tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]:
-        """Per kind and stage the operations on other ranks that it waits for: (kind, stage, time of the message).
+    def task_inputs(self) -> tuple[tuple[TaskInputs, ...], ...]:
+        """By kind and stage what an operation waits for in other stages, for its microbatch.
 
-        What it waits for on its own rank is here too, unless it is the same stage's: a row always has that before.
+        What it waits for in its own stage is left out: a row always has that before it.
         """
         problem, stages = self.problem, self.problem.stages
         forward: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
@@ -111,51 +125,59 @@ class ScheduleInstance:
         for skip in problem.skips:
             forward[skip.destination].append((FORWARD, skip.source, skip.forward_ns))
             backward[skip.source].append((BACKWARD, skip.destination, skip.backward_ns))
-        nothing = ((),) * stages
+        nothing: tuple[TaskInputs, ...] = ((),) * stages
         return tuple(map(tuple, forward)), tuple(map(tuple, backward)), nothing, nothing
 
     @cached_property
     def durations(self) -> list[int]:
-        """By operation."""
+        """By operation how long it takes, in ns."""
         repeat = range(self.problem.microbatches)
-        return [time for lanes in self.task_ns for time in lanes for _ in repeat]
+        return [time for times in self.task_ns for time in times for _ in repeat]
 
     @cached_property
     def sources(self) -> list[tuple[tuple[int, int], ...]]:
-        """By operation what it waits for besides its own row: (operation, time of the message)."""
-        return [
-            tuple((self.operation(kind, source, microbatch), hop) for kind, source, hop in waits)
-            for lanes in self.task_inputs
-            for waits in lanes
-            for microbatch in range(self.problem.microbatches)
-        ]
+        """By operation what it waits for in other stages: (operation, time of the message)."""
+        sources = []
+        for by_stage in self.task_inputs:
+            for inputs in by_stage:
+                for microbatch in range(self.problem.microbatches):
+                    waits = [
+                        (self.operation(kind, stage, microbatch), transfer_ns)
+                        for kind, stage, transfer_ns in inputs
+                    ]
+                    sources.append(tuple(waits))
+        return sources
 
     @cached_property
     def byte_changes(self) -> list[int]:
-        """By operation what it adds to the bytes its rank holds."""
+        """By operation the bytes that it adds to what its rank holds."""
         repeat = range(self.problem.microbatches)
-        return [size for lanes in self.task_bytes for size in lanes for _ in repeat]
+        return [size for sizes in self.task_bytes for size in sizes for _ in repeat]
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank."""
-        placement = self.problem.placement
-        return tuple(
-            tuple(s for s, at in enumerate(placement) if at == rank)
-            for rank in range(self.problem.ranks)
-        )
+        """For each rank its stages."""
+        stages: list[list[int]] = [[] for _ in range(self.problem.ranks)]
+        for stage, rank in enumerate(self.problem.placement):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def gradient_reach(self) -> tuple[int, ...]:
-        """Per stage the last one from which gradients flow back to it, from stage to stage."""
-        gradient_reach = list(range(self.problem.stages))
-        for stage in reversed(gradient_reach[:-1]):
+        """For each stage the last one from which gradients flow back to it, stage by stage."""
+        reach = list(range(self.problem.stages))
+        for stage in reversed(reach[:-1]):
             if self.problem.gradient[stage]:
-                gradient_reach[stage] = gradient_reach[stage + 1]
-        return tuple(gradient_reach)
+                reach[stage] = reach[stage + 1]
+        return tuple(reach)
 
     def times(self, rows: Sequence[Sequence[int]]) -> OrderTimes | None:
-        """The order performed as early as possible on links that are free and do not block; None if it deadlocks."""
+        """Return the times of an order without needless waits; None if it deadlocks.
+
+        Links are free for every message and do not block their sender. The searches call this for
+        every order that they look at, so it runs each row until an input is missing and comes back
+        when that is there: linear in the number of operations.
+        """
         durations, sources = self.durations, self.sources
         ends = [-1] * self.code_count
         free, heads, lengths = [0] * len(rows), [0] * len(rows), [len(row) for row in rows]
@@ -166,13 +188,13 @@ class ScheduleInstance:
             row, clock, head, length = rows[rank], free[rank], heads[rank], lengths[rank]
             while head < length:
                 operation = row[head]
-                for source, hop in sources[operation]:
+                for source, transfer_ns in sources[operation]:
                     end = ends[source]
                     if end < 0:
                         waiting.setdefault(source, []).append(rank)
                         break
-                    if end + hop > clock:
-                        clock = end + hop
+                    if end + transfer_ns > clock:
+                        clock = end + transfer_ns
                 else:
                     clock += durations[operation]
                     ends[operation] = clock
@@ -182,32 +204,37 @@ class ScheduleInstance:
                     continue
                 break
             free[rank], heads[rank] = clock, head
-        return None if heads != lengths else self._measured(rows, ends)
+        return None if heads != lengths else self._order_times(rows, ends)
 
-    def _measured(self, rows: Sequence[Sequence[int]], ends: list[int]) -> OrderTimes:
-        filled = [row for row in rows if row]
-        makespan = max((ends[row[-1]] for row in filled), default=0)
-        spans = (ends[row[-1]] - ends[row[0]] + self.durations[row[0]] for row in filled)
-        return OrderTimes(ends, max(makespan, self._reduced(rows, ends)), max(spans, default=0))
+    def _order_times(self, rows: Sequence[Sequence[int]], ends: list[int]) -> OrderTimes:
+        busy = [row for row in rows if row]
+        makespan_ns = max((ends[row[-1]] for row in busy), default=0)
+        spans = (ends[row[-1]] - ends[row[0]] + self.durations[row[0]] for row in busy)
+        makespan_ns = max(makespan_ns, self._reductions_end_ns(rows, ends))
+        return OrderTimes(ends, makespan_ns, max(spans, default=0))
 
-    def _reduced(self, rows: Sequence[Sequence[int]], ends: list[int]) -> int:
-        """When the last data-parallel sum of gradients is done: each after its stage, one at a time on each rank."""
+    def _reductions_end_ns(self, rows: Sequence[Sequence[int]], ends: list[int]) -> int:
+        """Return when the last sum over replicas is done.
+
+        A sum follows its stage's last gradient; those of one rank run one at a time.
+        """
         if not any(costs.reduce_ns for costs in self.problem.costs):
             return 0
         last = self.problem.microbatches - 1
         done = [0] * len(rows)
         for rank, stages in enumerate(self.stages_by_rank):
-            closing = [
-                (ends[self.operation(WEIGHT if self.split[s] else BACKWARD, s, last)], s)
-                for s in stages
-            ]
-            for end, stage in sorted(closing):
+            gradients = []
+            for stage in stages:
+                kind = WEIGHT if self.split[stage] else BACKWARD
+                gradients.append((ends[self.operation(kind, stage, last)], stage))
+            for end, stage in sorted(gradients):
                 reduce_ns = self.problem.costs[stage].reduce_ns
-                done[rank] = max(done[rank], end) + reduce_ns if reduce_ns else done[rank]
+                if reduce_ns:
+                    done[rank] = max(done[rank], end) + reduce_ns
         return max(done)
 
     def peak_bytes(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """The most bytes that each rank holds; memory depends on a rank's own order alone."""
+        """Return the most bytes that each rank holds; they follow from its own order alone."""
         changes, peaks = self.byte_changes, []
         for row in rows:
             held = peak = 0
@@ -219,40 +246,47 @@ class ScheduleInstance:
         return peaks
 
     def fits(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether every rank stays within its cap."""
+        """Return whether every rank stays within its cap."""
         caps = self.problem.caps
         return caps is None or all(
             peak <= cap for peak, cap in zip(self.peak_bytes(rows), caps, strict=True)
         )
 
     def rows_of_schedule(self, schedule: Schedule) -> Rows:
-        """The compute actions of a schedule as operations; where both halves are wanted, one follows the other."""
-        return [[o for action in row for o in self._operations(action)] for row in schedule.compute]
+        """Return the compute actions of a schedule as operations.
+
+        Where this instance splits a full backward, its weight gradient follows at once.
+        """
+        return [
+            [operation for action in row for operation in self._operations(action)]
+            for row in schedule.compute
+        ]
 
     def _operations(self, action: Action) -> list[int]:
         stage, kind, microbatch, _ = action
         assert microbatch is not None
-        number = self.operation(_KINDS[kind], stage, microbatch)
+        operation = self.operation(_OPERATION_KINDS[kind], stage, microbatch)
         if kind is Kind.BACKWARD and self.split[stage]:
-            return [number, self.operation(WEIGHT, stage, microbatch)]
-        return [] if kind is Kind.BACKWARD_WEIGHT and not self.split[stage] else [number]
+            return [operation, self.operation(WEIGHT, stage, microbatch)]
+        # Where this instance does not split, the other half counts as the full backward.
+        return [] if kind is Kind.BACKWARD_WEIGHT and not self.split[stage] else [operation]
 
     def to_schedule(self, name: str, rows: Sequence[Sequence[int]]) -> Schedule:
-        """The order as a schedule of compute actions."""
+        """Return an order as a schedule of compute actions."""
         actions = [[self._action(operation) for operation in row] for row in rows]
         return Schedule.of(name, self.problem.microbatches, self.problem.placement, actions)
 
     def _action(self, operation: int) -> Action:
         kind, stage, microbatch = self.decode(operation)
-        whole = kind == BACKWARD and not self.split[stage]
-        return Action(stage, Kind.BACKWARD if whole else _NAMES[kind], microbatch)
+        is_full = kind == BACKWARD and not self.split[stage]
+        return Action(stage, Kind.BACKWARD if is_full else _ACTION_KINDS[kind], microbatch)
 
 
-_KINDS = {
+_OPERATION_KINDS = {
     Kind.FORWARD: FORWARD,
     Kind.BACKWARD: BACKWARD,
     Kind.BACKWARD_INPUT: BACKWARD,
     Kind.BACKWARD_WEIGHT: WEIGHT,
     Kind.RECOMPUTE: RECOMPUTE,
 }
-_NAMES = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+_ACTION_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)

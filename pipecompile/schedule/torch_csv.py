@@ -1,6 +1,7 @@
-"""Schedules as the CSV that torch.distributed.pipelining loads and dumps with format="compute_only".
+"""Schedules as the CSV that torch.distributed.pipelining reads, and writes as "compute_only".
 
-A line is a rank, a cell an action: 0F2, 0I2, 0W2 or 0B2. torch dumps a step in which a rank idles as an empty cell.
+A line is a rank, a cell an action: 0F2, 0I2, 0W2 or 0B2. torch writes an empty cell where a rank
+idles.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule in `text`; InputError names the line and the column of what is not one."""
+    """Return the schedule in a text; InputError names the line and column that are wrong."""
     rows = []
     for line, cells in enumerate(_lines(text), start=1):
-        found = (
-            _action(cell.strip(), line, column)
-            for column, cell in enumerate(cells, start=1)
-            if cell.strip()
-        )
-        rows.append(list(found))
+        row = []
+        for column, cell in enumerate(cells, start=1):
+            if cell.strip():
+                row.append(_action(cell.strip(), line, column))
+        rows.append(row)
     while rows and not rows[-1]:  # empty lines at the end are no ranks
         rows.pop()
     numbers = [action.microbatch or 0 for row in rows for action in row]
@@ -43,9 +43,9 @@ def _lines(text: str) -> list[list[str]]:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The CSV of a schedule's compute actions; InputError if there are others, which the format has no place for."""
+    """Return the CSV of a schedule; InputError if it has actions that the format cannot hold."""
     lines = [
-        [str(_known(action, line, column)) for column, action in enumerate(row, start=1)]
+        [str(_writable(action, line, column)) for column, action in enumerate(row, start=1)]
         for line, row in enumerate(schedule.rows, start=1)
     ]
     text = io.StringIO(newline="")
@@ -60,33 +60,39 @@ def _action(text: str, line: int, column: int) -> Action:
         raise InputError(
             f"line {line}, column {column}: {error}; the CSV has F, I, W and B only"
         ) from None
-    return _known(action, line, column)
+    return _writable(action, line, column)
 
 
-def _known(action: Action, line: int, column: int) -> Action:
-    """The action itself, if torch's CSV can say it."""
+def _writable(action: Action, line: int, column: int) -> Action:
+    """Return the action itself; InputError if torch's CSV cannot hold it."""
     if action.version is not None:
-        advice = "versions of the weights cannot be written; only schedules with one optimizer step a batch can"
+        advice = (
+            "weight versions cannot be written; only schedules with one optimizer step for each "
+            "minibatch can"
+        )
     elif action.kind in _KINDS:
         return action
     elif action.kind in COMPUTE:
-        advice = "recomputation cannot be written; plan without it"
+        advice = "a recompute cannot be written; plan without recompute"
     elif action.kind is Kind.STEP:
         advice = "optimizer steps cannot be written; leave them to the training loop"
     else:
-        advice = "torch adds messages and reductions itself; use the schedule as it is before it is lowered"
+        advice = (
+            "torch adds transfers and reductions itself; write the schedule before they are added"
+        )
     raise InputError(f"line {line}, column {column}: {action} is not F, I, W or B: {advice}")
 
 
 def _placement(rows: list[list[Action]]) -> list[int]:
-    """The rank of each stage, from who performs it."""
+    """Return the rank of each stage: the line that has its actions."""
     ranks: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
             other = ranks.setdefault(action.stage, rank)
             if other != rank:
                 raise InputError(
-                    f"line {rank + 1} performs {action}, but stage {action.stage} is on line {other + 1}"
+                    f"line {rank + 1} performs {action}, but stage {action.stage} is on "
+                    f"line {other + 1}"
                 )
     missing = set(range(max(ranks, default=0) + 1)) - ranks.keys()
     if missing:

@@ -75,7 +75,7 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0R0", "line 1, column 2: 0R0 is not F, I, W or B: recomputation cannot be written"),
+        ("0F0,0R0", "line 1, column 2: 0R0 is not F, I, W or B: a recompute cannot be written"),
         (
             "0F0\n1RECV_F0",
             "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds messages and reductions itself",
@@ -86,7 +86,7 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
         ),
         (
             "0F0@1",
-            "line 1, column 1: 0F0@1 is not F, I, W or B: versions of the weights cannot be written",
+            "line 1, column 1: 0F0@1 is not F, I, W or B: weight versions cannot be written",
         ),
         ("0STEP", "line 1, column 1: 0STEP is not F, I, W or B: optimizer steps cannot be written"),
         (

@@ -21,8 +21,6 @@ from pipecompile.schedule.list_scheduling import (
     Priorities,
     build_order,
     refill_weight_gradients,
-    serial_order,
-    single_microbatch_peak,
 )
 from pipecompile.schedule.lower_bound import lower_bound
 from pipecompile.schedule.named import SPLIT, fitting_names, generate
@@ -34,6 +32,7 @@ from pipecompile.schedule.priorities import (
 )
 from pipecompile.schedule.problem import Network, PlacedProblem
 from pipecompile.schedule.recompute import add_recomputes, move_recomputes
+from pipecompile.schedule.serial_order import serial_order, single_microbatch_peak
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.weight_gradients import (
     advance_weight_gradients,

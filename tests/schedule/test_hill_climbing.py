@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from pipecompile.schedule.hill_climbing import hill_climb, objective_ns
 from pipecompile.schedule.instance import BACKWARD, FORWARD, WEIGHT, ScheduleInstance
-from pipecompile.schedule.list_scheduling import serial_order
 from pipecompile.schedule.search import OBJECTIVES
+from pipecompile.schedule.serial_order import serial_order
 from tests.schedule.cases import equal
 from tests.schedule.instances import instances, sound
 

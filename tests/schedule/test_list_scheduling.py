@@ -10,8 +10,6 @@ from pipecompile.schedule.list_scheduling import (
     Priorities,
     build_order,
     refill_weight_gradients,
-    serial_order,
-    single_microbatch_peak,
 )
 from pipecompile.schedule.priorities import (
     random_priorities,
@@ -20,6 +18,7 @@ from pipecompile.schedule.priorities import (
     varied_priorities,
 )
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
+from pipecompile.schedule.serial_order import serial_order, single_microbatch_peak
 from tests.schedule.brute import best
 from tests.schedule.instances import instances, sound, tiny_problems
 

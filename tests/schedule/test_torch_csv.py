@@ -78,7 +78,7 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
         ("0F0,0R0", "line 1, column 2: 0R0 is not F, I, W or B: a recompute cannot be written"),
         (
             "0F0\n1RECV_F0",
-            "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds messages and reductions itself",
+            "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds transfers and reductions itself",
         ),
         (
             "0F0,,0REDUCE_GRAD",

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.schedule.instance import ScheduleInstance
-from pipecompile.schedule.list_scheduling import serial_order
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
+from pipecompile.schedule.serial_order import serial_order
 from pipecompile.schedule.window import improve_window, window_between
 from tests.schedule.brute import best
 from tests.schedule.cases import equal

@@ -1,0 +1,79 @@
+"""The order that takes one microbatch after the other, which needs the least memory of all."""
+
+from __future__ import annotations
+
+from pipecompile.schedule.instance import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    Rows,
+    ScheduleInstance,
+)
+
+__all__ = ["serial_order", "single_microbatch_peak"]
+
+
+def single_microbatch_peak(instance: ScheduleInstance, rank: int) -> int:
+    """Return the most bytes that one microbatch alone comes to hold on a rank, in any order.
+
+    While a stage recomputes, all other stages of the rank may be held, except those whose
+    backwards must come before.
+    """
+    kept, recomputed = instance.task_bytes[FORWARD], instance.task_bytes[RECOMPUTE]
+    stages, reach = instance.stages_by_rank[rank], instance.gradient_reach
+    peaks = []
+    for stage in stages:
+        held = [kept[other] for other in stages if not stage < other <= reach[stage]]
+        peaks.append(recomputed[stage] + sum(held))
+    return max(peaks, default=0)
+
+
+def serial_order(instance: ScheduleInstance) -> Rows | None:
+    """Return one microbatch after the other, each in the order that holds the least.
+
+    None if no order at all fits within the caps.
+    """
+    steps = _single_microbatch(instance)
+    if steps is None:
+        return None
+    rows: Rows = [[] for _ in instance.stages_by_rank]
+    for microbatch in range(instance.problem.microbatches):
+        for kind, stage in steps:
+            rank = instance.problem.placement[stage]
+            rows[rank].append(instance.operation(kind, stage, microbatch))
+    return rows
+
+
+def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | None:
+    """Return kinds and stages of one microbatch; None if no order fits.
+
+    Every backward comes as soon as there is memory for its recompute. With its weight gradient it
+    frees at least what it takes, so no order can need it to come later.
+    """
+    problem, held = instance.problem, [0] * instance.problem.ranks
+    steps: list[tuple[int, int]] = []
+    next_forward, unfinished = 0, set(range(problem.stages))
+
+    def fits(kind: int, stage: int) -> bool:
+        rank = problem.placement[stage]
+        size = instance.task_bytes[kind][stage]
+        return problem.caps is None or held[rank] + size <= problem.caps[rank]
+
+    def can_go_back(stage: int) -> bool:
+        inputs = instance.task_inputs[BACKWARD][stage]
+        waits = any(source in unfinished for _, source, _ in inputs)
+        return stage in unfinished and not waits and fits(RECOMPUTE, stage)
+
+    while unfinished:
+        stage = next(filter(can_go_back, reversed(range(next_forward))), None)
+        if stage is not None:
+            unfinished.remove(stage)
+            kinds = instance.kinds[stage][1:]
+        elif next_forward < problem.stages and fits(FORWARD, next_forward):
+            stage, kinds = next_forward, (FORWARD,)
+            next_forward += 1
+        else:
+            return None
+        held[problem.placement[stage]] += sum(instance.task_bytes[kind][stage] for kind in kinds)
+        steps += [(kind, stage) for kind in kinds]
+    return steps

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
 
 __all__ = [
     "BASELINES",
@@ -39,25 +39,25 @@ print(json.dumps([len(block) for block in blocks]))
 """
 
 
-def uniform(problem: Problem) -> Assignment | None:
+def uniform(problem: PartitionProblem) -> Assignment | None:
     """The same number of units in every stage."""
     count = len(problem.units)
     return _assigned(problem, [count * stage // problem.k for stage in range(1, problem.k)])
 
 
-def parameter_balanced(problem: Problem) -> Assignment | None:
+def parameter_balanced(problem: PartitionProblem) -> Assignment | None:
     """DeepSpeed's default, `partition_method="parameters"`: its balance, of parameters."""
     nodes = problem.graph.by_name
     weights = [sum(nodes[name].parameter_bytes for name in unit) for unit in problem.units]
     return _assigned(problem, partition_balanced(weights, problem.k))
 
 
-def deepspeed(problem: Problem) -> Assignment | None:
+def deepspeed(problem: PartitionProblem) -> Assignment | None:
     """DeepSpeed's balance, of compute."""
     return _assigned(problem, partition_balanced(_compute(problem), problem.k))
 
 
-def torchgpipe(problem: Problem) -> Assignment | None:
+def torchgpipe(problem: PartitionProblem) -> Assignment | None:
     """The block partition of torchgpipe's package, of compute; None where it runs on and on, as among free units."""
     try:
         sizes = _block_sizes(_compute(problem), problem.k)
@@ -89,7 +89,7 @@ def has_torchgpipe() -> bool:
     return find_spec("torchgpipe") is not None
 
 
-def communication_blind(problem: Problem) -> Assignment | None:
+def communication_blind(problem: PartitionProblem) -> Assignment | None:
     """The intervals of least maximal compute, exactly: the least limit that filling one stage after another meets."""
     compute = _compute(problem)
     sums = list(accumulate(compute, initial=0))
@@ -136,11 +136,11 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     return ends[:0:-1]
 
 
-def _compute(problem: Problem) -> list[int]:
+def _compute(problem: PartitionProblem) -> list[int]:
     return [problem.compute_ns(unit, last=False) for unit in problem.units]
 
 
-def _assigned(problem: Problem, cuts: Sequence[int]) -> Assignment | None:
+def _assigned(problem: PartitionProblem, cuts: Sequence[int]) -> Assignment | None:
     ends = [0, *cuts, len(problem.units)]
     if any(start >= stop for start, stop in pairwise(ends)):
         return None
@@ -152,7 +152,7 @@ def _assigned(problem: Problem, cuts: Sequence[int]) -> Assignment | None:
     }
 
 
-BASELINES: dict[str, Callable[[Problem], Assignment | None]] = {
+BASELINES: dict[str, Callable[[PartitionProblem], Assignment | None]] = {
     "uniform": uniform,
     "parameters": parameter_balanced,
     "deepspeed": deepspeed,

@@ -20,7 +20,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, Prediction, Stage
-from pipecompile.partition.problem import Candidate
+from pipecompile.partition.problem import StageCandidate
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Fitting", "Whole", "composed", "planned"]
@@ -87,7 +87,7 @@ class Fitting:
         memory = problem_of(graph, self.options, FREE).memory
         assert memory is not None and memory.price is not None
         earlier = tuple(name for run in runs[:before] for name in run)
-        candidate = Candidate(
+        candidate = StageCandidate(
             stage, earlier, runs[before], memory.in_flight[stage], self._memory_bytes
         )
         return memory.price(candidate).ns is not None

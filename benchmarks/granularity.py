@@ -24,8 +24,8 @@ from pipecompile.api.partition import problem_of
 from pipecompile.api.target import Target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES
-from pipecompile.partition.opening import keeping, solve_opening
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.multilevel import solve_multilevel, with_groups
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 
@@ -58,7 +58,7 @@ def measure(name: str) -> list[dict[str, Any]]:
     return [_row(name, replace(asked, granularity=granularity)) for granularity in GRANULARITIES]
 
 
-def _row(name: str, problem: Problem) -> dict[str, Any]:
+def _row(name: str, problem: PartitionProblem) -> dict[str, Any]:
     began = time.perf_counter()
     found, units = _solved(problem)
     seconds = time.perf_counter() - began
@@ -83,15 +83,15 @@ def _row(name: str, problem: Problem) -> dict[str, Any]:
     return row
 
 
-def _solved(problem: Problem) -> tuple[Partition, int]:
+def _solved(problem: PartitionProblem) -> tuple[Partition, int]:
     """The cut, and how many units the last search was among."""
     if problem.granularity != "auto":
         return solve(problem, seconds=SECONDS), len(problem.units)
-    found, closed = solve_opening(problem, SECONDS)
-    return found, len(keeping(problem, closed).units)
+    found, closed = solve_multilevel(problem, SECONDS)
+    return found, len(with_groups(problem, closed).units)
 
 
-def _imbalance(problem: Problem) -> float:
+def _imbalance(problem: PartitionProblem) -> float:
     """No cut at this level has a smaller largest load / mean load than the best for the largest load."""
     bound = solve(replace(problem, objective="max-load")).search.bound
     return bound * problem.k / max(1, problem.compute_ns(problem.graph.by_name, last=True))

@@ -29,11 +29,11 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import read
-from pipecompile.partition.check import faults
 from pipecompile.partition.objective import objective_value, rank_loads, stage_loads
-from pipecompile.partition.problem import Memory, Problem
+from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
+from pipecompile.partition.violations import violations
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "instances" / "placement"
 RESULT = Path(__file__).parent / "results" / "partition.json"
@@ -75,7 +75,7 @@ def main(names: list[str]) -> None:
         raise SystemExit("\n".join(["ours is above others:", *violations]))
 
 
-def instances() -> Iterator[tuple[str, Problem, int]]:
+def instances() -> Iterator[tuple[str, PartitionProblem, int]]:
     """The published placement problems, each with its best known largest load."""
     known = INSTANCES / "best_known.json"
     if not known.exists():
@@ -83,39 +83,39 @@ def instances() -> Iterator[tuple[str, Problem, int]]:
         return
     for name, best in json.loads(known.read_text()).items():
         graph, k = read(INSTANCES / f"{name}.json", CostGraph), best["k"]
-        problem = Problem(
+        problem = PartitionProblem(
             graph,
             k,
             communication=best["comm"],
             links=Links.of(Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"])),
-            memory=Memory.simple(graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)),
+            memory=MemoryConstraint.simple(graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)),
         )
         yield name, problem, best["best_max_load_ns"]
 
 
-def captured_models() -> Iterator[tuple[str, Problem, int]]:
+def captured_models() -> Iterator[tuple[str, PartitionProblem, int]]:
     """The example models."""
     for name in MODELS:
         graph = captured(name)
-        yield from ((name, Problem(graph, k, links=LINK), 0) for k in STAGES)
+        yield from ((name, PartitionProblem(graph, k, links=LINK), 0) for k in STAGES)
 
 
-def synthetic_graphs() -> Iterator[tuple[str, Problem, int]]:
+def synthetic_graphs() -> Iterator[tuple[str, PartitionProblem, int]]:
     """Each family in each size."""
     for family in FAMILIES:
         for nodes in SIZES:
             graph = synthetic(family, nodes)
-            yield from ((f"{family} {nodes}", Problem(graph, k, links=LINK), 0) for k in STAGES)
+            yield from ((f"{family} {nodes}", PartitionProblem(graph, k, links=LINK), 0) for k in STAGES)
 
 
-GROUPS: dict[str, Callable[[], Iterator[tuple[str, Problem, int]]]] = {
+GROUPS: dict[str, Callable[[], Iterator[tuple[str, PartitionProblem, int]]]] = {
     "instances": instances,
     "captured": captured_models,
     "synthetic": synthetic_graphs,
 }
 
 
-def compare_all(group: str, cases: list[tuple[str, Problem, int]]) -> list[Row]:
+def compare_all(group: str, cases: list[tuple[str, PartitionProblem, int]]) -> list[Row]:
     """One table per objective."""
     rows = []
     for objective, meaning in OBJECTIVES.items():
@@ -130,7 +130,7 @@ def compare_all(group: str, cases: list[tuple[str, Problem, int]]) -> list[Row]:
     return rows
 
 
-def compare(name: str, problem: Problem, known: int) -> Row:
+def compare(name: str, problem: PartitionProblem, known: int) -> Row:
     """Ours and the others on one problem; `known` is a value that is proven to be the best."""
     others = {label: _value(problem, baseline) for label, baseline in BASELINES.items()}
     started = time.perf_counter()
@@ -153,7 +153,7 @@ def compare(name: str, problem: Problem, known: int) -> Row:
 
 
 def _ratios(
-    name: str, problem: Problem, found: Partition, known: int, others: dict[str, int | str]
+    name: str, problem: PartitionProblem, found: Partition, known: int, others: dict[str, int | str]
 ) -> Row:
     value, bound = found.search.value, max(found.search.bound, known)
     assert value == _score(problem, found.assignment), "ours is scored like the others"
@@ -175,7 +175,7 @@ def _ratios(
     }
 
 
-def _value(problem: Problem, baseline: Callable[[Problem], Assignment | None]) -> int | str:
+def _value(problem: PartitionProblem, baseline: Callable[[PartitionProblem], Assignment | None]) -> int | str:
     """What the cut of a baseline is worth, or why it is worth nothing."""
     try:
         assignment = baseline(problem)
@@ -183,12 +183,12 @@ def _value(problem: Problem, baseline: Callable[[Problem], Assignment | None]) -
         return "-"
     if assignment is None:
         return "-"
-    fault = next(faults(problem, assignment), None)
+    fault = next(violations(problem, assignment), None)
     assert fault is None or "over its cap" in fault, fault
     return _score(problem, assignment) if fault is None else "memory"
 
 
-def _score(problem: Problem, assignment: Assignment) -> int:
+def _score(problem: PartitionProblem, assignment: Assignment) -> int:
     return objective_value(problem.objective, rank_loads(problem, stage_loads(problem, assignment)))
 
 
@@ -232,7 +232,7 @@ def measure(kind: str, nodes: int, k: int) -> Row:
     """One cut by ours, and the peak of this process."""
     graph = _graph(kind, nodes)
     started = time.perf_counter()
-    found = solve(Problem(graph, k, objective="max-load", links=LINK), seconds=SECONDS)
+    found = solve(PartitionProblem(graph, k, objective="max-load", links=LINK), seconds=SECONDS)
     return {
         "kind": kind,
         "nodes": len(graph.nodes),

@@ -16,15 +16,15 @@ import numpy as np
 
 from benchmarks.cost_graphs import deep
 from benchmarks.partition import LINK, SECONDS
-from pipecompile.partition.boundaries import Prefixes
-from pipecompile.partition.cpsat import COARSE, solve_integer
-from pipecompile.partition.instance import Instance
-from pipecompile.partition.linear import cut_order
+from pipecompile.partition.cpsat import COARSE, solve_integer_program
 from pipecompile.partition.objective import objective_value, stage_loads
-from pipecompile.partition.orders import orders, reordered
+from pipecompile.partition.orders import shuffled_order, topological_orders
+from pipecompile.partition.prefix_cuts import cut_order
+from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.pricing import Pricing
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
+from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
 
 RESULT = Path(__file__).parent / "results" / "partition_rivals.json"
@@ -48,14 +48,14 @@ def main() -> None:
 
 def compare(kind: str, nodes: int, k: int) -> dict[str, Any]:
     """Ours and both rivals on one graph, as ratios to the bound."""
-    problem = Problem(deep(kind, nodes), k, objective="max-load", links=LINK)
+    problem = PartitionProblem(deep(kind, nodes), k, objective="max-load", links=LINK)
     began = time.perf_counter()
     found = solve(problem, seconds=SECONDS).search
     seconds = time.perf_counter() - began
-    instance = Instance.of(problem)
-    first = _cut(instance, next(iter(orders(instance))), Limit())
+    unit_graph = UnitGraph.of(problem)
+    first = _cut(unit_graph, next(iter(topological_orders(unit_graph))), Limit())
     assert first is not None
-    values = {"linear": _multistart(instance, first), "cp-sat": _integer(instance, first)}
+    values = {"linear": _multistart(unit_graph, first), "cp-sat": _integer(unit_graph, first)}
     ratios = {
         name: round(value / found.bound, 4)
         for name, value in {"ours": found.value, **values}.items()
@@ -69,38 +69,38 @@ def compare(kind: str, nodes: int, k: int) -> dict[str, Any]:
     return row | {"seconds": round(seconds, 1)}
 
 
-def _multistart(instance: Instance, first: Stages) -> int:
+def _multistart(unit_graph: UnitGraph, first: Stages) -> int:
     """The best of all orders that fit into a minute: the fixed ones, then shuffles inside the best stages so far."""
     best, random, began, fixed = (
         first,
         np.random.default_rng(0),
         time.perf_counter(),
-        orders(instance),
+        topological_orders(unit_graph),
     )
     while time.perf_counter() - began < MINUTE:
-        order = next(fixed, None) or reordered(instance, best, random)
-        best = _cut(instance, order, Limit(most=_value(instance, best))) or best
-    return _value(instance, best)
+        order = next(fixed, None) or shuffled_order(unit_graph, best, random)
+        best = _cut(unit_graph, order, Limit(most=_value(unit_graph, best))) or best
+    return _value(unit_graph, best)
 
 
-def _cut(instance: Instance, order: list[int], limit: Limit) -> Stages | None:
-    found = cut_order(Prefixes(instance, order), limit, Pricing(instance.problem, 0).best)
+def _cut(unit_graph: UnitGraph, order: list[int], limit: Limit) -> Stages | None:
+    found = cut_order(Prefixes(unit_graph, order), limit, Pricing(unit_graph.problem, 0).best)
     if found is None:
         return None
-    stages = np.zeros(instance.count, np.intp)
-    stages[order] = np.searchsorted(found.rows[1:-1], np.arange(instance.count), side="right")
+    stages = np.zeros(unit_graph.count, np.intp)
+    stages[order] = np.searchsorted(found.rows[1:-1], np.arange(unit_graph.count), side="right")
     return tuple(stages.tolist())
 
 
-def _integer(instance: Instance, first: Stages) -> int:
+def _integer(unit_graph: UnitGraph, first: Stages) -> int:
     """CP-SAT in a deterministic budget that takes it about a minute."""
-    limit = Limit(most=_value(instance, first))
-    answer = solve_integer(instance, first, limit, MINUTE / 3, COARSE)
-    return min(_value(instance, answer.stages or first), _value(instance, first))
+    limit = Limit(most=_value(unit_graph, first))
+    answer = solve_integer_program(unit_graph, first, limit, MINUTE / 3, COARSE)
+    return min(_value(unit_graph, answer.stages or first), _value(unit_graph, first))
 
 
-def _value(instance: Instance, stages: Stages) -> int:
-    return objective_value("max-load", stage_loads(instance.problem, instance.assignment(stages)))
+def _value(unit_graph: UnitGraph, stages: Stages) -> int:
+    return objective_value("max-load", stage_loads(unit_graph.problem, unit_graph.assignment(stages)))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE, Links
-from pipecompile.partition.check import faults
 from pipecompile.partition.objective import measures, rank_loads, stage_loads
-from pipecompile.partition.problem import COMMUNICATIONS, Candidate, Memory, Price, Problem
+from pipecompile.partition.problem import (
+    COMMUNICATIONS,
+    MemoryConstraint,
+    PartitionProblem,
+    Price,
+    StageCandidate,
+)
+from pipecompile.partition.violations import violations
 
 Score = tuple[int, int]
 
@@ -46,6 +52,31 @@ def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None
         tensors=tuple(
             Tensor(producer=a, consumers=(b,), bytes=size, gradient_bytes=0)
             for a, b in pairwise(names)
+        ),
+    )
+
+
+def letter_graph(names: str, edges: str, groups: dict[str, str] | None = None) -> CostGraph:
+    """Nodes by letter in order; edges as "ab ac" from the first letter to the second."""
+    consumers = {
+        name: tuple(edge[1] for edge in edges.split() if edge[0] == name) for name in names
+    }
+    return CostGraph(
+        nodes=tuple(
+            Node(
+                name=name,
+                forward_ns=1,
+                backward_ns=2,
+                parameter_bytes=0,
+                saved_bytes=0,
+                group=(groups or {}).get(name),
+            )
+            for name in names
+        ),
+        tensors=tuple(
+            Tensor(producer=name, consumers=to, bytes=1, gradient_bytes=1)
+            for name, to in consumers.items()
+            if to
         ),
     )
 
@@ -92,7 +123,7 @@ def links(draw: st.DrawFn, scale: int, ranks: int | None = None) -> Links:
 @st.composite
 def problems(
     draw: st.DrawFn, most: int = 6, scale: int = 1, shared: bool = False, narrow: bool = False
-) -> Problem:
+) -> PartitionProblem:
     """One stage a rank, or with `shared` several; every kind of communication and constraint."""
     graph, k = draw(graphs(most, scale, narrow)), draw(st.integers(1, 4))
     around, back = tuple(s % 2 for s in range(k)), (0, 1, 1, 0)[:k]
@@ -100,7 +131,7 @@ def problems(
     ranks, communication = max(placement) + 1, draw(st.sampled_from(COMMUNICATIONS))
     speed = st.sampled_from([Fraction(1), Fraction(1, 2), Fraction(3, 2)])
     names = st.sampled_from([n.name for n in graph.nodes])
-    return Problem(
+    return PartitionProblem(
         graph,
         k,
         objective=draw(st.sampled_from(["variance", "max-load"])),
@@ -120,14 +151,14 @@ def problems(
 
 
 @st.composite
-def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
+def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> MemoryConstraint:
     caps, flights = (
         draw(st.tuples(*[st.integers(8, 40)] * ranks)),
         draw(st.tuples(*[st.integers(1, 3)] * k)),
     )
-    simple = Memory.simple(graph, caps, flights, Fraction(3, 2))
+    simple = MemoryConstraint.simple(graph, caps, flights, Fraction(3, 2))
     priced = ranks == k and draw(st.booleans())
-    return Memory(
+    return MemoryConstraint(
         caps,
         flights,
         simple.resident,
@@ -136,10 +167,10 @@ def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> Memory:
     )
 
 
-def prices(seed: int) -> Callable[[Candidate], Price]:
+def prices(seed: int) -> Callable[[StageCandidate], Price]:
     """A price that follows no rule, so that no search can assume one."""
 
-    def price(candidate: Candidate) -> Price:
+    def price(candidate: StageCandidate) -> Price:
         number = sum(map(ord, "".join(sorted(candidate.nodes)))) + seed * candidate.stage
         ns = (0, 0, 0, 3, None)[number % 5]
         return Price(ns, ns)
@@ -147,7 +178,7 @@ def prices(seed: int) -> Callable[[Candidate], Price]:
     return price
 
 
-def cuts(problem: Problem) -> Iterator[dict[str, int]]:
+def cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
     """Every assignment that the problem allows; none if there are too few units."""
     if problem.k > len(
         replace(problem, k=1, placement=(0,), speeds=None, links=FREE, memory=None, pin={}).units
@@ -172,12 +203,12 @@ def cuts(problem: Problem) -> Iterator[dict[str, int]]:
 
     for stages in extended([]):
         assignment = {name: stages[place[name]] for name in place}
-        if next(faults(problem, assignment), None) is None:
+        if next(violations(problem, assignment), None) is None:
             yield assignment
 
 
 def score(
-    problem: Problem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None
+    problem: PartitionProblem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None
 ) -> Score:
     """The objective's value, prices included, and then the other one's."""
     loads = stage_loads(problem, assignment, replicas)
@@ -190,7 +221,7 @@ def score(
     return both if problem.objective == "variance" else both[::-1]
 
 
-def _extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
+def _extras(problem: PartitionProblem, assignment: dict[str, int]) -> list[int]:
     memory = problem.memory
     assert memory is not None and memory.price is not None
     members = [
@@ -198,7 +229,9 @@ def _extras(problem: Problem, assignment: dict[str, int]) -> list[int]:
     ]
     return [
         memory.price(
-            Candidate(stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0)
+            StageCandidate(
+                stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0
+            )
         ).ns
         or 0
         for s in range(problem.k)

@@ -269,7 +269,7 @@ def _memory(planner: RecomputePlanner, sparing: bool) -> MemoryConstraint | None
         tuple(in_flight),
         *floors(graph, options.recompute, gradients=summed and not sparing, saving=options.saving),
         price=_price(planner, sparing) if alone else None,
-        floor=BoundaryBuffers(*buffers(graph, options.microbatches)) if alone else None,
+        boundary_buffers=BoundaryBuffers(*buffers(graph, options.microbatches)) if alone else None,
         freeable=freeable(graph, options.recompute, options.saving, rate)
         if alone and may_free
         else (),

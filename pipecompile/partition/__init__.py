@@ -1,1 +1,1 @@
-"""Cost graph in, stages out: which stage runs what."""
+"""The partition phase: a cost graph in, the stage of each node out. `solver.solve` is its entry."""

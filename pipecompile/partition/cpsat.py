@@ -1,8 +1,14 @@
-"""The whole problem as an integer program for CP-SAT: any placement of stages on ranks, any communication model.
+"""The whole problem as an integer program for CP-SAT: any placement of stages, any communication.
 
-y[u, s] says that unit u lies in stage s or before (Tarnawski et al., NeurIPS 2020, use the same monotone form); what a
-unit needs and what it feeds leave it a window of stages. Times are divided by a scale and rounded down, so every cut
-costs at most what it really does: bounds hold for the exact problem, and what is found must be scored again exactly.
+Variable y[u, s] says that unit u lies in stage s or an earlier one (Tarnawski et al., NeurIPS 2020,
+use the same monotone form). Windows fix most of them:
+
+    stage s     0    1    2    3          y rises with s, and falls along an edge u → v:
+    y[u, s]     0    y    1    1          y[v, s] ≤ y[u, s]
+    u in s      0    y   1−y   0          the differences; here the window of u is 1 … 2
+
+Times are divided by a scale and rounded down, so every cut costs at most what it really does:
+bounds hold for the exact problem, and a cut that is found must be scored again exactly.
 """
 
 from __future__ import annotations
@@ -14,263 +20,286 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from pipecompile.partition.instance import Flow, Instance
+from pipecompile.partition.unit_graph import Flow, UnitGraph
 from pipecompile.partition.windows import Limit, windows
 
-__all__ = ["COARSE", "FINE", "Answer", "solve_integer"]
+__all__ = ["COARSE", "FINE", "IntegerSolution", "solve_integer_program"]
 
 # All compute in units of time: CP-SAT 9.15 called a feasible model infeasible at 10⁹.
 COARSE, FINE = 2_000_000, 200_000_000
-LARGEST = 1 << 28  # units of time of a load: the sum of squares over all ranks must fit 64 bits
+LARGEST_LOAD = 1 << 28  # units of time: the sum of squares over all ranks must fit in 64 bits
+ROUNDING = 1e-6  # above the error of the bounds that CP-SAT returns
+WORKERS = 8  # strategies, which are interleaved
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The stages of the units of the cut that was found, if any, and a bound."""
+class IntegerSolution:
+    """The stages of the units in the cut that was found, None without one, and a lower bound."""
 
     stages: tuple[int, ...] | None
     bound: int
 
 
-def solve_integer(
-    instance: Instance,
+def solve_integer_program(
+    unit_graph: UnitGraph,
     known: Sequence[int] | None,
     limit: Limit,
     seconds: float,
     time_units: int = COARSE,
-) -> Answer:
-    """The best cut within `limit`, which a `known` cut meets, for variance or max-load.
+) -> IntegerSolution:
+    """The best cut within `limit` that is found, for variance or max-load, and a lower bound.
 
-    `seconds` is a deterministic budget. That there is no cut is not believed.
+    `known` are the stages of a cut within the limit. `seconds` is a deterministic budget. If CP-SAT
+    says that there is no cut, it is not believed: the bound is then 0.
     """
-    model = _Model.of(instance, limit, time_units)
-    objective = model.build()
-    model.search_early_first()
+    program = _IntegerProgram.of(unit_graph, limit, time_units)
+    objective = program.build()
+    program.search_early_first()
     if known is not None:
-        model.hint(known)
+        program.hint(known)
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = seconds
-    solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = (
-        True  # several strategies in turns, the same way each time
-    )
+    solver.parameters.num_workers = WORKERS
+    # Strategies take turns, in the same way each time, and do not race.
+    solver.parameters.interleave_search = True
     solver.parameters.random_seed = 0
-    model.model.minimize(objective)
-    status = solver.solve(model.model)
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        stages = tuple(model.stage_of(solver, unit) for unit in range(instance.count))
-        return Answer(stages, model.true_bound(solver.best_objective_bound))
+    program.model.minimize(objective)
+    status = solver.solve(program.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
+        return IntegerSolution(None, 0)
+    bound = program.bound_in_ns(solver.best_objective_bound)
     if status == cp_model.UNKNOWN:
-        return Answer(None, model.true_bound(solver.best_objective_bound))
-    return Answer(None, 0)
+        return IntegerSolution(None, bound)
+    stages = tuple(program.stage_of(solver, unit) for unit in range(unit_graph.count))
+    return IntegerSolution(stages, bound)
 
 
 @dataclass
-class _Model:
-    instance: Instance
+class _IntegerProgram:
+    """The program while it is built. `low` and `high` are the window of each unit.
+
+    `until[unit, stage]` is y: a variable, or 0 or 1 where the window decides.
+    """
+
+    unit_graph: UnitGraph
     limit: Limit
-    scale: int
+    scale: int  # ns per unit of time
     low: Sequence[int]
     high: Sequence[int]
     model: cp_model.CpModel
-    until: dict[tuple[int, int], Any]  # y[unit, stage], a variable or 0 or 1
+    until: dict[tuple[int, int], Any]
 
     @staticmethod
-    def of(instance: Instance, limit: Limit, time_units: int) -> _Model:
-        low, high = windows(instance, limit)
-        model = _Model(instance, limit, 1, low.tolist(), high.tolist(), cp_model.CpModel(), {})
-        model.scale = max(1, int(instance.compute[0].sum()) // time_units, model._most() // LARGEST)
-        return model
+    def of(unit_graph: UnitGraph, limit: Limit, time_units: int) -> _IntegerProgram:
+        low, high = windows(unit_graph, limit)
+        program = _IntegerProgram(
+            unit_graph, limit, 1, low.tolist(), high.tolist(), cp_model.CpModel(), {}
+        )
+        compute = int(unit_graph.compute[0].sum())
+        # At scale 1, `_largest_load` is in ns.
+        program.scale = max(1, compute // time_units, program._largest_load() // LARGEST_LOAD)
+        return program
 
     def build(self) -> Any:
-        """All constraints; returns what is to be minimised."""
-        self._place()
-        problem, loads = (
-            self.instance.problem,
-            [self._load(stage) for stage in range(self.instance.k)],
-        )
-        ranks = [
-            sum(loads[stage] for stage, where in enumerate(problem.stage_ranks) if where == rank)
+        """Adds all constraints; returns the expression that is minimised."""
+        problem = self.unit_graph.problem
+        self._add_units()
+        loads = [self._load(stage) for stage in range(self.unit_graph.k)]
+        self._add_stage_constraints()
+        rank_loads = [
+            sum(
+                loads[stage]
+                for stage, its_rank in enumerate(problem.stage_ranks)
+                if its_rank == rank
+            )
             for rank in range(problem.ranks)
         ]
-        self._restrict()
-        most = self.model.new_int_var(0, self._most(), "most")
-        for load in ranks:
+        most = self.model.new_int_var(0, self._largest_load(), "most")
+        for load in rank_loads:
             self.model.add(load <= most)
         if problem.objective == "max-load":
             return most
-        return sum(self._square(load) for load in ranks)
+        return sum(self._square(load) for load in rank_loads)
 
-    def _most(self) -> int:
-        problem = self.instance.problem
+    def _largest_load(self) -> int:
+        """An upper bound of the load of a rank, in units of time."""
+        problem = self.unit_graph.problem
+        if self.limit.load is not None:
+            return self.limit.load // self.scale
         slowest = min(problem.speed(stage) for stage in range(problem.k))
-        sent = sum(int(self.instance.weights(hop).sum()) for hop in self.instance.hops)
-        largest = (
-            int(int(self.instance.compute[0].sum()) / slowest) + 2 * problem.k * sent + problem.k
-        )
-        return (largest if self.limit.load is None else self.limit.load) // self.scale
+        sent = sum(int(self.unit_graph.weights(hop).sum()) for hop in self.unit_graph.hops)
+        compute = int(int(self.unit_graph.compute[0].sum()) / slowest)
+        return (compute + 2 * problem.k * sent + problem.k) // self.scale
 
-    def _place(self) -> None:
-        k, until = self.instance.k, self.until
-        for unit in range(self.instance.count):
-            for stage in range(k):
-                fixed = 0 if stage < self.low[unit] else 1 if stage >= self.high[unit] else None
-                until[unit, stage] = self.model.new_bool_var("") if fixed is None else fixed
-            for stage in range(1, k):
-                self._at_most(until[unit, stage - 1], until[unit, stage])
-            for source in self.instance.before[unit]:
-                for stage in range(k):
-                    self._at_most(until[unit, stage], until[source, stage])
+    # Where units lie
 
-    def _at_most(self, left: Any, right: Any) -> None:
+    def _add_units(self) -> None:
+        """The variables of all units, and the order that edges demand."""
+        stages, until = range(self.unit_graph.k), self.until
+        for unit in range(self.unit_graph.count):
+            for stage in stages:
+                if stage < self.low[unit]:
+                    until[unit, stage] = 0
+                elif stage >= self.high[unit]:
+                    until[unit, stage] = 1
+                else:
+                    until[unit, stage] = self.model.new_bool_var("")
+            for stage in stages[1:]:
+                self._add_at_most(until[unit, stage - 1], until[unit, stage])
+            for source in self.unit_graph.before[unit]:
+                for stage in stages:
+                    self._add_at_most(until[unit, stage], until[source, stage])
+
+    def _add_at_most(self, left: Any, right: Any) -> None:
         if isinstance(left, int) and isinstance(right, int):
             assert left <= right, "windows contradict each other"
         elif left is not right:
             self.model.add(left <= right)
 
-    def _in(self, unit: int, stage: int) -> Any:
+    def _is_in(self, unit: int, stage: int) -> Any:
         return self.until[unit, stage] - (self.until[unit, stage - 1] if stage else 0)
 
+    def _is_in_rank_of(self, unit: int, stage: int) -> Any:
+        ranks = self.unit_graph.problem.stage_ranks
+        return sum(self._is_in(unit, s) for s, rank in enumerate(ranks) if rank == ranks[stage])
+
+    def _add_stage_constraints(self) -> None:
+        """Stages are not empty, have parameters if they must, and fit the memory of their ranks."""
+        problem, units = self.unit_graph.problem, range(self.unit_graph.count)
+        required = [
+            u for u in units if not problem.parameters_everywhere or self.unit_graph.parameters[u]
+        ]
+        for stage in range(problem.k):
+            self.model.add(sum(self._is_in(unit, stage) for unit in required) >= 1)
+        if problem.memory is None:
+            return
+        held = [0] * problem.ranks
+        for stage, rank in enumerate(problem.stage_ranks):
+            saved = problem.memory.in_flight[stage] * self.unit_graph.saved
+            sizes = (self.unit_graph.resident + saved).tolist()
+            held[rank] += sum(sizes[unit] * self._is_in(unit, stage) for unit in units)
+        for cap, size in zip(problem.memory.caps, held, strict=True):
+            self.model.add(size <= cap)
+
+    # Loads
+
     def _load(self, stage: int) -> Any:
-        """The load of a stage: at least what it computes and, added or as the longer of the two, what it sends."""
-        problem, compute, transfers = (
-            self.instance.problem,
-            self._compute(stage),
-            sum(self._transfers(stage)),
-        )
-        if problem.communication != "overlap":
+        """The load of a stage: compute plus transfers, or the longer of them if they overlap."""
+        compute, transfers = self._compute(stage), sum(self._transfers(stage))
+        if self.unit_graph.problem.communication != "overlap":
             return compute + transfers
-        load = self.model.new_int_var(0, self._most(), "")
+        load = self.model.new_int_var(0, self._largest_load(), "")
         self.model.add(load >= compute)
         self.model.add(load >= transfers)
         return load
 
     def _compute(self, stage: int) -> Any:
-        """The time of the units of a stage: at another speed than 1 the sum is rounded up, not each of them."""
-        speed = self.instance.problem.speed(stage)
-        times = self.instance.compute[int(stage == self.instance.k - 1)].tolist()
+        """The compute of a stage. At another speed than 1, the sum is rounded up, not each unit."""
+        speed = self.unit_graph.problem.speed(stage)
+        times = self.unit_graph.compute[int(stage == self.unit_graph.k - 1)].tolist()
         work = sum(
-            time * speed.denominator // self.scale * self._in(unit, stage)
+            time * speed.denominator // self.scale * self._is_in(unit, stage)
             for unit, time in enumerate(times)
             if time
         )
         if speed == 1:
             return work
-        compute = self.model.new_int_var(0, self._most(), "")
-        # In nanoseconds a load is rounded up; in coarser units it is not, so that it is never more than it really is.
+        compute = self.model.new_int_var(0, self._largest_load(), "")
+        # In ns a load is rounded up. In coarser units it is not, so that it is never more than it
+        # is.
         slack = 0 if self.scale == 1 else speed.numerator - 1
         self.model.add(speed.numerator * compute + slack >= work)
         return compute
 
     def _transfers(self, stage: int) -> Iterator[Any]:
-        if self.instance.problem.communication == "endpoint":
-            yield from self._endpoints(stage)
+        if self.unit_graph.problem.communication == "endpoint":
+            yield from self._endpoint_transfers(stage)
             return
         for boundary in (stage - 1, stage):
-            if 0 <= boundary < self.instance.k - 1:
-                yield from self._crossing(boundary)
+            if 0 <= boundary < self.unit_graph.k - 1:
+                yield from self._crossing_transfers(boundary)
 
-    def _crossing(self, boundary: int) -> Iterator[Any]:
-        """What crosses a boundary: a producer before it and a consumer after it."""
-        hop = self.instance.problem.hop(boundary)
+    def _crossing_transfers(self, boundary: int) -> Iterator[Any]:
+        """What crosses a boundary: flows with the producer before it and a consumer after it."""
+        hop = self.unit_graph.problem.hop(boundary)
         if hop is None:
             return
-        for flow, weight in zip(
-            self.instance.flows, self.instance.weights(hop).tolist(), strict=True
-        ):
-            first = self.until[flow.producer, boundary]
-            ends = [self.until[unit, boundary] for unit in flow.consumers]
-            if weight // self.scale and not (_is(first, 0) or all(_is(end, 1) for end in ends)):
+        weights = (self.unit_graph.weights(hop) // self.scale).tolist()
+        for flow, weight in zip(self.unit_graph.flows, weights, strict=True):
+            producer = self.until[flow.producer, boundary]
+            consumers = [self.until[unit, boundary] for unit in flow.consumers]
+            stays = _is_fixed(producer, 0) or all(_is_fixed(end, 1) for end in consumers)
+            if weight and not stays:
                 crosses = self.model.new_bool_var("")
-                for end in ends:
-                    self.model.add(crosses >= first - end)
-                yield weight // self.scale * crosses
+                for consumer in consumers:
+                    self.model.add(crosses >= producer - consumer)
+                yield weight * crosses
 
-    def _endpoints(self, stage: int) -> Iterator[Any]:
-        """What a stage sends or receives: it holds some ends of a tensor but not all (by rank)."""
-        hop = next(iter(self.instance.hops), None)
+    def _endpoint_transfers(self, stage: int) -> Iterator[Any]:
+        """What a rank pays for flows of which it has some ends but not all.
+
+        Charged with the last stage of the rank.
+        """
+        hop = next(iter(self.unit_graph.hops), None)
         if hop is None:
             return
-        for flow, weight in zip(
-            self.instance.flows, self.instance.weights(hop).tolist(), strict=True
-        ):
-            if weight // self.scale and self._touches(flow, stage):
+        weights = (self.unit_graph.weights(hop) // self.scale).tolist()
+        for flow, weight in zip(self.unit_graph.flows, weights, strict=True):
+            if weight and self._may_touch(flow, stage):
                 pays = self.model.new_bool_var("")
-                here = self._in_rank(flow.producer, stage)
+                producer = self._is_in_rank_of(flow.producer, stage)
                 for unit in flow.consumers:
-                    there = self._in_rank(unit, stage)
-                    self.model.add(pays >= here - there)
-                    self.model.add(pays >= there - here)
-                yield weight // self.scale * pays
+                    consumer = self._is_in_rank_of(unit, stage)
+                    self.model.add(pays >= producer - consumer)
+                    self.model.add(pays >= consumer - producer)
+                yield weight * pays
 
-    def _touches(self, flow: Flow, stage: int) -> bool:
-        """Whether an end may lie here, and charged once a rank: with its last stage."""
-        ranks = self.instance.problem.stage_ranks
+    def _may_touch(self, flow: Flow, stage: int) -> bool:
+        """Whether the stage is the last of its rank, and an end of the flow may lie on the rank."""
+        ranks = self.unit_graph.problem.stage_ranks
         stages = [s for s, rank in enumerate(ranks) if rank == ranks[stage]]
         ends = (flow.producer, *flow.consumers)
         return stage == stages[-1] and any(
             self.low[unit] <= s <= self.high[unit] for unit in ends for s in stages
         )
 
-    def _in_rank(self, unit: int, stage: int) -> Any:
-        ranks = self.instance.problem.stage_ranks
-        return sum(self._in(unit, s) for s, rank in enumerate(ranks) if rank == ranks[stage])
-
-    def _restrict(self) -> None:
-        """Stages are not empty, hold parameters where they must, and fit the memory of their ranks."""
-        problem, units = self.instance.problem, range(self.instance.count)
-        for stage in range(problem.k):
-            counted = [
-                u for u in units if not problem.parameters_everywhere or self.instance.parameters[u]
-            ]
-            self.model.add(sum(self._in(unit, stage) for unit in counted) >= 1)
-        if problem.memory is None:
-            return
-        held = [0] * problem.ranks
-        for stage, rank in enumerate(problem.stage_ranks):
-            sizes = (
-                self.instance.resident + problem.memory.in_flight[stage] * self.instance.saved
-            ).tolist()
-            held[rank] += sum(sizes[unit] * self._in(unit, stage) for unit in units)
-        for cap, size in zip(problem.memory.caps, held, strict=True):
-            self.model.add(size <= cap)
-
     def _square(self, load: Any) -> Any:
-        most = self._most()
-        value, square = (
-            self.model.new_int_var(0, most, ""),
-            self.model.new_int_var(0, most * most, ""),
-        )
+        most = self._largest_load()
+        value = self.model.new_int_var(0, most, "")
+        square = self.model.new_int_var(0, most * most, "")
         self.model.add(value >= load)
         self.model.add_multiplication_equality(square, [value, value])
         return square
 
+    # Search and result
+
     def search_early_first(self) -> None:
-        """An order of decisions for the worker that follows one; without any, CP-SAT 9.15 sometimes aborts."""
+        """Gives an order of decisions to the worker that follows one.
+
+        Without any, CP-SAT 9.15 sometimes aborts.
+        """
         variables = [variable for variable in self.until.values() if not isinstance(variable, int)]
         self.model.add_decision_strategy(
             variables, cp_model.CHOOSE_FIRST, cp_model.SELECT_MAX_VALUE
         )
 
     def hint(self, known: Sequence[int]) -> None:
-        """Starts from a cut."""
+        """Starts the search from the cut with these stages."""
         for (unit, stage), variable in self.until.items():
             if not isinstance(variable, int):
                 self.model.add_hint(variable, known[unit] <= stage)
 
     def stage_of(self, solver: cp_model.CpSolver, unit: int) -> int:
-        """The stage that the solver gave a unit."""
-        return next(
-            stage for stage in range(self.instance.k) if solver.value(self.until[unit, stage])
-        )
+        """The stage that the solver gave to a unit."""
+        stages = range(self.unit_graph.k)
+        return next(stage for stage in stages if solver.value(self.until[unit, stage]))
 
-    def true_bound(self, found: float) -> int:
-        """A bound in nanoseconds, or their squares, from one in units of time."""
-        scale = (
-            self.scale if self.instance.problem.objective == "max-load" else self.scale * self.scale
-        )
-        return max(0, floor(found + 1e-6) * scale)
+    def bound_in_ns(self, bound: float) -> int:
+        """The bound in ns (max-load) or ns² (variance), from one in units of time."""
+        is_load = self.unit_graph.problem.objective == "max-load"
+        scale = self.scale if is_load else self.scale * self.scale
+        return max(0, floor(bound + ROUNDING) * scale)
 
 
-def _is(variable: Any, value: int) -> bool:
+def _is_fixed(variable: Any, value: int) -> bool:
     return isinstance(variable, int) and variable == value

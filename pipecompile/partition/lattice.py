@@ -1,58 +1,82 @@
-"""Cuts through the lattice of ideals: exact where few ideals are left, a neighbourhood of a cut where they are many.
+"""Parts of the lattice of ideals: all that a limit leaves, or the neighbourhood of a cut.
 
-Stage windows decide for most units on which side of a boundary they lie; only the ideals of the others are listed.
-With the windows that a limit implies, no cut within the limit is missed, and the best chain is proven best.
+Windows (see `windows`) decide for most units on which side of a boundary they lie. Only the ideals
+of the other units are enumerated:
+
+    unit      0  1  2  3  4  5  6  7        boundary 2
+    window    0  0  01 1  12 12 2  2
+              └ below ──┘ └free┘ └above┘    of 8 units 2 are free: at most 4 ideals, not 256
+
+With the windows that a limit implies, no cut within the limit is missed, and the best chain is
+proven best. Where too many ideals are left, only those near a known cut are enumerated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from pipecompile.partition.boundaries import Ideals, Listed, Rows, enumerate_ideals
+from pipecompile.partition.boundaries import Rows
 from pipecompile.partition.chains import Chains
-from pipecompile.partition.instance import Instance
+from pipecompile.partition.ideals import IdealList, Ideals, enumerate_ideals
+from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit, windows
 
-__all__ = ["every_cut", "nearby"]
+__all__ = ["every_cut", "nearby_cuts"]
 
-CELLS = 1 << 24  # 64-bit words that the ideals of a search may take
-CELLS_NEARBY = 1 << 19
+WORDS_MAX = 1 << 24  # 64-bit words that the ideals of a search may take
+NEARBY_WORDS_MAX = 1 << 19
+WORDS_OF_SUMS = 6  # per ideal, besides its bits
 
 
-def every_cut(instance: Instance, limit: Limit, share: float = 1.0) -> Chains | None:
-    """A family that holds every cut within the limit; None if a `share` of what there may be does not hold it."""
-    low, high = windows(instance, limit)
+class _Sides(NamedTuple):
+    """The units that lie below a boundary, and those that may lie on either side."""
+
+    below: Rows
+    free: Rows
+
+
+def every_cut(unit_graph: UnitGraph, limit: Limit, share: float = 1.0) -> Chains | None:
+    """The chains of a family that has every cut within the limit.
+
+    None if it does not fit into a `share` of the most memory.
+    """
+    low, high = windows(unit_graph, limit)
     sides = [
-        (np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s)))
-        for s in range(1, instance.k)
+        _Sides(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s)))
+        for s in range(1, unit_graph.k)
     ]
-    return _family(instance, sides, int(CELLS * share))
+    return _chains_between(unit_graph, sides, int(WORDS_MAX * share))
 
 
-def nearby(
-    instance: Instance, order: Sequence[int], rows: Sequence[int], reach: int
+def nearby_cuts(
+    unit_graph: UnitGraph, order: Sequence[int], rows: Sequence[int], reach: int
 ) -> Chains | None:
-    """A family of ideals that differ from the prefixes at `rows` of an order by units at most `reach` away in it."""
+    """The chains of ideals near the prefixes of an order that end at `rows` (0 … k).
+
+    Units at most `reach` places from a boundary may change its side. None if the ideals are too
+    many.
+    """
     sides, places = [], np.asarray(order, np.intp)
     for row in rows[1:-1]:
-        start, stop = max(0, row - reach), min(instance.count, row + reach)
-        sides.append((np.sort(places[:start]), np.sort(places[start:stop])))
-    return _family(instance, sides, CELLS_NEARBY)
+        start, stop = max(0, row - reach), min(unit_graph.count, row + reach)
+        sides.append(_Sides(np.sort(places[:start]), np.sort(places[start:stop])))
+    return _chains_between(unit_graph, sides, NEARBY_WORDS_MAX)
 
 
-def _family(instance: Instance, sides: Sequence[tuple[Rows, Rows]], cells: int) -> Chains | None:
-    """Per boundary all ideals of its free units on top of those that lie below it."""
-    left, nothing = cells // (-(-instance.count // 64) + 6), np.zeros(0, np.intp)
-    lists = list[Listed]()
-    for below, free in [(nothing, nothing), *sides, (np.arange(instance.count), nothing)]:
-        found = enumerate_ideals(instance, below, free, left)
-        if found is None:
+def _chains_between(unit_graph: UnitGraph, inner: Sequence[_Sides], words: int) -> Chains | None:
+    """The chains whose boundaries 1 … k − 1 have these sides; None if their ideals are too many."""
+    ideals_left = words // (-(-unit_graph.count // 64) + WORDS_OF_SUMS)
+    nothing, everything = np.zeros(0, np.intp), np.arange(unit_graph.count)
+    lists = list[IdealList]()
+    for below, free in (_Sides(nothing, nothing), *inner, _Sides(everything, nothing)):
+        ideals = enumerate_ideals(unit_graph, below, free, ideals_left)
+        if ideals is None:
             return None
-        left -= len(found.bits)
-        lists.append(found)
-    family = Ideals(instance, lists)
-    return Chains(
-        family, {stage: np.flatnonzero(family.origin == stage) for stage in range(1, instance.k)}
-    )
+        ideals_left -= len(ideals.bits)
+        lists.append(ideals)
+    family = Ideals(unit_graph, lists)
+    near = {s: np.flatnonzero(family.origin == s) for s in range(1, unit_graph.k)}
+    return Chains(family, near)

@@ -1,4 +1,7 @@
-"""Hill climbing over boundaries and single units, for objectives that no dynamic program decomposes."""
+"""Hill climbing over boundaries and single units, where no dynamic program is possible.
+
+That is so for the simulated step, and for loads of ranks that run several stages.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +11,81 @@ from typing import Any
 import numpy as np
 
 from pipecompile.partition.boundaries import Rows
-from pipecompile.partition.instance import Instance
-from pipecompile.partition.orders import topological
+from pipecompile.partition.orders import topological_order
+from pipecompile.partition.unit_graph import UnitGraph
 
 __all__ = ["climb"]
 
+Stages = tuple[int, ...]  # the stage of each unit
+
 
 def climb(
-    instance: Instance,
+    unit_graph: UnitGraph,
     stages: Sequence[int],
-    value: Callable[[tuple[int, ...]], Any],
+    value: Callable[[Stages], Any],
     evaluations: int,
-) -> tuple[int, ...]:
-    """Moves boundaries of an order that has these stages as intervals, as long as `value` falls.
+) -> Stages:
+    """The stages after moves that lower `value`, with about so many evaluations of it.
 
-    `value` is None for what is not allowed. Boundaries move alone or a run of them together, by steps that halve
-    each time that nothing helps; at a step of one, single units move too.
+    `value` is None for stages that are not allowed. Units are laid out in an order that has the
+    stages as intervals. Boundaries move in it, alone or with all after them, by steps that halve
+    when none helps; at a step of one, single units move too:
+
+        0 0 0 0 | 1 1 | 2 2 2 2    step 2
+        0 0 | 1 1 1 1 | 2 2 2 2    the first boundary alone
+        0 0 | 1 1 | 2 2 2 2 2 2    the first boundary with all after it
     """
     best = tuple(int(stage) for stage in stages)
-    lowest, (order, cuts) = value(best), _laid_out(instance, best)
-    step, left = max(1, instance.count // (2 * instance.k)), evaluations
+    least = value(best)
+    order, starts = _layout(unit_graph, best)
+    step, left = max(1, unit_graph.count // (2 * unit_graph.k)), evaluations
     while step and left > 0:
-        improved = False
-        for candidate in (
-            *_moves(order, cuts, step),
-            *(_shifts(instance, best) if step == 1 else ()),
-        ):
-            found = value(candidate)
+        has_improved = False
+        candidates = list(_boundary_moves(order, starts, step))
+        if step == 1:
+            candidates += _unit_moves(unit_graph, best)
+        for candidate in candidates:
+            candidate_value = value(candidate)
             left -= 1
-            if found is not None and (lowest is None or found < lowest):
-                best, lowest, improved = candidate, found, True
+            if candidate_value is not None and (least is None or candidate_value < least):
+                best, least, has_improved = candidate, candidate_value, True
             if left <= 0:
                 break
-        step = step if improved else step // 2
-        order, cuts = _laid_out(instance, best)
+        if not has_improved:
+            step //= 2
+        order, starts = _layout(unit_graph, best)
     return best
 
 
-def _laid_out(instance: Instance, stages: tuple[int, ...]) -> tuple[Rows, Rows]:
-    """An order that has these stages as intervals, and where they begin."""
-    order = np.array(topological(instance, lambda unit: (stages[unit], unit)), np.intp)
-    return order, np.searchsorted(np.asarray(stages)[order], np.arange(1, instance.k))
+def _layout(unit_graph: UnitGraph, stages: Stages) -> tuple[Rows, Rows]:
+    """An order that has these stages as intervals, and where stages 1 … k − 1 start in it."""
+    order = np.array(topological_order(unit_graph, lambda unit: (stages[unit], unit)), np.intp)
+    return order, np.searchsorted(np.asarray(stages)[order], np.arange(1, unit_graph.k))
 
 
-def _shifts(instance: Instance, stages: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Each unit one stage later or earlier, where what it feeds and needs lets it."""
+def _unit_moves(unit_graph: UnitGraph, stages: Stages) -> Iterator[Stages]:
+    """Each unit one stage later or earlier, as far as its predecessors and successors allow."""
+    last = unit_graph.k - 1
     for unit, stage in enumerate(stages):
-        later = min((stages[after] for after in instance.after[unit]), default=instance.k - 1)
-        earlier = max((stages[before] for before in instance.before[unit]), default=0)
+        latest = min((stages[after] for after in unit_graph.after[unit]), default=last)
+        earliest = max((stages[before] for before in unit_graph.before[unit]), default=0)
         for moved in (stage + 1, stage - 1):
-            if earlier <= moved <= later:
+            if earliest <= moved <= latest:
                 yield (*stages[:unit], moved, *stages[unit + 1 :])
 
 
-def _moves(order: Rows, cuts: Rows, step: int) -> Iterator[tuple[int, ...]]:
-    """Each boundary, and each boundary with all after it, moved by a step either way; stages stay non-empty."""
-    for index in range(len(cuts)):
-        for stop in dict.fromkeys((index + 1, len(cuts))):
-            for by in (-step, step):
-                moved = cuts.copy()
-                moved[index:stop] += by
+def _boundary_moves(order: Rows, starts: Rows, step: int) -> Iterator[Stages]:
+    """Each boundary, alone and with all after it, a step either way; no stage becomes empty."""
+    for index in range(len(starts)):
+        for stop in dict.fromkeys((index + 1, len(starts))):
+            for change in (-step, step):
+                moved = starts.copy()
+                moved[index:stop] += change
                 if (np.diff(moved, prepend=0, append=len(order)) > 0).all():
-                    yield _stages(order, moved)
+                    yield _stages_from(order, moved)
 
 
-def _stages(order: Rows, cuts: Rows) -> tuple[int, ...]:
+def _stages_from(order: Rows, starts: Rows) -> Stages:
     stages = np.zeros(len(order), np.intp)
-    stages[order] = np.searchsorted(cuts, np.arange(len(order)), side="right")
+    stages[order] = np.searchsorted(starts, np.arange(len(order)), side="right")
     return tuple(stages.tolist())

@@ -1,4 +1,11 @@
-"""What a cut is worth: loads, objectives and bounds, in exact integers and independent of any solver."""
+"""What a cut is worth: its loads, its values by each objective, and lower bounds of them.
+
+Exact integers, and independent of any solver: the solver scores its answer with it, and tests do.
+
+**Load** here is the load of the glossary (forward, backward and recompute of one microbatch on a
+rank, in ns) *and the transfers* that the problem's `communication` charges to the rank. With
+communication "none", or over free links, it is the glossary's load.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +14,92 @@ from fractions import Fraction
 from math import ceil
 
 from pipecompile.ir.graph import Node
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
 
-__all__ = ["lower_bound", "measures", "objective_value", "rank_loads", "stage_loads"]
+__all__ = [
+    "even_squares",
+    "lower_bound",
+    "measures",
+    "objective_value",
+    "rank_loads",
+    "stage_loads",
+]
 
 
 def stage_loads(
-    problem: Problem, assignment: Mapping[str, int], replicas: Sequence[int] | None = None
+    problem: PartitionProblem, assignment: Mapping[str, int], replicas: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Per stage its compute for one microbatch and its transfers, nanoseconds, as its rank feels them.
+    """Per stage its compute and its transfers for one microbatch, in ns at the speed of its rank.
 
-    Under `relay` a tensor crosses every boundary between its first and its last holder, and both sides of the
-    boundary pay for its value and for its gradient; under `overlap` the longer of this and the compute counts.
-    Under `endpoint` each stage that holds some but not all of a tensor's endpoints pays once.
+    What stages pay to fit their memory is not included. With `replicas` (ranks per stage) a load is
+    divided among the ranks, and the all-reduce of the gradients is added.
+
+    Transfers of a tensor from stage 0 to consumers in stages 1 and 3, w ns for value and gradient:
+
+        communication   stage 0   1      2      3
+        relay           w         2 w    2 w    w      both sides of each boundary it crosses
+        endpoint        w         w      0      w      each stage with some but not all of its ends
+        overlap         as relay, but the longer of transfers and compute counts
     """
-    k, names = problem.k, _members(problem, assignment)
+    k, members = problem.k, _members(problem, assignment)
     compute = [
-        ceil(problem.compute_ns(names[s], last=s == k - 1) / problem.speed(s)) for s in range(k)
+        ceil(problem.compute_ns(names, last=stage == k - 1) / problem.speed(stage))
+        for stage, names in enumerate(members)
     ]
-    transfers = (
-        _endpoint(problem, assignment)
-        if problem.communication == "endpoint"
-        else _relay(problem, assignment)
-    )
+    is_endpoint = problem.communication == "endpoint"
+    transfers = (_endpoint_transfers if is_endpoint else _relay_transfers)(problem, assignment)
     join = max if problem.communication == "overlap" else int.__add__
     loads = [join(*pair) for pair in zip(compute, transfers, strict=True)]
     if replicas is not None:
-        weights = [
-            sum(problem.graph.by_name[name].parameter_bytes for name in group) for group in names
-        ]
-        loads = [
-            -(-load // r) + problem.reduction_ns(weight, r)
-            for load, r, weight in zip(loads, replicas, weights, strict=True)
-        ]
+        by_name = problem.graph.by_name
+        for stage, ranks in enumerate(replicas):
+            parameter_bytes = sum(by_name[name].parameter_bytes for name in members[stage])
+            reduction = problem.reduction_ns(parameter_bytes, ranks)
+            loads[stage] = -(-loads[stage] // ranks) + reduction
     return tuple(loads)
 
 
-def _members(problem: Problem, assignment: Mapping[str, int]) -> list[list[str]]:
-    found: list[list[str]] = [[] for _ in range(problem.k)]
+def _members(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[list[str]]:
+    members: list[list[str]] = [[] for _ in range(problem.k)]
     for name, stage in assignment.items():
-        found[stage].append(name)
-    return found
+        members[stage].append(name)
+    return members
 
 
-def _relay(problem: Problem, assignment: Mapping[str, int]) -> list[int]:
-    paid = [0] * problem.k
+def _relay_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[int]:
+    """Per stage the time of its transfers, each boundary over its own hop."""
+    transfers = [0] * problem.k
     hops = [problem.hop(stage) for stage in range(problem.k - 1)]
     for tensor in problem.graph.tensors:
-        holders = [assignment[name] for name in (tensor.producer, *tensor.consumers)]
-        for stage in range(min(holders), max(holders)):
+        stages = [assignment[name] for name in (tensor.producer, *tensor.consumers)]
+        for stage in range(min(stages), max(stages)):
             if (hop := hops[stage]) is not None:
-                transfer = hop.transfer_ns(tensor.bytes, tensor.gradient_bytes)
-                paid[stage] += transfer
-                paid[stage + 1] += transfer
-    return paid
+                ns = hop.transfer_ns(tensor.bytes, tensor.gradient_bytes)
+                transfers[stage] += ns
+                transfers[stage + 1] += ns
+    return transfers
 
 
-def _endpoint(problem: Problem, assignment: Mapping[str, int]) -> list[int]:
-    """Ranks, not stages, hold a tensor: one that stays on a rank is not sent."""
-    paid, ranks = [0] * problem.k, problem.stage_ranks
+def _endpoint_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[int]:
+    """Per stage the time of its transfers; a tensor that stays on a rank is not sent.
+
+    A rank with several stages pays once for a tensor: with the last of its stages that has an end.
+    """
+    transfers, ranks = [0] * problem.k, problem.stage_ranks
     link = problem.links.one
     assert link is not None
     for tensor in problem.graph.tensors:
-        holders = {assignment[name] for name in (tensor.producer, *tensor.consumers)}
-        transfer = link.transfer_ns(tensor.bytes) + link.transfer_ns(tensor.gradient_bytes)
-        if len({ranks[stage] for stage in holders}) > 1:
-            for stage in {ranks[s]: s for s in sorted(holders)}.values():
-                paid[stage] += transfer
-    return paid
+        stages = {assignment[name] for name in (tensor.producer, *tensor.consumers)}
+        last_stage_of_rank = {ranks[stage]: stage for stage in sorted(stages)}
+        if len(last_stage_of_rank) > 1:
+            ns = link.transfer_ns(tensor.bytes) + link.transfer_ns(tensor.gradient_bytes)
+            for stage in last_stage_of_rank.values():
+                transfers[stage] += ns
+    return transfers
 
 
-def rank_loads(problem: Problem, loads: Sequence[int]) -> tuple[int, ...]:
-    """The loads of stages summed over the stages of each rank."""
+def rank_loads(problem: PartitionProblem, loads: Sequence[int]) -> tuple[int, ...]:
+    """The loads of stages, summed over the stages of each rank."""
     summed = [0] * problem.ranks
     for rank, load in zip(problem.stage_ranks, loads, strict=True):
         summed[rank] += load
@@ -86,7 +107,11 @@ def rank_loads(problem: Problem, loads: Sequence[int]) -> tuple[int, ...]:
 
 
 def measures(loads: Sequence[int]) -> dict[str, int]:
-    """The objectives' values: the largest load, Σ load², and the mean squared deviation from the mean (floor)."""
+    """The objectives' values for the loads of ranks, by their names in results.
+
+    These are the largest load (ns), Σ load² (ns²), and the variance of the loads, rounded down
+    (ns²).
+    """
     squares, count = sum(load * load for load in loads), len(loads)
     return {
         "max_load_ns": max(loads),
@@ -96,103 +121,114 @@ def measures(loads: Sequence[int]) -> dict[str, int]:
 
 
 def objective_value(objective: str, loads: Sequence[int]) -> int:
-    """What the search minimises: Σ load² for `variance`, the largest load for `max-load`."""
-    return measures(loads)[{"variance": "sum_of_squares_ns2", "max-load": "max_load_ns"}[objective]]
+    """What the search minimises: Σ load² for "variance", the largest load for "max-load"."""
+    name = {"variance": "sum_of_squares_ns2", "max-load": "max_load_ns"}[objective]
+    return measures(loads)[name]
 
 
-def lower_bound(problem: Problem) -> int:
-    """No cut of the graph, in whatever order, is worth less. Transfers are taken as free.
+def lower_bound(problem: PartitionProblem) -> int:
+    """A lower bound of the value of all cuts, in any order of the graph, with free transfers.
 
-    Let C be all compute, each unit at its least, and σ the speeds of the ranks (replicated: their numbers). The
-    loads satisfy Σ σ·l ≥ C, hence max l ≥ C / Σσ and, by Cauchy and Schwarz, Σ l² ≥ C² / Σσ². Besides, some stage
-    holds the largest unit; and the largest units, each alone, leave the rest to the other ranks.
+    Let C be all compute, each unit at its least, and σ the speed of each rank (with replicas: their
+    numbers). The loads satisfy Σ σ·load ≥ C. Hence max load ≥ C / Σσ and, by Cauchy and Schwarz,
+    Σ load² ≥ C² / Σσ². Besides, some stage has the largest unit; and if the largest units are above
+    the mean, each of them alone, the other ranks share the rest (`_large_units_bounds`).
     """
     least = [problem.compute_ns(unit, last=bool(problem.recompute)) for unit in problem.units]
     shares, fastest = _shares(problem)
     total, alone = sum(least), ceil(max(least) / fastest)
-    maximum = max(alone, ceil(total / sum(shares)), _recomputed(problem, 1))
     if problem.objective == "max-load":
-        return maximum
+        return max(alone, ceil(total / sum(shares)), _recompute_bound(problem, 1))
     if problem.objective == "step-time":
         return _step_bound(problem, total)
-    bounds = [
-        ceil(Fraction(total**2) / sum(s * s for s in shares)),
-        _recomputed(problem, 2),
-        alone**2,
-    ]
+    even = ceil(Fraction(total**2) / sum(share * share for share in shares))
+    bounds = [even, _recompute_bound(problem, 2), alone**2]
     if set(shares) == {1} and problem.replica_ranks is None:
-        bounds += _large_units(least, problem.ranks)
+        bounds += _large_units_bounds(least, problem.ranks)
     return max(bounds)
 
 
-def _shares(problem: Problem) -> tuple[list[Fraction], Fraction]:
-    """How much compute each rank takes per unit of load, and the largest share that one stage may have."""
+def _shares(problem: PartitionProblem) -> tuple[list[Fraction], Fraction]:
+    """The compute per ns of load of each rank, and the largest share that one stage may have."""
     if problem.replica_ranks is not None:
-        most = (
-            problem.replica_ranks - problem.k + 1
-        )  # convex in the numbers of replicas: one stage has all others
-        return [Fraction(most), *[Fraction(1)] * (problem.k - 1)], Fraction(most)
+        # Σ σ² is convex in the numbers of replicas: it is most where one stage has all spare ranks.
+        most = Fraction(problem.replica_ranks - problem.k + 1)
+        return [most, *[Fraction(1)] * (problem.k - 1)], most
     shares = [Fraction(1)] * problem.ranks
     for stage, rank in enumerate(problem.stage_ranks):
         shares[rank] = problem.speed(stage)
     return shares, max(shares)
 
 
-def _recomputed(problem: Problem, power: int) -> int:
-    """The last stage does not recompute: with ρ the most that a unit shrinks there, l₁ + … + ρ·l_k ≥ all compute."""
+def _recompute_bound(problem: PartitionProblem, power: int) -> int:
+    """A lower bound of the largest load (power 1) or of Σ load² (power 2) under recompute; or 0.
+
+    The last stage does not recompute. Let ρ be the most by which a unit shrinks there. If the load
+    of the last stage is counted ρ times, the loads sum to all compute with recompute, C: then Σ
+    load ^ power ≥ C ^ power / (k − 1 + ρ ^ power), as in `lower_bound`. With 6 ns a unit, 4 of them
+    in the last stage, ρ is 3/2; for C = 30 and k = 2 the largest load is 30 / 2.5 = 12 at least.
+    """
     k = problem.k
-    if (
-        not problem.recompute
-        or problem.ranks != k
-        or problem.speeds is not None
-        or problem.replica_ranks is not None
-    ):
+    one_rank_each = problem.ranks == k and problem.replica_ranks is None
+    if not problem.recompute or not one_rank_each or problem.speeds is not None:
         return 0
     full = [problem.compute_ns(unit, last=False) for unit in problem.units]
     least = [problem.compute_ns(unit, last=True) for unit in problem.units]
-    shrink = max(
-        (Fraction(a, b) for a, b in zip(full, least, strict=True) if b), default=Fraction(1)
-    )
-    return ceil(Fraction(sum(full) ** power) / (k - 1 + Fraction(shrink) ** power))
+    ratios = (Fraction(a, b) for a, b in zip(full, least, strict=True) if b)
+    ratio = max(ratios, default=Fraction(1))
+    return ceil(Fraction(sum(full) ** power) / (k - 1 + ratio**power))
 
 
-def _large_units(least: Sequence[int], ranks: int) -> list[int]:
-    """With the j largest units each alone: as long as they are above the mean of the rest, no cut is more even."""
-    bounds, rest = [_even_squares(sum(least), ranks)], sum(least)
-    squares, left = 0, ranks
+def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:
+    """Lower bounds of Σ load² with the j largest units each alone on a rank, for j = 0, 1, …
+
+    While the next unit is above the mean of what is left, no cut is more even. For units of 9, 8,
+    1, 1 and 1 on 3 ranks: 9² + 8² + 3² = 154.
+    """
+    total, ranks_left, squares = sum(least), ranks, 0
+    bounds = [even_squares(total, ranks)]
     for unit in sorted(least, reverse=True)[: ranks - 1]:
-        if unit * left <= rest:
+        if unit * ranks_left <= total:
             break
-        squares, rest, left = squares + unit**2, rest - unit, left - 1
-        bounds.append(squares + _even_squares(rest, left))
+        squares, total, ranks_left = squares + unit**2, total - unit, ranks_left - 1
+        bounds.append(squares + even_squares(total, ranks_left))
     return bounds
 
 
-def _even_squares(total: int, parts: int) -> int:
-    """The least Σ x² of `parts` integers whose sum is `total`."""
+def even_squares(total: int, parts: int) -> int:
+    """The least Σ x² of `parts` integers that sum to `total`: 3 parts of 11 are 4, 4, 3, so 41."""
     share, rest = divmod(total, parts)
     return rest * (share + 1) ** 2 + (parts - rest) * share**2
 
 
-def _step_bound(problem: Problem, total: int) -> int:
-    """The first microbatch must reach stage s before its rank starts on M of them: Σ_{i<s} l_i + M·l_s ≤ step.
+def _step_bound(problem: PartitionProblem, total: int) -> int:
+    """A lower bound of the step of all cuts, with `total` compute.
 
-    The step T that lets all loads meet these limits is least where each is met: then Σ l = T·(1 − (1 − 1/M)^k).
-    Ranks with several stages only ever do Σ l = their sum, M times. So do those that split their backwards: they have
-    the gradients of weights to do while a microbatch travels, and both halves may take less than the whole.
+    The first microbatch must reach stage s before its rank starts on M of them, and its gradient
+    must return: Σ_{i<s} load_i + M·load_s ≤ step.
+
+        stage 0   █0  █0  █0  █0                 k = 2, M = 4
+        stage 1   ·   █1  █1  █1  █1             load_0 + 4·load_1 ≤ step
+
+    The step T that allows the most compute meets each of these: load_s = T/M · (1 − 1/M)^s, and
+    then Σ load = T·(1 − (1 − 1/M)^k).
+
+    Ranks with several stages, and schedules that split backwards, are only bounded by M times their
+    compute: while a microbatch travels they have other work, as the gradients of weights. Both
+    halves of a split backward may take less than the whole.
     """
     m, fastest = problem.microbatches, max(problem.speed(s) for s in range(problem.k))
     if not problem.whole_backwards:
-        total -= sum(_saved_by_halves(node) for node in problem.graph.nodes)
+        total -= sum(_saved_by_splitting(node) for node in problem.graph.nodes)
     busy = ceil(m * total / (problem.ranks * fastest))
     if problem.ranks != problem.k or not problem.whole_backwards:
         return busy
-    fill = 1 - (1 - Fraction(1, m)) ** problem.k
-    return max(busy, ceil(total / fastest / fill))
+    filled = 1 - (1 - Fraction(1, m)) ** problem.k
+    return max(busy, ceil(total / fastest / filled))
 
 
-def _saved_by_halves(node: Node) -> int:
-    """What the two halves of a node's backward take less than the whole, in ns."""
+def _saved_by_splitting(node: Node) -> int:
+    """The ns that the two halves of a node's backward take less than the whole; 0 if not known."""
     if node.backward_input_ns is None or node.backward_weight_ns is None:
         return 0
     return max(0, node.backward_ns - node.backward_input_ns - node.backward_weight_ns)

@@ -1,95 +1,110 @@
-"""Topological orders of the units: a cut is found in one of them, so which ones are tried matters."""
+"""Topological orders of the units, which `prefix_cuts` cuts into intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
 
-from pipecompile.partition.instance import Instance
+from pipecompile.partition.unit_graph import UnitGraph
 
-__all__ = ["orders", "reordered"]
+__all__ = ["shuffled_order", "topological_order", "topological_orders"]
+
+DEPTH_NOISE = (1.0, 4.0, 16.0)  # how far shuffles of the order of depth stray from it, in levels
 
 
-def orders(instance: Instance) -> Iterator[list[int]]:
-    """The graph's own order first, then others that differ from it in kind, each once."""
-    seen = set()
-    low, high = instance.windows
-    own = range(instance.count)
-    depth, height = _levels(own, instance.before), _levels(reversed(own), instance.after)
+def topological_orders(unit_graph: UnitGraph) -> Iterator[list[int]]:
+    """Up to eight different orders, the graph's own first.
+
+    Those by depth mix parallel branches, those depth first finish one branch before the next.
+    """
+    own = range(unit_graph.count)
+    backwards = list(reversed(own))
+    before, after = unit_graph.before, unit_graph.after
+    depth, height = _path_lengths(own, before), _path_lengths(backwards, after)
     deepest = max(depth, default=0)
+    low, high = unit_graph.pin_windows
+    seen = set()
     for order in (
         list(own),
-        topological(instance, lambda unit: (depth[unit], unit)),  # as soon as possible
-        topological(instance, lambda unit: (deepest - height[unit], unit)),  # as late as possible
-        topological(instance, lambda unit: (-height[unit], unit)),
-        _depth_first(instance, instance.before, own),
-        _depth_first(instance, instance.before, list(reversed(own))),
-        list(reversed(_depth_first(instance, instance.after, list(reversed(own))))),
-        list(reversed(_depth_first(instance, instance.after, own))),
+        topological_order(unit_graph, lambda unit: (depth[unit], unit)),  # as soon as possible
+        topological_order(unit_graph, lambda unit: (deepest - height[unit], unit)),  # as late
+        topological_order(unit_graph, lambda unit: (-height[unit], unit)),  # longest rest first
+        _depth_first(unit_graph, before, own),
+        _depth_first(unit_graph, before, backwards),
+        list(reversed(_depth_first(unit_graph, after, backwards))),
+        list(reversed(_depth_first(unit_graph, after, own))),
     ):
-        if (
-            instance.decided
-        ):  # what pins put early comes early: stages of what needs and feeds it never decrease
+        if unit_graph.restricted:
+            # Units that pins put early come early. The order stays topological, since the windows
+            # of pins never decrease along an edge.
             order = sorted(order, key=lambda unit: low[unit] + high[unit])
         if tuple(order) not in seen:
             seen.add(tuple(order))
             yield order
 
 
-def reordered(instance: Instance, stages: Sequence[int], random: np.random.Generator) -> list[int]:
-    """An order that keeps the stages of a cut apart and is otherwise random, or near the order of depth."""
-    noise = random.random(instance.count)
+def shuffled_order(
+    unit_graph: UnitGraph, stages: Sequence[int], random: np.random.Generator
+) -> list[int]:
+    """An order that has the stages of a cut as intervals and is random within them.
+
+    Half of them are uniformly random, half are near the order of depth.
+    """
+    noise = random.random(unit_graph.count)
     if random.integers(2):
-        return topological(instance, lambda unit: (stages[unit], noise[unit], unit))
-    depth = _levels(range(instance.count), instance.before)
-    scale = float(random.choice([1.0, 4.0, 16.0]))
-    return topological(
-        instance, lambda unit: (stages[unit], depth[unit] + scale * noise[unit], unit)
+        return topological_order(unit_graph, lambda unit: (stages[unit], noise[unit], unit))
+    depth = _path_lengths(range(unit_graph.count), unit_graph.before)
+    scale = float(random.choice(DEPTH_NOISE))
+    return topological_order(
+        unit_graph, lambda unit: (stages[unit], depth[unit] + scale * noise[unit], unit)
     )
 
 
-def topological(instance: Instance, key: Callable[[int], Any]) -> list[int]:
-    """Of the units that are ready the one of least key comes next."""
-    missing = [len(sources) for sources in instance.before]
-    ready = [(key(unit), unit) for unit in range(instance.count) if not missing[unit]]
+def topological_order(unit_graph: UnitGraph, key: Callable[[int], Any]) -> list[int]:
+    """The order in which, of the units that are ready, the one with the least key comes next."""
+    missing = [len(sources) for sources in unit_graph.before]
+    ready = [(key(unit), unit) for unit in range(unit_graph.count) if not missing[unit]]
     heapify(ready)
     order = []
     while ready:
         _, unit = heappop(ready)
         order.append(unit)
-        for after in instance.after[unit]:
+        for after in unit_graph.after[unit]:
             missing[after] -= 1
             if not missing[after]:
                 heappush(ready, (key(after), after))
     return order
 
 
-def _levels(order: Sequence[int] | Iterator[int], sources: Sequence[Sequence[int]]) -> list[int]:
-    """The length of the longest path that leads to each unit."""
-    level = [0] * len(sources)
+def _path_lengths(order: Iterable[int], sources: Sequence[Sequence[int]]) -> list[int]:
+    """Per unit the edges of the longest path that leads to it; `order` visits sources first."""
+    length = [0] * len(sources)
     for unit in order:
-        level[unit] = max((level[source] + 1 for source in sources[unit]), default=0)
-    return level
+        length[unit] = max((length[source] + 1 for source in sources[unit]), default=0)
+    return length
 
 
 def _depth_first(
-    instance: Instance, sources: Sequence[Sequence[int]], ends: Sequence[int]
+    unit_graph: UnitGraph, sources: Sequence[Sequence[int]], ends: Sequence[int]
 ) -> list[int]:
-    """Every unit after its sources, one branch finished before the next begins."""
-    done, order = [False] * instance.count, []
+    """Every unit after its sources; all that one of `ends` needs comes before the next end.
+
+    A recursive search with its stack in a list, since graphs are deeper than Python's stack.
+    """
+    done, order = [False] * unit_graph.count, []
     for end in ends:
         stack = [(end, iter(sources[end]))] if not done[end] else []
         while stack:
-            unit, rest = stack[-1]
-            source = next((s for s in rest if not done[s]), None)
-            if source is None:
-                stack.pop()
-                if not done[unit]:
-                    done[unit] = True
-                    order.append(unit)
-            else:
+            unit, remaining = stack[-1]
+            source = next((s for s in remaining if not done[s]), None)
+            if source is not None:
                 stack.append((source, iter(sources[source])))
+                continue
+            stack.pop()
+            if not done[unit]:
+                done[unit] = True
+                order.append(unit)
     return order

@@ -1,4 +1,8 @@
-"""What is to be cut, into what, and what a cut must respect."""
+"""The partitioner's question: which graph is cut, into what, and which constraints a cut must meet.
+
+`api` builds a `PartitionProblem` from the options of a command; every module of this package reads
+it, and `solver.solve` answers it.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,33 @@ from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
 from pipecompile.memory_model.lower_bounds import Freeable
-from pipecompile.partition.hierarchy import kept_together
-from pipecompile.partition.units import FIRST, LAST, Unit, units
+from pipecompile.partition.coarsening import coarse_groups
+from pipecompile.partition.units import INPUTS, OUTPUTS, Unit, units
 
-__all__ = ["COMMUNICATIONS", "OBJECTIVES", "Candidate", "Floor", "Memory", "Price", "Problem"]
+__all__ = [
+    "COMMUNICATIONS",
+    "OBJECTIVES",
+    "BoundaryBuffers",
+    "MemoryConstraint",
+    "PartitionProblem",
+    "Price",
+    "StageCandidate",
+]
 
 OBJECTIVES = ("variance", "max-load", "step-time")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
 REPLICAS_MAX = 256
+SPEED_TERM_MAX = 10**6  # of numerators and denominators of speeds
 LARGEST = 2**61  # sums of times and of bytes are held in 64 bits
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A stage that a search considers: its nodes, those of all stages before it, and what it may hold."""
+class StageCandidate:
+    """A stage that a search considers.
+
+    `before` are the nodes of all earlier stages, `in_flight` the microbatches that the stage holds
+    at most, and `budget` the bytes that its rank may hold.
+    """
 
     stage: int
     before: tuple[str, ...]
@@ -36,18 +53,22 @@ class Candidate:
 
 
 class Price(NamedTuple):
-    """What a stage pays to fit its budget, in ns, and the least that is proven; None if nothing helps."""
+    """The time that a stage spends per microbatch to fit its budget.
+
+    `ns` is None if it cannot fit; `least` is a proven lower bound of `ns`, None if it is proven
+    that the stage cannot fit.
+    """
 
     ns: int | None
     least: int | None
 
 
 @dataclass(frozen=True)
-class Floor:
-    """What a stage holds at least besides the sums of `Memory`, so that fewer stages need to be priced.
+class BoundaryBuffers:
+    """The bytes of buffers that a stage holds for tensors at its ends, by the tensor's producer.
 
-    For each tensor that enters it (by its producer), relayed ones included, `arriving` bytes, and for each that leaves
-    it `returning` bytes.
+    A tensor that enters the stage costs `arriving` bytes, one that leaves it `returning` bytes (for
+    its gradient); relayed tensors enter and leave.
     """
 
     arriving: Mapping[str, int]
@@ -55,56 +76,68 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What a stage holds, and what its rank may.
+class MemoryConstraint:
+    """What stages hold, and what their ranks may hold, in bytes.
 
-    A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes, in bytes; `caps` are per rank and `in_flight` per
-    stage. With `price` that sum, and `floor`, are only what it holds at the least: `price(candidate)` then says how
-    many ns the stage spends more per microbatch to fit its budget (it may recompute). That is never less than what it
-    takes to free of `freeable`, the cheapest first and per microbatch in flight, what the stage would hold too much
-    with all of that kept.
+    A stage holds Σ `resident` + in-flight × Σ `saved` of its nodes; `caps` are per rank and
+    `in_flight` per stage.
+
+    With `price` that sum, and `boundary_buffers` on top of it, is only a lower bound of what a
+    stage holds: `price(candidate)` then says how many ns the stage spends per microbatch to fit its
+    budget, for example by recompute. That price has a lower bound of its own: the bytes that the
+    stage would hold over its cap, if it kept everything, must be freed from the classes of
+    `freeable`, the cheapest first and for each microbatch in flight.
     """
 
     caps: tuple[int, ...]
     in_flight: tuple[int, ...]
     resident: Mapping[str, int]
     saved: Mapping[str, int]
-    price: Callable[[Candidate], Price] | None = None
-    floor: Floor | None = None
+    price: Callable[[StageCandidate], Price] | None = None
+    boundary_buffers: BoundaryBuffers | None = None
     freeable: tuple[Freeable, ...] = ()
 
     @staticmethod
     def simple(
         graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int
-    ) -> Memory:
-        """The rule of cost graphs: Σ parameter_bytes × `factor` (rounded up per node) + in-flight × Σ saved_bytes."""
-        resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
-        return Memory(
-            caps, in_flight, resident, {node.name: node.saved_bytes for node in graph.nodes}
-        )
+    ) -> MemoryConstraint:
+        """The memory rule of the cost-graph format.
 
-    def held(self, names: Iterable[str], stage: int) -> int:
-        """The bytes of these nodes as `stage`, by the sum above."""
-        flight = self.in_flight[stage]
-        return sum(self.resident[name] + flight * self.saved[name] for name in names)
+        A stage holds Σ parameter_bytes × `factor`, rounded up per node, and in-flight × Σ
+        saved_bytes.
+        """
+        resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
+        saved = {node.name: node.saved_bytes for node in graph.nodes}
+        return MemoryConstraint(caps, in_flight, resident, saved)
+
+    def held_bytes(self, names: Iterable[str], stage: int) -> int:
+        """The bytes that these nodes hold in `stage`: Σ resident + in-flight × Σ saved."""
+        in_flight = self.in_flight[stage]
+        return sum(self.resident[name] + in_flight * self.saved[name] for name in names)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A graph to be cut into `k` non-empty stages so that stages never decrease along a tensor.
+class PartitionProblem:
+    """A graph that is cut into `k` non-empty stages, which never decrease along a tensor.
 
-    `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast each rank is (1 as the
-    costs say), `links` how ranks are connected. Every stage but the last runs its forward again for the share
-    `recompute` of the microbatches. `memory` caps the ranks. `pin` fixes the stage of nodes, negative ones
-    from the end; the nodes of each of `together` share a stage, whichever it is; of each pair of `precedence` the
-    first lies in no later stage than the second; with `parameters_everywhere` each
-    stage has a node with parameters. `granularity` is the level at which the graph is cut: "modules" and "blocks" keep
-    their nodes together (see `hierarchy`); "auto" allows what "operators" does, and is searched from blocks on.
+    Ranks: `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast
+    each rank is (1: as the costs say), `links` how ranks are connected. With `replica_ranks` a
+    stage may run on several data-parallel ranks, that many in all: its load is divided among them,
+    and a ring all-reduce of its gradients is added once per step of `microbatches` (PipeDream,
+    arXiv 1806.03377, section 3.2).
 
-    With `replica_ranks` a stage may run on several data-parallel ranks, as many in all: its load is divided among
-    them, plus a ring all-reduce of its parameters' gradients once per step of `microbatches` (PipeDream, arXiv
-    1806.03377, section 3.2). `step_ns` simulates an assignment, for the objective step-time; unless `whole_backwards`,
-    its schedule may do the gradients of the weights later. InputError says what does not fit.
+    Costs: every stage but the last recomputes its forward for the share `recompute` of the
+    microbatches. `step_ns` simulates the step of an assignment, for the objective step-time; unless
+    `whole_backwards`, its schedule may compute the gradients of weights later.
+
+    Constraints: `memory` caps the ranks. `pin` fixes the stage of nodes, negative stages count from
+    the end. The nodes of each tuple of `together` share a stage. Of each pair of `precedence` the
+    first node lies in no later stage than the second. With `parameters_everywhere` each stage has a
+    node with parameters. `granularity` is the level of the module tree at which the graph is cut:
+    "modules" and "blocks" keep their nodes in one stage (see `coarsening`); "auto" allows the cuts
+    of "operators", and its search starts from blocks (see `multilevel`).
+
+    InputError says what does not fit.
     """
 
     graph: CostGraph
@@ -115,7 +148,7 @@ class Problem:
     placement: tuple[int, ...] | None = None
     speeds: tuple[Fraction, ...] | None = None
     recompute: Fraction | bool = False
-    memory: Memory | None = None
+    memory: MemoryConstraint | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     precedence: tuple[tuple[str, str], ...] = ()
@@ -141,48 +174,11 @@ class Problem:
                 "objective step-time needs a schedule to simulate; give one, or choose max-load"
             )
         self._check_ranks()
-        self._check_memory()
+        self._check_memory_shape()
         self._check_replicas()
-        self._check_pins()
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Sums are held in 64 bits."""
-        slowest = min(map(self.speed, range(self.k)))
-        if (
-            max(Fraction(1), 1 / slowest)
-            * 4
-            * sum(_compute_ns(node, True) for node in self.graph.nodes)
-            > LARGEST
-        ):
-            raise InputError(
-                f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale them down"
-            )
-        if (
-            max(number for s in range(self.k) for number in self.speed(s).as_integer_ratio())
-            > 10**6
-        ):
-            raise InputError("speeds must be fractions of numbers up to 10⁶")
-        if sum(node.parameter_bytes for node in self.graph.nodes) > LARGEST:
-            raise InputError(f"the parameters of all nodes must sum to less than {LARGEST} bytes")
-        hops = {self.hop(stage) for stage in range(self.k - 1)}
-        sent = (
-            hop.transfer_ns(t.bytes, t.gradient_bytes)
-            for hop in hops
-            if hop
-            for t in self.graph.tensors
-        )
-        if 4 * self.k * sum(sent) > LARGEST:
-            raise InputError(
-                f"all transfers must sum to less than {LARGEST // 4 // self.k} ns; scale times and bytes down"
-            )
-        if self.memory is not None:
-            flight = max(self.memory.in_flight)
-            if (
-                sum(self.memory.resident.values()) + flight * sum(self.memory.saved.values())
-                > LARGEST
-            ):
-                raise InputError(f"all nodes must hold less than {LARGEST} bytes together")
+        self._check_names()
+        self._check_compute_sums()
+        self._check_byte_sums()
 
     def _check_ranks(self) -> None:
         if self.placement is not None and len(self.placement) != self.k:
@@ -190,9 +186,8 @@ class Problem:
         if set(self.stage_ranks) != set(range(self.ranks)):
             raise InputError(f"the placement {self.stage_ranks} must use every rank from 0 on")
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
-            raise InputError(
-                f"speeds {_joined(self.speeds)} must be {self.ranks} positive numbers, one a rank"
-            )
+            speeds = ", ".join(f"{float(speed):g}" for speed in self.speeds)
+            raise InputError(f"speeds {speeds} must be {self.ranks} positive numbers, one a rank")
         ranks = self.replica_ranks or self.ranks
         if not self.links.fits(ranks):
             raise InputError(f"the links are for {self.links.ranks} ranks, but there are {ranks}")
@@ -201,7 +196,7 @@ class Problem:
                 "endpoint communication knows no path between ranks; give one link, or choose relay"
             )
 
-    def _check_memory(self) -> None:
+    def _check_memory_shape(self) -> None:
         if self.memory is None:
             return
         if len(self.memory.caps) != self.ranks or len(self.memory.in_flight) != self.k:
@@ -218,7 +213,8 @@ class Problem:
             raise InputError(f"{self.replica_ranks} ranks are fewer than the k={self.k} stages")
         if self.replica_ranks > REPLICAS_MAX:
             raise InputError(
-                f"{self.replica_ranks} ranks are more than replicas are searched for: {REPLICAS_MAX}"
+                f"{self.replica_ranks} ranks are more than the {REPLICAS_MAX} up to which replicas "
+                f"are searched for"
             )
         if self.ranks != self.k or self.speeds is not None or self.links.one is None:
             raise InputError("replicated stages need one stage a rank, equal speeds and one link")
@@ -229,19 +225,53 @@ class Problem:
         if self.memory is not None and len(set(self.memory.caps)) > 1:
             raise InputError("replicated stages need the same memory on every rank")
 
-    def _check_pins(self) -> None:
+    def _check_names(self) -> None:
         for name in (name for names in (*self.together, *self.precedence) for name in names):
             if name not in self.graph.by_name:
                 raise InputError(f"the graph has no node {name!r} to keep together with others")
         for name, stage in self.pin.items():
             if name not in self.graph.by_name:
                 raise InputError(
-                    f"pin {name}={stage}: the graph has no such node; names are those of the graph or plan"
+                    f"pin {name}={stage}: the graph has no such node; names are those of the graph "
+                    f"or plan"
                 )
             if not -self.k <= stage < self.k:
                 raise InputError(
-                    f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from the end"
+                    f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from "
+                    f"the end"
                 )
+
+    def _check_compute_sums(self) -> None:
+        """All loads of a cut must fit in 64 bits, whatever the cut."""
+        speeds = [self.speed(stage) for stage in range(self.k)]
+        total = sum(_compute_ns(node, True) for node in self.graph.nodes)
+        if 4 * total * max(Fraction(1), 1 / min(speeds)) > LARGEST:
+            raise InputError(
+                f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale "
+                f"them down"
+            )
+        if any(max(speed.as_integer_ratio()) > SPEED_TERM_MAX for speed in speeds):
+            raise InputError("speeds must be fractions of numbers up to 10⁶")
+        hops = {hop for stage in range(self.k - 1) if (hop := self.hop(stage)) is not None}
+        sent = sum(
+            hop.transfer_ns(tensor.bytes, tensor.gradient_bytes)
+            for hop in hops
+            for tensor in self.graph.tensors
+        )
+        if 4 * self.k * sent > LARGEST:
+            raise InputError(
+                f"all transfers must sum to less than {LARGEST // 4 // self.k} ns; scale times and "
+                f"bytes down"
+            )
+
+    def _check_byte_sums(self) -> None:
+        if sum(node.parameter_bytes for node in self.graph.nodes) > LARGEST:
+            raise InputError(f"the parameters of all nodes must sum to less than {LARGEST} bytes")
+        if self.memory is None:
+            return
+        saved = max(self.memory.in_flight) * sum(self.memory.saved.values())
+        if sum(self.memory.resident.values()) + saved > LARGEST:
+            raise InputError(f"all nodes must hold less than {LARGEST} bytes together")
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -250,85 +280,98 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are, replicas aside."""
+        """The number of ranks, replicas not counted."""
         return len(set(self.stage_ranks))
 
     def speed(self, stage: int) -> Fraction:
-        """How fast the rank of a stage is."""
+        """The speed of the rank of `stage`; 1 is as fast as the costs say."""
         return Fraction(1) if self.speeds is None else self.speeds[self.stage_ranks[stage]]
 
     def hop(self, stage: int) -> Hop | None:
-        """What connects `stage` and the next one; None within a rank or where transfers are not charged."""
+        """The connection from `stage` to the next one.
+
+        None between stages of one rank, and where transfers are not charged.
+        """
         here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
         if self.communication == "none" or here == there:
             return None
         return self.links.hop(here, there)
 
     def reduction_ns(self, parameter_bytes: int, replicas: int) -> int:
-        """A ring all-reduce of one gradient per parameter byte among `replicas`, spread over the microbatches."""
+        """The time per microbatch of a ring all-reduce of gradients among `replicas`.
+
+        It sends 2 (r − 1) / r times the bytes, once per step, and is spread over the microbatches.
+        """
         assert self.links.one is not None
         once = self.links.one.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
         return -(-once // self.microbatches)
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """See `units`; InfeasibleError if there are fewer than `k`."""
-        found = units(
-            self.graph,
-            (*self.together, *kept_together(self.graph, self.granularity)),
-            self.precedence,
-        )
-        if self.k > len(found):
+        """The units that the graph is cut between, in topological order.
+
+        InfeasibleError if there are fewer than `k`.
+        """
+        together = (*self.together, *coarse_groups(self.graph, self.granularity))
+        merged = units(self.graph, together, self.precedence)
+        if self.k > len(merged):
             finer = ", or a finer granularity" if self.granularity in ("modules", "blocks") else ""
             raise InfeasibleError(
-                f"k={self.k}, but the graph can be cut into at most {len(found)} stages{self._largest(found)}; "
-                f"choose k ≤ {len(found)}{finer}"
+                f"k={self.k}, but the graph can be cut into at most {len(merged)} stages"
+                f"{self._largest(merged)}; choose k ≤ {len(merged)}{finer}"
             )
-        return found
+        return merged
 
-    def _largest(self, found: tuple[Unit, ...]) -> str:
-        joined = sorted((unit for unit in found if len(unit) > 1), key=len, reverse=True)[:3]
-        names = (
+    def _largest(self, merged: Iterable[Unit]) -> str:
+        """The largest units of more than one node, for a message; "" without any."""
+        largest = sorted((unit for unit in merged if len(unit) > 1), key=len, reverse=True)[:3]
+        names = ", ".join(
             f"{self.graph.by_name[unit[0]].group or unit[0]} with {len(unit)} nodes"
-            for unit in joined
+            for unit in largest
         )
-        return f" (nodes that stay together: {', '.join(names)})" if joined else ""
+        return f" (nodes that stay together: {names})" if names else ""
 
     @cached_property
     def pins(self) -> dict[Unit, int]:
-        """The stage of each pinned unit; the group "inputs" lies in the first stage and "outputs" in the last."""
-        stages = {name: stage % self.k for name, stage in self.pin.items()}
-        ends = {FIRST: 0, LAST: self.k - 1}
+        """The stage of each pinned unit; group "inputs" is in the first, "outputs" in the last one.
+
+        InfeasibleError if the nodes of a unit are pinned to several stages.
+        """
         pinned: dict[Unit, int] = {}
         for unit in self.units:
-            wanted = {
-                ends[g]: name for name in unit if (g := self.graph.by_name[name].group) in ends
-            }
-            wanted |= {stages[name]: name for name in unit if name in stages}
-            if len(wanted) > 1:
-                text = " and ".join(f"{name}={stage}" for stage, name in sorted(wanted.items()))
-                raise InfeasibleError(
-                    f"pins {text}: these nodes cannot be separated; pin them to one stage"
+            node_by_stage: dict[int, str] = {}
+            for name in unit:
+                node_by_stage |= dict.fromkeys(self._group_stage(name), name)
+            node_by_stage |= {self.pin[name] % self.k: name for name in unit if name in self.pin}
+            if len(node_by_stage) > 1:
+                pins = " and ".join(
+                    f"{name}={stage}" for stage, name in sorted(node_by_stage.items())
                 )
-            if wanted:
-                pinned[unit] = next(iter(wanted))
+                raise InfeasibleError(
+                    f"pins {pins}: these nodes cannot be separated; pin them to one stage"
+                )
+            if node_by_stage:
+                pinned[unit] = next(iter(node_by_stage))
         return pinned
 
+    def _group_stage(self, name: str) -> tuple[int, ...]:
+        """The stage that the node's group fixes, if it fixes one."""
+        stages = {INPUTS: (0,), OUTPUTS: (self.k - 1,)}
+        return stages.get(self.graph.by_name[name].group or "", ())
+
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
-        """The time of these nodes for one microbatch at speed 1, in the last stage or in another one."""
-        return sum(
-            _compute_ns(self.graph.by_name[name], 0 if last else self.recompute) for name in names
-        )
+        """The compute of these nodes for one microbatch at speed 1: forward, recompute, backward.
+
+        The `last` stage does not recompute.
+        """
+        share = 0 if last else self.recompute
+        return sum(_compute_ns(self.graph.by_name[name], share) for name in names)
 
 
-def _compute_ns(node: Node, again: Fraction | int) -> int:
-    return node.forward_ns + int(node.forward_ns * again) + node.backward_ns
+def _compute_ns(node: Node, recomputed_share: Fraction | int) -> int:
+    return node.forward_ns + int(node.forward_ns * recomputed_share) + node.backward_ns
 
 
-def _joined(numbers: Iterable[Fraction]) -> str:
-    return ", ".join(f"{float(number):g}" for number in numbers)
-
-
-def _refuse_unknown(what: str, given: str, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise InputError(f"{what} {given!r} is not known; choose one of {', '.join(known)}")
+def _refuse_unknown(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{option} {value!r} is not known; choose one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""What a partitioner answers."""
+"""The partitioner's answer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 from pipecompile.ir.plan import Search
 from pipecompile.partition.objective import measures, objective_value, rank_loads, stage_loads
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
 
 __all__ = ["Partition"]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The stage of each node, the load of each stage, and how good that is.
+    """The stage of each node, the load of each rank, and how good the cut is.
 
-    `loads_ns` are those of ranks, which the objectives measure: with one stage a rank, of the stages. `replicas` is
-    the number of data-parallel ranks of each stage. `search.values` holds the objectives' values under the names of
-    the partition result: `max_load_ns`, `sum_of_squares_ns2` and `variance_ns2`.
+    `loads_ns` are what the objectives measure, per rank: the load of the glossary (forward,
+    backward, recompute of one microbatch), what stages pay to fit their memory, and the transfers
+    that the problem's communication charges. `prediction.loads_ns` of a plan has no transfers.
+
+    `replicas` is the number of data-parallel ranks of each stage. `search.values` has the
+    objectives' values by name: `max_load_ns`, `sum_of_squares_ns2` and `variance_ns2`.
     """
 
     assignment: dict[str, int]
@@ -28,7 +31,7 @@ class Partition:
 
     @staticmethod
     def of(
-        problem: Problem,
+        problem: PartitionProblem,
         assignment: Mapping[str, int],
         *,
         method: str,
@@ -36,10 +39,15 @@ class Partition:
         extra_ns: Mapping[int, int] | None = None,
         replicas: tuple[int, ...] | None = None,
     ) -> Partition:
-        """Scores an assignment from the graph alone; `extra_ns` is what stages pay to fit their memory."""
-        stages = stage_loads(problem, assignment, replicas)
-        stages = tuple(load + (extra_ns or {}).get(stage, 0) for stage, load in enumerate(stages))
-        loads = rank_loads(problem, stages)
+        """The result for an assignment, scored from the graph alone.
+
+        `extra_ns` is what stages pay per microbatch to fit their memory, `bound` a lower bound of
+        the objective.
+        """
+        extra = extra_ns or {}
+        loads = stage_loads(problem, assignment, replicas)
+        loads = tuple(load + extra.get(stage, 0) for stage, load in enumerate(loads))
+        loads = rank_loads(problem, loads)
         if problem.objective == "step-time":
             assert problem.step_ns is not None
             value = problem.step_ns(assignment)

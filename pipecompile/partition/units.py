@@ -1,17 +1,17 @@
-"""What must stay together: the units that a graph is cut between."""
+"""The units that a graph is cut between: nodes that every cut keeps in one stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 
 from pipecompile.ir.graph import CostGraph
 
-__all__ = ["FIRST", "LAST", "Unit", "units"]
+__all__ = ["INPUTS", "OUTPUTS", "Unit", "units"]
 
 Unit = tuple[str, ...]
-FIRST, LAST = "inputs", "outputs"  # groups that lie in the first and in the last stage
+INPUTS, OUTPUTS = "inputs", "outputs"  # groups that lie in the first and in the last stage
 
 
 def units(
@@ -19,38 +19,52 @@ def units(
     together: Iterable[Sequence[str]] = (),
     precedence: Iterable[tuple[str, str]] = (),
 ) -> tuple[Unit, ...]:
-    """The nodes that must stay together, in a topological order as near as possible to the graph's own.
+    """The nodes that must share a stage, in a topological order as near as possible to the graph's.
 
-    Nodes of one group are one unit, and so are those of each of `together` and units on a cycle: stages never
-    decrease along a tensor, so a cycle lies in one stage in every cut. Pairs of `precedence` order nodes as a tensor
-    between them would. The merge is exact. The group "inputs" comes first and "outputs" last.
+    Nodes of one group are one unit, and so are the nodes of each of `together`. Pairs of
+    `precedence` order nodes as a tensor between them would. The group "outputs" comes last.
+
+    Units on a cycle are merged too. Stages never decrease along a tensor, so every cut keeps a
+    cycle in one stage, and merging loses no cut. For example, with a and c in one group, and a → b
+    → c:
+
+        a → b → c          {a,c} ⇄ b          {a,b,c}
+          graph             groups merged       cycle merged
     """
-    index = {node.name: position for position, node in enumerate(graph.nodes)}
-    first: dict[str, int] = {}
-    for node in graph.nodes:
-        if node.group is not None:
-            first.setdefault(node.group, index[node.name])
-    owner = {
-        node.name: index[node.name] if node.group is None else first[node.group]
-        for node in graph.nodes
-    }
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    representative = _representatives(graph, position)
     merged = nx.DiGraph()
-    merged.add_nodes_from(owner.values())
-    merged.add_edges_from(
-        (owner[t.producer], owner[name]) for t in graph.tensors for name in t.consumers
-    )
-    merged.add_edges_from((owner[a], owner[b]) for a, b in precedence)
+    merged.add_nodes_from(representative.values())
+    for tensor in graph.tensors:
+        producer = representative[tensor.producer]
+        merged.add_edges_from((producer, representative[name]) for name in tensor.consumers)
+    merged.add_edges_from((representative[a], representative[b]) for a, b in precedence)
     for names in together:
-        merged.add_edges_from(
-            (owner[a], owner[b]) for a, b in zip(names, (*names[1:], names[0]), strict=True)
-        )
+        # A cycle through the names makes them one strongly connected component.
+        around = zip(names, (*names[1:], names[0]), strict=True)
+        merged.add_edges_from((representative[a], representative[b]) for a, b in around)
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))
     acyclic = nx.condensation(merged)
+    component = acyclic.graph["mapping"]
+
     members: dict[int, list[str]] = {unit: [] for unit in acyclic}
-    for name in index:
-        members[acyclic.graph["mapping"][owner[name]]].append(name)
-    last = acyclic.graph["mapping"].get(first.get(LAST))
+    for name in position:
+        members[component[representative[name]]].append(name)
+    outputs = {component[representative[n.name]] for n in graph.nodes if n.group == OUTPUTS}
     order = nx.lexicographical_topological_sort(
-        acyclic, key=lambda unit: len(index) if unit == last else index[members[unit][0]]
+        acyclic,
+        key=lambda unit: len(position) if unit in outputs else position[members[unit][0]],
     )
     return tuple(tuple(members[unit]) for unit in order)
+
+
+def _representatives(graph: CostGraph, position: Mapping[str, int]) -> dict[str, int]:
+    """By node the position of the first node of its group, or its own where it has none."""
+    first_of_group: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.group is not None:
+            first_of_group.setdefault(node.group, position[node.name])
+    return {
+        node.name: position[node.name] if node.group is None else first_of_group[node.group]
+        for node in graph.nodes
+    }

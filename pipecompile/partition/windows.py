@@ -1,26 +1,36 @@
-"""Which stages each unit may lie in: what it needs must fit the stages up to its own, what it feeds the others."""
+"""Stage windows: which stages each unit may lie in if a cut is to be within a limit.
+
+All predecessors of a unit must fit into the stages up to its own, and all successors into the
+stages from its own on. With k = 4 and no load above 10, a unit that needs 25 ns of compute, itself
+included, lies in stage 2 at the earliest, since two stages hold only 20.
+
+Windows leave most units only one or two stages, which keeps the lattice of ideals small.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 
-from pipecompile.partition.instance import Instance, Integers, Mask
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.unit_graph import Integers, Mask, UnitGraph
 
 __all__ = ["Limit", "windows"]
 
-SLACK = 1 + 1e-9  # windows are found in floating point: wider than needed by more than its error
+SLACK = 1 + 1e-9  # above the error of floating-point numbers, so that windows are never too narrow
+TINY = 1e-300  # in place of a zero that is divided by
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What is no longer of interest: loads above `most`, Σ load² above `squares`.
+    """The cuts of interest: no load above `most`, and Σ load² not above `squares`.
 
-    `crossing` is the least that any cut of interest sends over each boundary 1 … k − 1, where it is known.
+    `crossing` has, for each boundary 1 … k − 1, a lower bound of the transfer time over it in any
+    cut of interest; empty if none is known.
     """
 
     most: int | None = None
@@ -29,81 +39,103 @@ class Limit:
 
     @property
     def load(self) -> int | None:
-        """No rank's load is above this."""
-        known = [
-            limit
-            for limit in (self.most, None if self.squares is None else isqrt(self.squares))
-            if limit is not None
-        ]
+        """The largest load of a rank that the limit allows; None without a limit."""
+        from_squares = None if self.squares is None else isqrt(self.squares)
+        known = [load for load in (self.most, from_squares) if load is not None]
         return min(known, default=None)
 
     def within(self, most: int) -> Limit:
-        """The same, and no load above `most`."""
+        """The same limit, and no load above `most`."""
         return replace(self, most=most if self.most is None else min(most, self.most))
 
-    def allows(self, below: Integers, above: Integers, problem: Problem, boundary: int) -> Mask:
-        """Whether the stages below a boundary may do so much and those above so much (at speed 1, at the least).
+    def allows(
+        self, below: Integers, above: Integers, problem: PartitionProblem, boundary: int
+    ) -> Mask:
+        """Whether the stages below a boundary may take `below` ns and those above it `above` ns.
 
-        What crosses other boundaries comes to it: both sides of each pay.
+        Both are lower bounds at speed 1. What crosses the other boundaries is added here: both
+        sides of each pay for it. Loads of n stages that sum to x have a maximum of x / n at least,
+        and by Cauchy and Schwarz Σ load² ≥ x² / n.
         """
         below = below + 2 * sum(self.crossing[: boundary - 1])
         above = above + 2 * sum(self.crossing[boundary:])
         fits = np.ones(len(below), np.bool_)
-        parts = [(below.astype(np.float64), _shares(problem, 0, boundary))]
-        parts.append((above.astype(np.float64), _shares(problem, boundary, problem.k)))
+        sides = [
+            (below.astype(np.float64), _shares(problem, 0, boundary)),
+            (above.astype(np.float64), _shares(problem, boundary, problem.k)),
+        ]
         if self.most is not None:
-            for amount, (speed, _) in parts:
-                fits &= amount <= self.most * speed * SLACK
+            for amount, shares in sides:
+                fits &= amount <= self.most * shares.total * SLACK
         if self.squares is not None:
-            fits &= (
-                sum(amount**2 / max(squared, 1e-300) for amount, (_, squared) in parts)
-                <= self.squares * SLACK
-            )
+            squares = sum(amount**2 / max(shares.squares, TINY) for amount, shares in sides)
+            fits &= squares <= self.squares * SLACK
         return fits
 
 
-def _shares(problem: Problem, start: int, stop: int) -> tuple[float, float]:
-    """Σ speed and Σ speed² of the ranks of these stages, at the most; a stage may have all spare ranks."""
+class _Shares(NamedTuple):
+    """Σ speed and Σ speed² of some ranks, at most."""
+
+    total: float
+    squares: float
+
+
+def _shares(problem: PartitionProblem, start: int, stop: int) -> _Shares:
+    """The shares of the ranks of stages start … stop − 1; one may have all spare replicas."""
     spare = (problem.replica_ranks or problem.k) - problem.k if stop > start else 0
+    # n stages of speed 1, one of them with `spare` replicas more: n − 1 ones and 1 + spare.
+    more_squares = (1 + spare) ** 2 - 1
     if problem.speeds is None and problem.ranks == problem.k:
-        return float(stop - start + spare), float(stop - start + (1 + spare) ** 2 - 1)
+        return _Shares(float(stop - start + spare), float(stop - start + more_squares))
     speeds = {problem.stage_ranks[s]: problem.speed(s) for s in range(start, stop)}
     total = sum(speeds.values(), Fraction(spare))
-    squares = sum((speed**2 for speed in speeds.values()), Fraction((1 + spare) ** 2 - 1))
-    return float(total), float(squares)
+    squares = sum((speed**2 for speed in speeds.values()), Fraction(more_squares))
+    return _Shares(float(total), float(squares))
 
 
-def windows(instance: Instance, limit: Limit) -> tuple[Integers, Integers]:
-    """Per unit the first and last stage that it may lie in if the limit is to be met; exact, so a proof may use it."""
-    low, high = (np.array(values, np.int64) for values in instance.windows)
-    for boundary in range(1, instance.k):
-        before, after = _sides(instance, limit, boundary)
-        low[~before] = np.maximum(low[~before], boundary)
-        high[~after] = np.minimum(high[~after], boundary - 1)
+def windows(unit_graph: UnitGraph, limit: Limit) -> tuple[Integers, Integers]:
+    """Per unit the first and last stage that it may lie in if the limit is met.
+
+    No cut within the limit is lost, so that a proof may use the windows. Where low > high, there is
+    no such cut.
+    """
+    low, high = (np.array(stages, np.int64) for stages in unit_graph.pin_windows)
+    for boundary in range(1, unit_graph.k):
+        may_be_before, may_be_after = _sides(unit_graph, limit, boundary)
+        low[~may_be_before] = np.maximum(low[~may_be_before], boundary)
+        high[~may_be_after] = np.minimum(high[~may_be_after], boundary - 1)
     return low, high
 
 
-def _sides(instance: Instance, limit: Limit, boundary: int) -> tuple[Mask, Mask]:
-    """Per unit whether it may lie before a boundary, with all that it needs, and after it, with all that it feeds."""
-    problem, total = instance.problem, float(instance.compute[1].sum())
+def _sides(unit_graph: UnitGraph, limit: Limit, boundary: int) -> tuple[Mask, Mask]:
+    """Per unit whether it and its predecessors may lie before a boundary, and whether it and its
+    successors may lie after it.
+    """
+    problem, total = unit_graph.problem, float(unit_graph.compute[1].sum())
     here = limit.crossing[boundary - 1] if limit.crossing else 0
-    needed, fed = instance.needed_compute + here, instance.fed_compute + here
+    needed, fed = unit_graph.needed_compute + here, unit_graph.fed_compute + here
     nothing, both = np.zeros_like(needed), total + 2 * here
     most, squares = replace(limit, squares=None), replace(limit, most=None)
-    even = _even(
-        limit, problem, boundary, both
-    )  # what lies below may be more than this, and above more than the rest
+    # Where more than the needed compute lies below the boundary, Σ load² may be less: it is least
+    # at the even split. So the bound takes the even split for units that need less than that.
+    even = _even_split(limit, problem, boundary, both)
     below, above = np.maximum(needed, even), np.maximum(fed, both - even)
-    return (
-        most.allows(needed, nothing, problem, boundary)
-        & squares.allows(below, np.maximum(both - below, 0), problem, boundary),
-        most.allows(nothing, fed, problem, boundary)
-        & squares.allows(np.maximum(both - above, 0), above, problem, boundary),
+    may_be_before = most.allows(needed, nothing, problem, boundary) & squares.allows(
+        below, np.maximum(both - below, 0), problem, boundary
     )
+    may_be_after = most.allows(nothing, fed, problem, boundary) & squares.allows(
+        np.maximum(both - above, 0), above, problem, boundary
+    )
+    return may_be_before, may_be_after
 
 
-def _even(limit: Limit, problem: Problem, boundary: int, both: float) -> float:
-    """The part of a sum that lies below a boundary where Σ load² is least, whatever comes to it on either side."""
-    (_, left), (_, right) = _shares(problem, 0, boundary), _shares(problem, boundary, problem.k)
-    before, after = 2 * sum(limit.crossing[: boundary - 1]), 2 * sum(limit.crossing[boundary:])
+def _even_split(limit: Limit, problem: PartitionProblem, boundary: int, both: float) -> float:
+    """The part of `both` sides' time that lies below a boundary where Σ load² is least.
+
+    That is where both sides have equal loads, with what crosses their other boundaries included.
+    """
+    left = _shares(problem, 0, boundary).squares
+    right = _shares(problem, boundary, problem.k).squares
+    before = 2 * sum(limit.crossing[: boundary - 1])
+    after = 2 * sum(limit.crossing[boundary:])
     return (both + before + after) * left / (left + right) - before

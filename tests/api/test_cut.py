@@ -8,18 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cuts import chain, cuts, graphs, node
+from cuts import chain, cuts, graphs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.api.cut import CutRequest, given_links, partition
 from pipecompile.errors import InfeasibleError, InputError
-from pipecompile.ir.graph import CostGraph, Parameter, Tensor
+from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import encode, write
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.solver import solve
-from pipecompile.partition.summation import gradient_sum_order
 
 
 def _file(tmp_path: Path, graph: CostGraph) -> Path:
@@ -87,7 +86,9 @@ def test_stages_go_around_the_ranks_or_there_and_back(tmp_path: Path) -> None:
     assert CutRequest(k=6, stages_per_rank=2).stage_ranks == (0, 1, 2, 0, 1, 2)
     assert CutRequest(k=6, stages_per_rank=2, placement="v").stage_ranks == (0, 1, 2, 2, 1, 0)
     path = _file(tmp_path, chain([4, 1, 1, 4, 2, 2]))
-    around = partition(path, CutRequest(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5"))
+    around = partition(
+        path, CutRequest(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5")
+    )
     assert (len(around.loads_ns), around.proven) == (2, True)
 
 
@@ -135,26 +136,3 @@ def test_fractions_of_speed_are_exact() -> None:
         Fraction(1, 10),
         Fraction(3, 2),
     )
-
-
-def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
-    """The unsplit model adds d + c, then b, then a: only c and d may change stages with each other."""
-    fork = Tensor(producer="x", consumers=("a", "b", "c", "d"), bytes=1, gradient_bytes=1)
-    graph = CostGraph(nodes=tuple(node(name, 1) for name in "xabcd"), tensors=(fork,))
-    assert set(gradient_sum_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
-    pair = msgspec.structs.replace(fork, consumers=("a", "b"))
-    assert not list(gradient_sum_order(msgspec.structs.replace(graph, tensors=(pair,))))
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
-    shared = Parameter(name="p", bytes=1, trainable=trainable)
-    nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
-    pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
-    assert set(gradient_sum_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
-
-
-def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
-    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
-    graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
-    assert set(gradient_sum_order(graph)) == {("b", "a")}

@@ -22,8 +22,8 @@ from benchmarks.baselines import (
 from benchmarks.cost_graphs import FAMILIES, synthetic
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.partition.check import faults
-from pipecompile.partition.problem import Problem
+from pipecompile.partition.violations import violations
+from pipecompile.partition.problem import PartitionProblem
 
 
 def _chain(*times: int, parameters: tuple[int, ...] = ()) -> CostGraph:
@@ -66,21 +66,21 @@ def _needs_torchgpipe() -> None:
 def test_every_baseline_gives_a_cut_into_k_stages(name: str, family: str, k: int) -> None:
     if name == "torchgpipe":
         _needs_torchgpipe()
-    problem = Problem(synthetic(family, 40), k)
+    problem = PartitionProblem(synthetic(family, 40), k)
     assignment = BASELINES[name](problem)
     assert assignment is not None
     assert assignment.keys() == problem.graph.by_name.keys()
-    assert list(faults(problem, assignment)) == []
+    assert list(violations(problem, assignment)) == []
 
 
 def test_uniform_counts_units() -> None:
-    assert _sizes(uniform(Problem(_chain(9, 1, 1, 1, 1, 1), 3))) == [2, 2, 2]
+    assert _sizes(uniform(PartitionProblem(_chain(9, 1, 1, 1, 1, 1), 3))) == [2, 2, 2]
 
 
 def test_parameters_and_compute_are_balanced_by_the_same_algorithm() -> None:
     graph = _chain(1, 1, 1, 9, parameters=(9, 3, 3, 3))
-    assert _sizes(deepspeed(Problem(graph, 2))) == [3, 1]
-    assert _sizes(parameter_balanced(Problem(graph, 2))) == [1, 3]
+    assert _sizes(deepspeed(PartitionProblem(graph, 2))) == [3, 1]
+    assert _sizes(parameter_balanced(PartitionProblem(graph, 2))) == [1, 3]
 
 
 # What deepspeed 0.19.8 answers.
@@ -99,12 +99,12 @@ def test_balance_is_that_of_deepspeed(weights: list[int], parts: int, ends: list
 
 def test_torchgpipe_is_asked() -> None:
     _needs_torchgpipe()
-    assert _sizes(torchgpipe(Problem(_chain(1, 2, 3, 4, 5, 6), 2))) == [4, 2]
+    assert _sizes(torchgpipe(PartitionProblem(_chain(1, 2, 3, 4, 5, 6), 2))) == [4, 2]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
 def test_the_communication_blind_cut_is_the_best_of_all(times: list[int], k: int) -> None:
-    problem = Problem(_chain(*times), min(k, len(times)))
+    problem = PartitionProblem(_chain(*times), min(k, len(times)))
     sizes = _sizes(communication_blind(problem))
     assert len(sizes) == problem.k
     cuts = combinations(range(1, len(times)), problem.k - 1)
@@ -120,9 +120,9 @@ def _largest(times: list[int], cut: list[int]) -> int:
 
 
 @pytest.mark.parametrize("baseline", [uniform, parameter_balanced, deepspeed, communication_blind])
-def test_more_stages_than_units_are_refused(baseline: Callable[[Problem], object]) -> None:
+def test_more_stages_than_units_are_refused(baseline: Callable[[PartitionProblem], object]) -> None:
     with pytest.raises(InfeasibleError, match="k=3"):
-        baseline(Problem(_chain(1, 1), 3))
+        baseline(PartitionProblem(_chain(1, 1), 3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,7 +136,7 @@ def test_synthetic_graphs_are_acyclic_and_about_as_large_as_asked_for(
         (tensor.producer, name) for tensor in graph.tensors for name in tensor.consumers
     )
     assert nx.is_directed_acyclic_graph(edges)
-    assert len(Problem(graph, 2).units) == len(graph.nodes)
+    assert len(PartitionProblem(graph, 2).units) == len(graph.nodes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,34 +17,34 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import read
-from pipecompile.partition.boundaries import Prefixes
 from pipecompile.partition.chains import Chains
-from pipecompile.partition.check import faults
-from pipecompile.partition.cpsat import FINE, solve_integer
-from pipecompile.partition.instance import Instance
-from pipecompile.partition.lattice import every_cut, nearby
-from pipecompile.partition.linear import cut_order
-from pipecompile.partition.min_cut_bound import crossing_bound, informed
+from pipecompile.partition.cpsat import FINE, solve_integer_program
+from pipecompile.partition.lattice import every_cut, nearby_cuts
+from pipecompile.partition.min_cut_bound import min_cut_bound, with_crossing_bounds
 from pipecompile.partition.objective import lower_bound
-from pipecompile.partition.orders import orders, reordered
+from pipecompile.partition.orders import shuffled_order, topological_orders
+from pipecompile.partition.prefix_cuts import cut_order
+from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.pricing import Pricing
-from pipecompile.partition.problem import Candidate, Memory, Price, Problem
+from pipecompile.partition.problem import MemoryConstraint, PartitionProblem, Price, StageCandidate
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
+from pipecompile.partition.unit_graph import UnitGraph
+from pipecompile.partition.violations import violations
 from pipecompile.partition.windows import Limit
 
 PLACEMENT = Path(__file__).resolve().parents[3] / "shared" / "instances" / "placement"
 
 
-def _best(problem: Problem) -> Score | None:
+def _best(problem: PartitionProblem) -> Score | None:
     return min((score(problem, cut) for cut in cuts(problem)), default=None)
 
 
-def _limit(problem: Problem, value: int) -> Limit:
+def _limit(problem: PartitionProblem, value: int) -> Limit:
     return Limit(squares=value) if problem.objective == "variance" else Limit(most=value)
 
 
-def _solved(problem: Problem) -> tuple[Score, Partition] | None:
+def _solved(problem: PartitionProblem) -> tuple[Score, Partition] | None:
     """The best of all cuts and what is found, which is allowed; None if there is no cut, and none is found."""
     best = _best(problem)
     if best is None:
@@ -52,11 +52,11 @@ def _solved(problem: Problem) -> tuple[Score, Partition] | None:
             solve(problem, seconds=1.0)
         return None
     found = solve(problem, seconds=1.0)
-    assert not list(faults(problem, found.assignment))
+    assert not list(violations(problem, found.assignment))
     return best, found
 
 
-def _is_best(problem: Problem) -> None:
+def _is_best(problem: PartitionProblem) -> None:
     """The best cut is found, ties broken by the other objective, and proven."""
     if (solved := _solved(problem)) is not None:
         best, found = solved
@@ -65,29 +65,31 @@ def _is_best(problem: Problem) -> None:
 
 
 @given(problems())
-def test_the_best_of_all_cuts_is_found_and_proven(problem: Problem) -> None:
+def test_the_best_of_all_cuts_is_found_and_proven(problem: PartitionProblem) -> None:
     _is_best(problem)
 
 
 @given(problems(most=12, narrow=True))
-def test_the_same_on_narrow_graphs_of_up_to_twelve_nodes(problem: Problem) -> None:
+def test_the_same_on_narrow_graphs_of_up_to_twelve_nodes(problem: PartitionProblem) -> None:
     _is_best(problem)
 
 
 @given(problems(scale=10**12))
-def test_the_same_where_squares_exceed_64_bits(problem: Problem) -> None:
+def test_the_same_where_squares_exceed_64_bits(problem: PartitionProblem) -> None:
     _is_best(problem)
 
 
 @given(problems(shared=True))
-def test_the_best_value_is_found_where_stages_share_ranks(problem: Problem) -> None:
+def test_the_best_value_is_found_where_stages_share_ranks(problem: PartitionProblem) -> None:
     if (solved := _solved(problem)) is not None:
         best, found = solved
         assert found.search.bound <= best[0] == found.search.value
 
 
 @given(problems(shared=True, scale=10**8))
-def test_bounds_hold_where_times_are_rounded_for_the_integer_program(problem: Problem) -> None:
+def test_bounds_hold_where_times_are_rounded_for_the_integer_program(
+    problem: PartitionProblem,
+) -> None:
     best = _best(problem)
     assume(best is not None)
     assert best is not None
@@ -97,10 +99,13 @@ def test_bounds_hold_where_times_are_rounded_for_the_integer_program(problem: Pr
 
 @given(graphs(6), st.data())
 def test_the_best_replicas_are_found(graph: CostGraph, data: st.DataObject) -> None:
-    units, bandwidth = len(Problem(graph, 1).units), data.draw(st.sampled_from([None, 10**9]))
+    units, bandwidth = (
+        len(PartitionProblem(graph, 1).units),
+        data.draw(st.sampled_from([None, 10**9])),
+    )
     k = data.draw(st.integers(1, min(3, units)))
     ranks = data.draw(st.integers(k, k + 2))
-    problem = Problem(
+    problem = PartitionProblem(
         graph,
         k,
         objective=data.draw(st.sampled_from(["variance", "max-load"])),
@@ -118,13 +123,13 @@ def test_the_best_replicas_are_found(graph: CostGraph, data: st.DataObject) -> N
 
 
 @given(problems())
-def test_all_ideals_within_a_limit_hold_the_best_cut(problem: Problem) -> None:
+def test_all_ideals_within_a_limit_hold_the_best_cut(problem: PartitionProblem) -> None:
     best = _best(problem)
     assume(best is not None)
     assert best is not None
-    instance, limit = Instance.of(problem), _limit(problem, best[0])
-    for within in (Limit(), limit, informed(instance, limit)):
-        chains = every_cut(instance, within)
+    unit_graph, limit = UnitGraph.of(problem), _limit(problem, best[0])
+    for within in (Limit(), limit, with_crossing_bounds(unit_graph, limit)):
+        chains = every_cut(unit_graph, within)
         assert chains is not None
         found = Pricing(problem, 10**6).best(chains, within)
         assert found is not None
@@ -132,46 +137,48 @@ def test_all_ideals_within_a_limit_hold_the_best_cut(problem: Problem) -> None:
 
 
 @given(problems(), st.booleans())
-def test_the_integer_program_finds_and_bounds_the_best_cut(problem: Problem, started: bool) -> None:
+def test_the_integer_program_finds_and_bounds_the_best_cut(
+    problem: PartitionProblem, started: bool
+) -> None:
     assume(problem.memory is None or problem.memory.price is None)
     every = list(cuts(problem))
-    instance = Instance.of(problem) if every else None
-    if instance is None:
+    unit_graph = UnitGraph.of(problem) if every else None
+    if unit_graph is None:
         return
     best = min(score(problem, cut)[0] for cut in every)
-    known = tuple(every[0][unit[0]] for unit in instance.units) if started else None
-    answer = solve_integer(instance, known, Limit(), 5.0, FINE)
+    known = tuple(every[0][unit[0]] for unit in unit_graph.units) if started else None
+    answer = solve_integer_program(unit_graph, known, Limit(), 5.0, FINE)
     assert answer.stages is not None
-    assert score(problem, instance.assignment(answer.stages))[0] == best == answer.bound
+    assert score(problem, unit_graph.assignment(answer.stages))[0] == best == answer.bound
 
 
 @given(problems(), st.integers(0, 99))
 def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
-    problem: Problem, seed: int
+    problem: PartitionProblem, seed: int
 ) -> None:
     """The best of the intervals of an order is found; near it nothing is lost, and nothing beats the best of all."""
     best = _best(problem)
     assume(best is not None)
     assert best is not None
-    instance, pricing = Instance.of(problem), Pricing(problem, 10**6)
-    for order in orders(instance):
+    unit_graph, pricing = UnitGraph.of(problem), Pricing(problem, 10**6)
+    for order in topological_orders(unit_graph):
         place = {unit: index for index, unit in enumerate(order)}
-        found = cut_order(Prefixes(instance, order), Limit(), pricing.best)
+        found = cut_order(Prefixes(unit_graph, order), Limit(), pricing.best)
         every = [
             score(problem, cut)
             for cut in cuts(problem)
-            if sorted(stages := [cut[instance.units[unit][0]] for unit in order]) == stages
+            if sorted(stages := [cut[unit_graph.units[unit][0]] for unit in order]) == stages
         ]
-        assert place.keys() == set(range(instance.count))
+        assert place.keys() == set(range(unit_graph.count))
         if found is None:
             assert not every
             continue
         assert found.most == min(every)[problem.objective == "variance"]
-        stages = np.searchsorted(found.rows[1:-1], np.arange(instance.count), side="right")[
+        stages = np.searchsorted(found.rows[1:-1], np.arange(unit_graph.count), side="right")[
             np.argsort(order)
         ]
-        shuffled = reordered(instance, stages.tolist(), np.random.default_rng(seed))
-        chains = nearby(instance, shuffled, found.rows, 2)
+        shuffled = shuffled_order(unit_graph, stages.tolist(), np.random.default_rng(seed))
+        chains = nearby_cuts(unit_graph, shuffled, found.rows, 2)
         assert chains is not None
         better = pricing.best(chains, _limit(problem, min(every)[0]))
         assert better is not None
@@ -181,29 +188,29 @@ def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
 
 
 @given(problems())
-def test_bounds_hold(problem: Problem) -> None:
+def test_bounds_hold(problem: PartitionProblem) -> None:
     best = _best(problem)
     assume(best is not None)
     assert best is not None
-    instance, known = Instance.of(problem), lower_bound(problem)
+    unit_graph, known = UnitGraph.of(problem), lower_bound(problem)
     assert known <= best[0]
     for excess in (0, 1, 100):
-        assert crossing_bound(instance, _limit(problem, best[0] + excess), known, 6) <= best[0]
+        assert min_cut_bound(unit_graph, _limit(problem, best[0] + excess), known, 6) <= best[0]
 
 
 def test_the_same_input_gives_the_same_output() -> None:
     graph = chain([index * 7919 % 101 for index in range(200)], size=3)
-    problem = Problem(graph, 5, links=Links.of(Link(bandwidth_bytes_per_s=10**9)))
+    problem = PartitionProblem(graph, 5, links=Links.of(Link(bandwidth_bytes_per_s=10**9)))
     assert solve(problem) == solve(replace(problem))
 
 
 def test_long_orders_are_cut_where_little_crosses_and_then_nearby() -> None:
     graph = chain([1 + index * 7919 % 101 for index in range(3000)], size=3)
-    problem = Problem(
+    problem = PartitionProblem(
         graph, 8, objective="max-load", links=Links.of(Link(bandwidth_bytes_per_s=10**9))
     )
-    instance = Instance.of(problem)
-    prefixes = Prefixes(instance, range(instance.count))
+    unit_graph = UnitGraph.of(problem)
+    prefixes = Prefixes(unit_graph, range(unit_graph.count))
     pricing = Pricing(problem, 0)
     every, some = (cut_order(prefixes, Limit(), pricing.best, pairs) for pairs in (10**9, 10**5))
     assert every is not None and some is not None
@@ -213,16 +220,16 @@ def test_long_orders_are_cut_where_little_crosses_and_then_nearby() -> None:
 
 def test_pins_are_kept_in_order_and_contradictions_named() -> None:
     graph = chain([1] * 6)
-    found = solve(Problem(graph, 3, pin={"n1": 1, "n3": -1}))
+    found = solve(PartitionProblem(graph, 3, pin={"n1": 1, "n3": -1}))
     assert (found.assignment["n1"], found.assignment["n3"]) == (1, 2)
     with pytest.raises(
         InfeasibleError, match="n1 in stage 2 and n3 in stage 0, but n3 comes after n1"
     ):
-        solve(Problem(graph, 3, pin={"n1": 2, "n3": 0}))
+        solve(PartitionProblem(graph, 3, pin={"n1": 2, "n3": 0}))
     with pytest.raises(
         InfeasibleError, match="no cut into k=3 non-empty stages meets the pins n0=1; drop one"
     ):
-        solve(Problem(graph, 3, pin={"n0": 1}))
+        solve(PartitionProblem(graph, 3, pin={"n0": 1}))
 
 
 def test_inputs_lie_in_the_first_stage_and_outputs_in_the_last() -> None:
@@ -231,14 +238,16 @@ def test_inputs_lie_in_the_first_stage_and_outputs_in_the_last() -> None:
         *(node(f"n{i}", 5) for i in range(4)),
         node("out", 0, group="outputs"),
     )
-    found = solve(Problem(CostGraph(nodes=nodes, tensors=()), 3))
+    found = solve(PartitionProblem(CostGraph(nodes=nodes, tensors=()), 3))
     assert (found.assignment["late"], found.assignment["out"]) == (0, 2)
 
 
 def test_a_cap_moves_the_cut() -> None:
     graph = chain([1, 1, 1, 1], held=[60, 10, 10, 10])
     loads = {
-        cap: solve(Problem(graph, 2, memory=Memory.simple(graph, (cap,) * 2, (1, 1), 1))).loads_ns
+        cap: solve(
+            PartitionProblem(graph, 2, memory=MemoryConstraint.simple(graph, (cap,) * 2, (1, 1), 1))
+        ).loads_ns
         for cap in (70, 69)
     }
     assert loads == {70: (2, 2), 69: (1, 3)}
@@ -247,7 +256,9 @@ def test_a_cap_moves_the_cut() -> None:
 def test_a_cap_that_nobody_can_meet_is_answered_with_how_much_is_missing_and_where() -> None:
     graph = chain([1, 1, 1, 1], held=[10, 10, 90, 10])
     with pytest.raises(InfeasibleError) as caught:
-        solve(Problem(graph, 2, memory=Memory.simple(graph, (70, 70), (1, 1), 1)))
+        solve(
+            PartitionProblem(graph, 2, memory=MemoryConstraint.simple(graph, (70, 70), (1, 1), 1))
+        )
     assert str(caught.value) == (
         "a rank may hold 70 bytes, but the best cut into k=2 stages that was found needs 100, 30 more, in stage 1, "
         "where n2 is the largest node (90 alone)"
@@ -258,20 +269,20 @@ def test_a_stage_pays_for_its_memory_and_the_search_weighs_that() -> None:
     """The heavy stage could pay 5 to fit; the cut that needs no payment is worse by less."""
     graph = chain([4, 4, 3, 3], held=[1, 1, 1, 1])
 
-    def price(candidate: Candidate) -> Price:
+    def price(candidate: StageCandidate) -> Price:
         return Price(5, 5) if candidate.nodes == ("n0", "n1") else Price(0, 0)
 
-    memory = replace(Memory.simple(graph, (9, 9), (1, 1), 1), price=price)
-    found = solve(Problem(graph, 2, objective="max-load", memory=memory))
+    memory = replace(MemoryConstraint.simple(graph, (9, 9), (1, 1), 1), price=price)
+    found = solve(PartitionProblem(graph, 2, objective="max-load", memory=memory))
     assert found.loads_ns == (4, 10)
     assert found.search.proven
 
 
 def test_stages_without_parameters_are_refused_where_all_must_have_some() -> None:
     graph = chain([5, 5, 5, 1], held=[1, 0, 0, 1])
-    assert solve(Problem(graph, 2, parameters_everywhere=True)).assignment["n3"] == 1
+    assert solve(PartitionProblem(graph, 2, parameters_everywhere=True)).assignment["n3"] == 1
     with pytest.raises(InfeasibleError, match="only 2 of 4 units have any"):
-        solve(Problem(graph, 3, parameters_everywhere=True))
+        solve(PartitionProblem(graph, 3, parameters_everywhere=True))
 
 
 @pytest.mark.skipif(
@@ -284,13 +295,15 @@ def test_published_instances_are_solved_to_their_best_known_values(name: str) ->
     name = f"{name if '-' in name else f'layers-{name}'}_inference"
     best = json.loads((PLACEMENT / "best_known.json").read_text())[name]
     graph = read(PLACEMENT / f"{name}.json", CostGraph)
-    problem = Problem(
+    problem = PartitionProblem(
         graph,
         best["k"],
         objective="max-load",
         communication="endpoint",
         links=Links.of(Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"])),
-        memory=Memory.simple(graph, (best["memory_bytes"],) * best["k"], (1,) * best["k"], 1),
+        memory=MemoryConstraint.simple(
+            graph, (best["memory_bytes"],) * best["k"], (1,) * best["k"], 1
+        ),
     )
     found = solve(problem).search
     assert (found.value, found.proven) == (best["best_max_load_ns"], True)

@@ -1,0 +1,67 @@
+"""Solves a problem at one granularity, for any objective.
+
+"Flat" is the opposite of `multilevel`, which solves several of these problems one after the other.
+
+The objective step-time is decomposed by no dynamic program: its search starts from the cuts of the
+other objectives and climbs on the simulated step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipecompile.partition.budget import ACTIONS_PER_SECOND
+from pipecompile.partition.local_search import climb
+from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.result import Partition
+from pipecompile.partition.search import PartitionSearch
+from pipecompile.partition.unit_graph import UnitGraph
+from pipecompile.partition.violations import violations
+
+__all__ = ["solve_flat"]
+
+
+def solve_flat(problem: PartitionProblem, *, seconds: float, explained: bool) -> Partition:
+    """The best cut that is found, with a bound; InfeasibleError, `explained` or not, without one.
+
+    Granularity "auto" is taken as "operators".
+    """
+    if problem.objective == "step-time":
+        return _solve_step_time(problem, seconds, explained)
+    search = PartitionSearch(UnitGraph.of(problem), seconds)
+    search.run()
+    return search.result(explained)
+
+
+def _solve_step_time(problem: PartitionProblem, seconds: float, explained: bool) -> Partition:
+    """The best of the other objectives' cuts by the simulated step, after hill climbing on it."""
+    assert problem.step_ns is not None
+    step_ns = problem.step_ns
+    cuts = [
+        solve_flat(
+            replace(problem, objective=objective, communication=communication, step_ns=None),
+            seconds=seconds / 4,
+            explained=explained,
+        )
+        for objective, communication in (
+            ("variance", problem.communication),
+            ("max-load", problem.communication),
+            ("max-load", "none"),
+        )
+    ]
+    bound = lower_bound(problem)
+    if problem.whole_backwards:
+        # Some rank computes M times the largest compute, whatever the schedule does meanwhile.
+        bound = max(bound, problem.microbatches * cuts[-1].search.bound)
+    best = min(cuts, key=lambda cut: step_ns(cut.assignment)).assignment
+
+    unit_graph = UnitGraph.of(problem)
+
+    def value(stages: tuple[int, ...]) -> int | None:
+        assignment = unit_graph.assignment(stages)
+        return None if next(violations(problem, assignment), None) else step_ns(assignment)
+
+    evaluations = int(seconds * ACTIONS_PER_SECOND / (problem.k * problem.microbatches))
+    stages = climb(unit_graph, [best[unit[0]] for unit in unit_graph.units], value, evaluations)
+    return Partition.of(problem, unit_graph.assignment(stages), method="linear-dp", bound=bound)

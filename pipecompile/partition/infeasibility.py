@@ -1,0 +1,153 @@
+"""Why a problem has no cut: which constraint cannot be met, where, and by how much.
+
+The constraints are dropped one after the other until a cut of the graph's own order exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipecompile.ir.links import FREE
+from pipecompile.partition.chains import Chain
+from pipecompile.partition.coarsening import coarse_groups
+from pipecompile.partition.orders import topological_orders
+from pipecompile.partition.prefix_cuts import cut_order
+from pipecompile.partition.prefixes import Prefixes
+from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.unit_graph import UnitGraph
+from pipecompile.partition.windows import Limit
+
+__all__ = ["why_infeasible"]
+
+NODES_PRICED = 20_000  # in stages, for each guess of how much memory is missing
+PRICES_MAX = 300
+PAIRS_MAX = 20_000_000
+UNITS_MAX = 1000  # above it, memory that is missing is looked for between blocks
+LARGEST_BYTES = 1 << 60  # more than any rank has
+PRECISION_PARTS = 1000  # missing memory is found to this part
+
+
+def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
+    """One line for an InfeasibleError; `proven` if a search has excluded all cuts."""
+    return _reason(unit_graph) + ("" if proven else "; that there is no other cut is not proven")
+
+
+def _reason(unit_graph: UnitGraph) -> str:
+    problem = unit_graph.problem
+    memory = problem.memory
+    if memory is not None and _first_cut(unit_graph, replace(problem, memory=None)) is not None:
+        if problem.ranks != problem.k:
+            return _shared_memory_reason(unit_graph, memory)
+        return _memory_reason(unit_graph, memory)
+    plain = replace(problem, memory=None, parameters_everywhere=False)
+    if problem.parameters_everywhere and _first_cut(unit_graph, plain) is not None:
+        with_parameters = int((unit_graph.parameters > 0).sum())
+        return (
+            f"k={problem.k} stages must each have parameters, but no cut has that: only "
+            f"{with_parameters} of {unit_graph.count} units have any; choose a smaller k, or allow "
+            f"stages without parameters"
+        )
+    pins = ", ".join(f"{name}={stage}" for name, stage in problem.pin.items())
+    return (
+        f"no cut into k={problem.k} non-empty stages meets the pins {pins}; drop one or choose "
+        f"another k"
+    )
+
+
+def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None:
+    """A cut of one order by `problem`; stages that share ranks are taken as alone on theirs."""
+    if problem.ranks != problem.k:
+        problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
+    plain = UnitGraph(problem, unit_graph.units)
+    prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
+    prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
+    pricing = Pricing(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
+    return cut_order(prefixes, Limit(), pricing.best)
+
+
+def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
+    """Where stages share ranks, all nodes at their least are compared with all ranks."""
+    problem = unit_graph.problem
+    in_flight = min(memory.in_flight)
+    needed = int((unit_graph.resident + in_flight * unit_graph.saved).sum())
+    return (
+        f"the {problem.ranks} ranks may hold {sum(memory.caps):,} bytes together and all nodes "
+        f"need at least {needed:,}, but no cut into k={problem.k} stages was found that shares "
+        f"them out within each rank's cap"
+    )
+
+
+def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
+    """By how much all ranks would need more, by bisection, and the stage that is then tightest."""
+    unit_graph = _coarser(unit_graph)
+    problem = unit_graph.problem
+
+    def cut_with(more: int) -> Chain | None:
+        caps = tuple(cap + more for cap in memory.caps)
+        return _first_cut(unit_graph, replace(problem, memory=replace(memory, caps=caps)))
+
+    too_few, enough = 0, max(1, max(memory.caps) // PRECISION_PARTS)
+    while (chain := cut_with(enough)) is None:
+        too_few, enough = enough, 2 * enough
+        if enough > LARGEST_BYTES:
+            return (
+                f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks "
+                f"have"
+            )
+    while enough - too_few > max(1, enough // PRECISION_PARTS):
+        middle = (too_few + enough) // 2
+        smaller = cut_with(middle)
+        if smaller is None:
+            too_few = middle
+        else:
+            enough, chain = middle, smaller
+    tightest = _tightest_stage(unit_graph, memory, chain)
+    cap = memory.caps[problem.stage_ranks[tightest.stage]]
+    largest = unit_graph.units[tightest.largest_unit]
+    alone = memory.held_bytes(largest, tightest.stage)
+    return (
+        f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found "
+        f"needs {cap + enough:,}, {enough:,} more, in stage {tightest.stage}, where {largest[0]} "
+        f"is the largest node ({alone:,} alone)"
+    )
+
+
+def _coarser(unit_graph: UnitGraph) -> UnitGraph:
+    """The graph between blocks, if it has too many units for a bisection and blocks have a cut."""
+    problem = unit_graph.problem
+    together = (*problem.together, *coarse_groups(problem.graph, "blocks"))
+    coarse = replace(problem, granularity="operators", together=together)
+    if (
+        unit_graph.count <= UNITS_MAX
+        or _first_cut(unit_graph, replace(coarse, memory=None)) is None
+    ):
+        return unit_graph
+    return UnitGraph(coarse, coarse.units)
+
+
+class _TightestStage(NamedTuple):
+    """The stage with the least room left, and the unit of it that holds most."""
+
+    stage: int
+    largest_unit: int
+
+
+def _tightest_stage(
+    unit_graph: UnitGraph, memory: MemoryConstraint, chain: Chain
+) -> _TightestStage:
+    """The tightest stage of a cut of the graph's own order."""
+    order = next(iter(topological_orders(unit_graph)))
+
+    def held(unit: int, stage: int) -> int:
+        return memory.held_bytes(unit_graph.units[unit], stage)
+
+    rooms = []
+    for stage, (start, stop) in enumerate(pairwise(chain.rows)):
+        cap = memory.caps[unit_graph.problem.stage_ranks[stage]]
+        total = sum(held(unit, stage) for unit in order[start:stop])
+        rooms.append((cap - total, stage, start, stop))
+    _, stage, start, stop = min(rooms)
+    return _TightestStage(stage, max(order[start:stop], key=lambda unit: held(unit, stage)))

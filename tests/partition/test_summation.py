@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from cuts import node
+
+from pipecompile.ir.graph import CostGraph, Parameter, Tensor
+from pipecompile.partition.summation import gradient_sum_order
+
+
+def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
+    """The unsplit model adds d + c, then b, then a: only c and d may change stages with each other."""
+    fork = Tensor(producer="x", consumers=("a", "b", "c", "d"), bytes=1, gradient_bytes=1)
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "xabcd"), tensors=(fork,))
+    assert set(gradient_sum_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
+    pair = msgspec.structs.replace(fork, consumers=("a", "b"))
+    assert not list(gradient_sum_order(msgspec.structs.replace(graph, tensors=(pair,))))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
+    shared = Parameter(name="p", bytes=1, trainable=trainable)
+    nodes = tuple(msgspec.structs.replace(node(name, 1), parameters=("p",)) for name in "abcd")
+    pairs = {("a", "b"), ("b", "c"), ("b", "d")} if trainable else set()
+    assert (
+        set(gradient_sum_order(CostGraph(nodes=nodes, tensors=(), parameters=(shared,)))) == pairs
+    )
+
+
+def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
+    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
+    assert set(gradient_sum_order(graph)) == {("b", "a")}

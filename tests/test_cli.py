@@ -228,10 +228,8 @@ def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
         assert found["makespan_ns"] == made.prediction.step_ns
         assert found["bubble"] == made.prediction.bubble
         assert len(found["idle"]) == 4
-        curves = found["activations"]
-        assert [max(size for _, size in curve) for curve in curves] == found[
-            "peak_activation_bytes"
-        ]
+        assert len(found["memory"]) == 4
+        curves = found["activation_bounds"]
         assert all(
             curve[-1][1] == 0 and curve == sorted(curve, key=lambda point: point[0])
             for curve in curves
@@ -295,7 +293,7 @@ def imported(*arguments: str) -> list[str]:
     result = fresh("-c", code, *arguments)
     assert result.returncode == 0, result.stderr
     assert result.stdout or "-o" in arguments
-    return result.stderr.split()
+    return result.stderr.splitlines()[-1].split()  # the log comes before
 
 
 @pytest.mark.parametrize("command", ["show", "check", "simulate", "view"])
@@ -382,7 +380,7 @@ def test_the_fields_of_a_partition(graph_file: str) -> None:
             "value",
             "bound",
         ),
-        *("gap", "proven", "method", "seconds", "replicas"),
+        *("gap", "proven", "method", "seconds", "replicas", "time_unit"),
     }
 
 
@@ -538,7 +536,7 @@ def test_what_cannot_be_cut_is_answered_in_one_line(
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "truncated"),
-        ('{"schema": "pipecompile/cost-graph/2"}', "`$.schema`"),
+        ('{"schema": "pipecompile/cost-graph/2"}', "is a cost graph of version 2"),
         ('{"nodes": [], "tensors": [], "edges": []}', "unknown field `edges`"),
         ('{"nodes": [{"name": "a", "forward_ns": -1}], "tensors": []}', "`$.nodes[0].forward_ns`"),
     ],
@@ -754,7 +752,7 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
         ([], {"memory_bytes": [7]}, 2, "memory_bytes has 1 caps for 2 ranks"),
         ([], {"ranks": 3}, 2, "rank 2 has no stage"),
         ([], {"microbatches": 0}, 2, "`$.microbatches`"),
-        ([], {"schema": "pipecompile/schedule-problem/2"}, 2, "`$.schema`"),
+        ([], {"schema": "pipecompile/schedule-problem/2"}, 2, "is a schedule problem of version 2"),
         ([], {"speed": 1}, 2, "unknown field `speed`"),
     ],
 )
@@ -812,6 +810,118 @@ def test_help_lists_the_commands() -> None:
         name in result.stdout
         for name in ("plan", "show", "check", "simulate", "partition", "schedule", "verify")
     )
+
+
+MISTAKES = {
+    "schedule": (["plan", UNET, "--schedule", "1f1v"], "did you mean '1f1b'?"),
+    "costs": (["plan", UNET, "--costs", "flop"], "did you mean 'flops'?"),
+    "cost file": (["plan", UNET, "--costs", "table:none.json"], "none.json: cannot be read"),
+    "device": (["plan", UNET, "--costs", "roofline:h99"], "h99"),
+    "stages": (["plan", UNET, "-k", "0"], "k=0, but a pipeline has at least one stage"),
+    "ranks": (["verify", UNET, "-k", "3", "--ranks", "2"], "k=3 and ranks=2 disagree"),
+    "together": (["plan", UNET, "-k", "3", "--schedule", "zb-v"], "k=3"),
+    "links": (["plan", UNET, "--links", "none.json"], "none.json: cannot be read"),
+    "pin": (["plan", UNET, "--pin", "mean"], "write NODE=STAGE"),
+    "format": (["plan", UNET, "--format", "jsn"], "did you mean 'json'?"),
+    "target": (["plan", "unet"], "'unet' is not a target"),
+    "target file": (["verify", "nowhere.py:unet"], "there is no file nowhere.py"),
+    "target module": (["plan", "no_such_package.module:unet"], "there is no module"),
+    "profile": (["profile", UNET, "--optimizer", "adamm"], "did you mean 'adam"),
+    "plan file": (["check", "none.json", UNET], "none.json: cannot be read"),
+    "limit": (["check", "none.json", UNET, "--recompute", "blocks"], "did you mean 'block'?"),
+    "output": (["plan", UNET, "-o", "nowhere/plan.json"], "nowhere/plan.json: cannot be written"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_before_torch_is_imported(mistake: str) -> None:
+    arguments, message = MISTAKES[mistake]
+    code = (
+        "import sys\nfrom pipecompile.cli import commands\n"
+        "try:\n    commands([*sys.argv[1:]])\nexcept SystemExit as end:\n"
+        "    print(end.code, sorted({'torch', 'ortools', 'numpy'} & set(sys.modules)))"
+    )
+    result = fresh("-c", code, *arguments)
+    assert result.stdout == "2 []\n", result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pipecompile: ")
+    assert message in line
+
+
+def test_names_are_known_in_any_case() -> None:
+    target = f"{MODELS}:sequential"
+    options = ("--schedule", "GPipe", "--objective", "Max-Load", "--format", "JSON")
+    result = invoke("plan", target, "-k", "2", "--costs", "flops", *options)
+    assert result.exit_code == 0, result.output
+    options = decode(result.stdout.encode(), Plan, origin="stdout").options
+    assert (options.schedule, options.objective) == ("gpipe", "max-load")
+
+
+def test_ranks_stand_for_the_stages_that_a_schedule_has_on_them() -> None:
+    target = f"{MODELS}:sequential"
+    common = ("--schedule", "zb-v", "--costs", "flops", "--no-self-check", "--format", "json")
+    plans = [
+        decode(invoke("plan", target, *count, *common).stdout.encode(), Plan, origin="stdout")
+        for count in (("--ranks", "2"), ("-k", "4"))
+    ]
+    assert (plans[0].k, plans[0].ranks) == (4, 2)
+    assert plans[0] == plans[1]
+
+
+def test_what_is_said_beside_the_answer_is_as_much_as_asked_for(tmp_path: Path) -> None:
+    plan = str(tmp_path / "plan.json")
+    command = ("plan", f"{MODELS}:sequential", "-k", "2", "--costs", "flops", "-o", plan)
+    usual, quiet, verbose = (invoke(*command, *flag) for flag in ((), ("-q",), ("-v",)))
+    assert f"wrote {plan}" in usual.stderr.splitlines()
+    assert "self-check: the graph is the model" in usual.stderr
+    assert quiet.stderr == ""
+    assert set(usual.stderr.splitlines()[1:]) < set(verbose.stderr.splitlines())
+    assert "flops costs: 1 of " in verbose.stderr
+    assert usual.stdout == quiet.stdout == verbose.stdout
+
+
+def test_python_is_quiet() -> None:
+    code = (
+        "import torch\nfrom pipecompile import pipecompile\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "pipeline = pipecompile(model, torch.ones(4, 4), k=2, costs='flops',\n"
+        "                       loss_fn=lambda output, _: output.sum())\n"
+        "print(repr(pipeline.plan), repr(pipeline), sep='\\n')"
+    )
+    result = fresh("-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    plan = "Plan(2 stages on 2 ranks, 1f1b, 2 microbatches, costs flops)"
+    assert result.stdout.splitlines() == [
+        plan,
+        f"Pipeline({plan}, all stages in this process, 0 steps taken)",
+    ]
+
+
+def test_the_stages_of_a_plan_are_scheduled_anew(plan_file: str, tmp_path: Path) -> None:
+    plan, svg = read(plan_file, Plan), tmp_path / "order.svg"
+    result = invoke("schedule", plan_file, "--name", "1f1b", "--svg", str(svg), "--format", "json")
+    assert result.exit_code == 0, result.output
+    order = json.loads(result.stdout)
+    assert (order["makespan_ns"], order["placement"]) == (plan.prediction.step_ns, [0, 1, 2, 3])
+    assert svg.read_text().startswith("<svg")
+    searched = invoke("schedule", plan_file, "--time-limit", "0.2", "--format", "json")
+    assert json.loads(searched.stdout)["makespan_ns"] <= plan.prediction.step_ns
+    assert "torch" not in imported("schedule", plan_file, "--name", "gpipe")
+    refused = invoke("schedule", plan_file, "--order", "order.csv")
+    assert refused.exit_code == 2
+    assert "checked against a schedule problem, not a plan" in refused.stderr
+
+
+def test_verify_needs_no_measured_costs_and_explains_its_two_losses(tmp_path: Path) -> None:
+    result = invoke("verify", f"{MODELS}:gpt2", "-k", "2", "--microbatches", "2")
+    assert result.exit_code == 0, result.output
+    assert "measured" not in result.stderr
+    assert "the model draws random numbers" in result.stdout
+    lines = [line for line in result.stdout.splitlines() if line.startswith("against ")]
+    assert [line.partition(":")[0] for line in lines] == [
+        "against the unsplit graph under the same seeds, modules in the modes that they have",
+        "against the original module, modules in eval mode, where nothing is drawn",
+    ]
 
 
 @pytest.mark.parametrize("command", ["show", "simulate"])

@@ -11,13 +11,16 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.report.cut import cut_text
 from pipecompile.report.links import links_table
-from pipecompile.report.page import profile_page
-from pipecompile.report.profile import profile_figures, profile_text
+from pipecompile.report.plan_page import plan_page
+from pipecompile.report.profile import profile_figures
+from pipecompile.report.profile_page import profile_page
+from pipecompile.report.profile_text import profile_text
 from pipecompile.report.step import step_figures, step_text
+from pipecompile.report.summary import summary
 from pipecompile.report.svg import timeline_svg
-from pipecompile.report.text import summary, timeline_text
+from pipecompile.report.tables import DrawTable, plain_table, terminal_table
+from pipecompile.report.timeline_text import timeline_text
 from pipecompile.report.trace import trace
-from pipecompile.report.view import plan_page
 from pipecompile.schedule.critical_path import critical_path
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_plan
@@ -27,11 +30,13 @@ __all__ = [
     "links_table",
     "page_of",
     "picture_of",
+    "plain_table",
     "profile_figures",
     "profile_page",
     "profile_text",
     "step_figures_of",
     "step_text_of",
+    "terminal_table",
     "text_of",
     "timeline_of",
     "trace_of",
@@ -43,9 +48,9 @@ def timeline_of(plan: Plan) -> Timeline:
     return simulate_plan(plan)
 
 
-def text_of(plan: Plan) -> str:
+def text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     """The plan for people: stages, loads, memory and timeline."""
-    return f"{summary(plan)}\n{timeline_text(timeline_of(plan))}"
+    return f"{summary(plan, draw)}\n{timeline_text(timeline_of(plan))}"
 
 
 def page_of(plan: Plan) -> str:
@@ -63,13 +68,13 @@ def trace_of(plan: Plan) -> bytes:
     return trace(plan, timeline_of(plan))
 
 
-def step_text_of(plan: Plan) -> str:
+def step_text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     """One step for people: when ranks wait, and which actions decide how long it takes."""
     timeline = timeline_of(plan)
-    return step_text(timeline, critical_path(problem_of_plan(plan), timeline))
+    return step_text(plan, timeline, critical_path(problem_of_plan(plan), timeline), draw)
 
 
 def step_figures_of(plan: Plan) -> dict[str, Any]:
     """The same as figures for JSON."""
     timeline = timeline_of(plan)
-    return step_figures(timeline, critical_path(problem_of_plan(plan), timeline))
+    return step_figures(plan, timeline, critical_path(problem_of_plan(plan), timeline))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from pipecompile.errors import InputError
+from pipecompile.ir.file_kinds import schema_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import read
 from pipecompile.report.order import order_text as text_of_order
 from pipecompile.report.order import order_title
 from pipecompile.report.svg import picture
+from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.schedule.request import (
     ScheduleAnswer,
     ScheduleRequest,
@@ -22,12 +22,6 @@ from pipecompile.schedule.request import (
 from pipecompile.schedule.torch_csv import write_csv
 
 __all__ = ["csv_of", "order_for", "order_picture", "order_text"]
-
-
-class _Header(msgspec.Struct):
-    """What all files have."""
-
-    schema: str = ""
 
 
 def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
@@ -44,10 +38,9 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 def _is_plan(path: str | Path) -> bool:
     """Whether the file says that it is a plan; a file that cannot be read is none."""
     try:
-        schema = msgspec.json.decode(Path(path).read_bytes(), type=_Header).schema
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return schema_of(Path(path).read_bytes()).startswith("pipecompile/plan/")
+    except OSError:
         return False
-    return schema.startswith("pipecompile/plan/")
 
 
 def order_text(answer: ScheduleAnswer, draw: DrawTable = plain_table) -> str:

@@ -15,8 +15,9 @@ from pipecompile.ir.serialization import encode
 
 if TYPE_CHECKING:
     from pipecompile.api.finding import Finding
+    from pipecompile.report.tables import DrawTable
 
-__all__ = ["FINE", "NO", "AnswerGroup", "framed", "is_first_rank", "print_findings", "say"]
+__all__ = ["FINE", "NO", "AnswerGroup", "framed", "is_first_rank", "print_findings", "say", "table_style"]
 
 FINE, NO, ERROR = 0, 1, 2
 
@@ -88,6 +89,13 @@ def say(text: str) -> None:
     """Print `text` once, however many ranks run."""
     if is_first_rank():
         click.echo(text)
+
+
+def table_style(form: str) -> DrawTable:
+    """Return how tables are drawn: by rich on a terminal, as plain text in pipes, files and on GitHub."""
+    from pipecompile.api.report import plain_table, terminal_table
+
+    return terminal_table if form == "text" and sys.stdout.isatty() else plain_table
 
 
 def framed(text: str, form: str) -> str:

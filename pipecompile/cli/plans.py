@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, print_findings
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, print_findings, table_style
 from pipecompile.cli.options import OneOf, format_option
 from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
@@ -34,7 +34,7 @@ def print_plan(plan: Plan, form: str) -> None:
     if form == "json":
         click.echo(encode(plan), nl=False)
     else:
-        click.echo(framed(text_of(plan), form))
+        click.echo(framed(text_of(plan, table_style(form)), form))
 
 
 def _read_plan(path: str) -> Plan:
@@ -129,5 +129,5 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
     if form == "json":
         click.echo(encode(step_figures_of(plan)), nl=False)
     else:
-        click.echo(framed(step_text_of(plan), form))
+        click.echo(framed(step_text_of(plan, table_style(form)), form))
     return FINE

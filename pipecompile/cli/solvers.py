@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, table_style
 from pipecompile.cli.options import LOWERCASE, format_option, plan_option
 from pipecompile.ir.serialization import check_writable, encode, write
 
@@ -75,15 +75,15 @@ def partition(
     **options: Any,
 ) -> int:
     """Cut a cost graph into stages: the partitioner alone."""
-    from pipecompile.api.cut import CutRequest, given_links
+    from pipecompile.api.cut import CutRequest, links_from_options
     from pipecompile.api.cut import partition as cut
     from pipecompile.api.report import cut_text
 
-    connected = given_links(links, bandwidth, latency)
+    connected = links_from_options(links, bandwidth, latency)
     request = CutRequest(links=connected, communication=comm, **options)
     result = cut(path, request, seconds=time_limit)
     click.echo(
-        encode(result).decode().rstrip() if form == "json" else framed(cut_text(result), form)
+        encode(result).decode().rstrip() if form == "json" else framed(cut_text(result, table_style(form)), form)
     )
     return FINE
 
@@ -148,6 +148,6 @@ def schedule(
     click.echo(
         encode(answer.order).decode().rstrip()
         if form == "json"
-        else framed(order_text(answer), form)
+        else framed(order_text(answer, table_style(form)), form)
     )
     return FINE if answer.order.fits else NO

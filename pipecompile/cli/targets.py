@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, is_first_rank, say
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, is_first_rank, say, table_style
 from pipecompile.cli.options import OneOf, format_option, plan_option, planning_options
 from pipecompile.cli.plans import print_plan
 from pipecompile.ir.serialization import check_writable, encode, write
@@ -30,9 +30,9 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 
     check_writable(output)
     factory = Factory.of(target)
-    self_check, given_links = options.pop("self_check"), options.pop("links")
+    self_check, links_from_options = options.pop("self_check"), options.pop("links")
     requested = requested_options(**options)
-    links = links_for(requested, given_links)
+    links = links_for(requested, links_from_options)
     # Only now is PyTorch imported.
     from pipecompile.api.capture import capture_target
     from pipecompile.api.options import completed
@@ -92,7 +92,7 @@ def profile(
     if form == "json":
         click.echo(encode(profile_figures(result)), nl=False)
     else:
-        click.echo(framed(profile_text(result).rstrip(), form))
+        click.echo(framed(profile_text(result, table_style(form)).rstrip(), form))
     logger.info(made_with(subject))
     return FINE
 
@@ -142,7 +142,7 @@ def measure_links(output: str | None, form: str) -> int:
     if output is not None:
         write(output, encode(links))
         logger.info("wrote %s: use it with --links %s", output, output)
-    text = encode(links).decode().rstrip() if form == "json" else links_table(links)
+    text = encode(links).decode().rstrip() if form == "json" else links_table(links, table_style(form))
     say(framed(text, form))
     return FINE
 

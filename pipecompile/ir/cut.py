@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["Cut"]
@@ -10,7 +11,8 @@ __all__ = ["Cut"]
 class Cut(Value, frozen=True, kw_only=True):
     """Which stage runs what, and how good that is; loads are per rank, and `replicas` the ranks of each stage.
 
-    `seconds` are those the search took: for people, never for a plan.
+    Times (`_ns`) are in `time_unit`. `seconds` are those that the search took: for people, never for a
+    plan.
     """
 
     stages: dict[str, NonNegative]
@@ -26,3 +28,4 @@ class Cut(Value, frozen=True, kw_only=True):
     method: str
     seconds: float
     replicas: tuple[Positive, ...]
+    time_unit: TimeUnit = "ns"

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["kind_mismatch"]
+__all__ = ["kind_mismatch", "schema_of"]
 
 
 class _Header(msgspec.Struct):
@@ -15,16 +15,20 @@ class _Header(msgspec.Struct):
     schema: str = ""
 
 
+def schema_of(data: bytes) -> str:
+    """Return the `schema` that a file names; empty if it names none, or is not JSON."""
+    try:
+        return msgspec.json.decode(data, type=_Header).schema
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
 def kind_mismatch(data: bytes, type_: type[Any]) -> str | None:
     """Return the message for a file whose `schema` is not that of `type_`.
 
     None if it is, if it is of an older version, or if the file or the type has none.
     """
-    expected = _schema(type_)
-    try:
-        given = msgspec.json.decode(data, type=_Header).schema
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    given, expected = schema_of(data), _schema(type_)
     if expected is None or given in ("", expected):
         return None
     (kind, version), (wanted, known) = map(_kind_and_version, (given, expected))
@@ -43,7 +47,7 @@ def kind_mismatch(data: bytes, type_: type[Any]) -> str | None:
 
 
 def _schema(type_: type[Any]) -> str | None:
-    """Return the `schema` of files of `type_`, such as pipecompile/plan/1; None if they have none."""
+    """Return the `schema` of `type_`'s files, such as pipecompile/plan/1; None without one."""
     if not isinstance(type_, type) or not issubclass(type_, msgspec.Struct):
         return None
     schemas = get_args(get_type_hints(type_).get("schema"))

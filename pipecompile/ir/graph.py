@@ -21,10 +21,13 @@ __all__ = [
     "Packs",
     "Parameter",
     "Tensor",
+    "TimeUnit",
 ]
 
 FusedType = Literal["bfloat16", "float16", "float32"]
 Packs = Literal["never", "before", "after"]
+TimeUnit = Literal["ns", "relative"]
+"""What times are in: nanoseconds of a device, or units that only compare nodes with one another."""
 FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
 """The types for which PyTorch fuses attention on GPUs of compute capability 8.0 and above."""
 
@@ -41,7 +44,7 @@ class Node(Value, frozen=True, kw_only=True):
     `backward_height_bytes` the most of both together, where that is known to be less; `input_workspace_bytes` and
     `input_height_bytes` are these of a first half of the backward, where that is known. `input_bytes` is what it reads
     of the minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them,
-    or never. Only a node that may run `again` is computed twice. `written` are the sizes of the buffers of which a
+    or never. Only a `recomputable` node may run twice for a microbatch. `written` are the sizes of the buffers of which a
     recompute needs copies, made before the forward, since nodes write to them; those of a group are with one of its
     nodes. `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
     """
@@ -63,7 +66,7 @@ class Node(Value, frozen=True, kw_only=True):
     input_workspace_bytes: NonNegative | None = None
     input_height_bytes: NonNegative | None = None
     packs: Packs = "after"
-    again: bool = True
+    recomputable: bool = True
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     uses: tuple[tuple[Use, ...], ...] = ()
@@ -168,6 +171,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
     fingerprint: str = ""
+    time_unit: TimeUnit = "ns"
     memory: Literal["cpu", "cuda"] = "cuda"
     fused_attention: tuple[FusedType, ...] = FUSED_ATTENTION
     nodes: tuple[Node, ...]

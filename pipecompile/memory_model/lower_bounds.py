@@ -112,7 +112,7 @@ def _saved(graph: CostGraph, recompute: Recompute, saving: Sequence[Policy]) -> 
         yield _Saved(
             producer,
             ALLOCATORS[graph.memory].rounded(least[storage]),
-            again=recompute == "auto" and node.again,
+            again=recompute == "auto" and node.recomputable,
             early=early,
             moved=_moved(graph, [graph.by_name[name] for name in names], storage, saving),
         )
@@ -125,7 +125,7 @@ def _moved(
 
     Either all `nodes` that save it do so as suits their use, or some by a policy for any use: that alone counts then.
     """
-    if not policies or not graph.contents or not all(node.again for node in nodes):
+    if not policies or not graph.contents or not all(node.recomputable for node in nodes):
         return None
     places = tuple(range(len(nodes)))
     known = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]

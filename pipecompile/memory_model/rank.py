@@ -41,6 +41,7 @@ __all__ = [
     "by_stage",
     "ceiling",
     "changes",
+    "fixed_bytes",
     "memory_by_stage",
     "rank_memory",
     "room",
@@ -122,6 +123,11 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
         microbatches=plan.schedule.microbatches,
         allocator=ALLOCATORS[plan.allocator],
     )
+
+
+def fixed_bytes(plan: Plan, rank: int) -> int:
+    """Return what the allocator and the communication library take on a rank, whatever the model is."""
+    return ALLOCATORS[plan.allocator].padded(0, _peers(plan.footprints(rank)))
 
 
 def _more(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:

@@ -128,7 +128,7 @@ def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
         buffer_copies=tuple(sum(map(level.size_of, node.written)) for node in part.own),
         boundaries=boundaries(part),
         excluded=frozenset(
-            position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].again
+            position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].recomputable
         ),
         sent_copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
     )

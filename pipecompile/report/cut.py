@@ -1,4 +1,4 @@
-"""The partition of a cost graph for people: loads as bars beside the ideal."""
+"""The partition of a cost graph for people: what each stage takes, as bars beside the ideal."""
 
 from __future__ import annotations
 
@@ -6,48 +6,54 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pipecompile.ir.cut import Cut
-from pipecompile.report.text import bar, gap_text, objective_text, table, time_text
+from pipecompile.report.tables import DrawTable, bar, plain_table
+from pipecompile.report.units import gap_text, objective_text, percent, time_text, time_with_unit
 
 __all__ = ["cut_text"]
 
-_WIDTH = 50
+_WIDTH = 45
+_COST = "load + transfers"  # transfers as `--comm` counts them
 
 
-def cut_text(cut: Cut) -> str:
-    """How good the cut is, and per stage (per rank, where stages share ranks) its load."""
-    return "\n".join([*_header(cut), "", *_loads(cut)])
+def cut_text(cut: Cut, draw: DrawTable = plain_table) -> str:
+    """Return how good the cut is, and what each stage takes: each rank, where stages share ranks."""
+    return "\n".join([*_header(cut), "", *draw(_rows(cut), {2 if _is_shared(cut) else 4})])
 
 
 def _header(cut: Cut) -> Iterator[str]:
-    loads = cut.loads_ns
-    mean = sum(loads) / len(loads)
+    loads, unit = cut.loads_ns, cut.time_unit
     ranks = len(loads) if _is_shared(cut) else sum(cut.replicas)
-    yield f"{len(cut.replicas)} stages of {len(cut.stages)} nodes on {ranks} ranks"
-    value, bound = (objective_text(cut.objective, number) for number in (cut.value, cut.bound))
+    value = objective_text(cut.objective, cut.value, unit)
+    bound = objective_text(cut.objective, cut.bound, unit)
     proof = "proven" if cut.proven else "not proven"
-    yield f"  objective  {cut.objective} {value}, bound {bound}, gap {gap_text(cut.gap)}, {proof} ({cut.method})"
-    yield f"  imbalance  {max(loads) / mean if mean else 1:.3f} (largest load {time_text(max(loads))} / mean load)"
+    imbalance = max(loads) * len(loads) / max(sum(loads), 1)
+    yield f"{len(cut.replicas)} stages of {len(cut.stages)} nodes on {ranks} ranks"
+    yield (
+        f"  objective  {cut.objective} {value}, bound {bound}, gap {gap_text(cut.gap)}, "
+        f"{proof} ({cut.method})"
+    )
+    yield f"  imbalance  {imbalance:.3f} (largest {time_with_unit(max(loads), unit)} / mean)"
     yield f"  search     {cut.seconds:.2f} s"
+    if unit == "relative":
+        yield "  times      relative units, not seconds (1 k is 1,000 units)"
 
 
-def _loads(cut: Cut) -> Iterator[str]:
-    """The mean load is the ideal: a bar that ends before it has room, one that goes past it is waited for."""
+def _rows(cut: Cut) -> list[list[str]]:
+    """The rows of the table, after the ideal: the mean, of which each stage would have as much."""
     mean, largest = sum(cut.loads_ns) // len(cut.loads_ns), max(*cut.loads_ns, 1)
-    rows = [["ideal", time_text(mean), bar(mean / largest, _WIDTH), "100.0%"]]
+    rows = [["ideal", time_text(mean, cut.time_unit), bar(mean / largest, _WIDTH), "100.0%"]]
     for index, load in enumerate(cut.loads_ns):
-        share = f"{load / mean:.1%}" if mean else ""
-        rows.append([str(index), time_text(load), bar(load / largest, _WIDTH), share])
+        filled, share = bar(load / largest, _WIDTH), percent(load, mean)
+        rows.append([str(index), time_text(load, cut.time_unit), filled, share])
     if _is_shared(cut):
-        return table([["rank", "load", "", "of mean"], *rows], left={2})
+        return [["rank", _COST, "", "of mean"], *rows]
     nodes = Counter(cut.stages.values())
-    of_stages = [
-        ["", ""],
-        *([str(nodes[stage]), str(count)] for stage, count in enumerate(cut.replicas)),
-    ]
-    rows = [[row[0], *more, *row[1:]] for row, more in zip(rows, of_stages, strict=True)]
-    return table([["stage", "nodes", "replicas", "load", "", "of mean"], *rows], left={4})
+    sizes = [["", ""]]
+    sizes += [[str(nodes[stage]), str(count)] for stage, count in enumerate(cut.replicas)]
+    wide = [[first, *size, *rest] for (first, *rest), size in zip(rows, sizes, strict=True)]
+    return [["stage", "nodes", "replicas", _COST, "", "of mean"], *wide]
 
 
 def _is_shared(cut: Cut) -> bool:
-    """Whether ranks have several stages: loads are then the ranks'."""
+    """Whether ranks have several stages: there is then one load for each rank."""
     return len(cut.loads_ns) < len(cut.replicas)

@@ -1,4 +1,4 @@
-"""The scheduler's answer for people: how good it is, what the named schedules are worth, where ranks wait."""
+"""The scheduler's answer for people: its quality, the named schedules beside it, where ranks wait."""
 
 from __future__ import annotations
 
@@ -6,58 +6,65 @@ from collections.abc import Iterator
 
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order
-from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
+from pipecompile.report.tables import DrawTable, plain_table
+from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
+from pipecompile.report.units import size_text, time_text
 
 __all__ = ["order_text", "order_title"]
 
 _WIDTH = 92  # of an order, beside its rank
 
 
-def order_text(order: Order, timeline: Timeline) -> str:
-    """Figures, the named schedules beside it, idle time and memory of each rank, and the beginning of the orders."""
-    parts = [_header(order), order.violations, _named(order), _ranks(order), _orders(order)]
-    return "\n\n".join(
-        ["\n".join(part) for part in map(list, parts) if part] + [timeline_text(timeline)]
-    )
+def order_text(order: Order, timeline: Timeline, draw: DrawTable = plain_table) -> str:
+    """Return what `pipecompile schedule` prints: figures, named schedules, ranks, orders, timeline."""
+    parts = [
+        _header(order),
+        order.violations,
+        _named(order, draw),
+        _ranks(order, draw),
+        _orders(order),
+    ]
+    texts = ["\n".join(part) for part in map(list, parts) if part]
+    return "\n\n".join([*texts, timeline_text(timeline)])
 
 
 def order_title(order: Order) -> str:
-    """What it is, in one line."""
-    sizes = f"{len(order.placement)} stages on {len(order.orders)} ranks, {order.microbatches} microbatches"
-    return f"{order.name}: {sizes}"
+    """Return in one line what the order is for."""
+    return (
+        f"{order.name}: {len(order.placement)} stages on {len(order.orders)} ranks, "
+        f"{order.microbatches} microbatches"
+    )
 
 
 def _header(order: Order) -> Iterator[str]:
-    placed = "" if order.shape == "own" else f" ({order.shape})"
-    yield f"{order_title(order)}{placed}"
-    yield f"  makespan   {time_text(order.makespan_ns)}{_bounded(order, 'makespan')}"
-    yield f"  span       {time_text(order.span_ns)} at most from a rank's start to its end{_bounded(order, 'span')}"
+    shape = "" if order.shape == "own" else f" ({order.shape})"
+    makespan, span = time_text(order.makespan_ns), time_text(order.span_ns)
+    yield f"{order_title(order)}{shape}"
+    yield f"  makespan   {makespan}{_bound(order, 'makespan')}"
+    yield f"  span       {span} at most from a rank's start to its end{_bound(order, 'span')}"
     yield f"  bubble     {order.bubble:.1%}"
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
-        step = next(
-            (
-                text
-                for row in order.orders
-                for text in row
-                if "STEP" in text and text.endswith("@1")
-            ),
-            "",
-        )
-        made = f", {step} makes version 1" if step else ""
-        yield f"  weights    {order.weight_versions}: versions stand behind the @{made}; no flush"
+        yield f"  weights    {order.weight_versions}: {_versions(order)}; no flush"
     if order.asked == "search":
         yield f"  search     {_gain(order)}; {order.seconds:.2f} s"
 
 
-def _bounded(order: Order, objective: str) -> str:
-    """The bound, behind the figure that it is for; orders over the caps are beyond it."""
+def _versions(order: Order) -> str:
+    """How versions of the weights are written, with the step that makes version 1 as an example."""
+    steps = [text for row in order.orders for text in row if "STEP" in text]
+    first = next((text for text in steps if text.endswith("@1")), None)
+    example = f", {first} makes version 1" if first else ""
+    return f"the number behind @ is the version{example}"
+
+
+def _bound(order: Order, objective: str) -> str:
+    """The lower bound, for the figure that is the objective; it does not hold for orders over a cap."""
     if order.objective != objective or order.lower_bound_ns is None or not order.fits:
         return ""
     proof = "proven" if order.proven else "not proven"
-    return (
-        f", bound {time_text(order.lower_bound_ns)}, ratio {_ratio(order.value_ns, order)}, {proof}"
-    )
+    bound = time_text(order.lower_bound_ns)
+    return f", bound {bound}, ratio {_ratio(order.value_ns, order)}, {proof}"
 
 
 def _ratio(value: int, order: Order) -> str:
@@ -81,31 +88,31 @@ def _gain(order: Order) -> str:
     return f"{gain} less than {best.name} ({best.shape}), the best named one that fits"
 
 
-def _named(order: Order) -> Iterator[str]:
+def _named(order: Order, draw: DrawTable) -> Iterator[str]:
     if order.named:
         rows = [["named", "placed", order.objective, "ratio", "memory"]]
-        rows += [
-            [other.name, other.shape, time_text(other.value_ns), *_worth(other, order)]
-            for other in order.named
-        ]
-        yield from table(rows, left={0, 1, 4})
+        for other in order.named:
+            value = time_text(other.value_ns)
+            rows.append([other.name, other.shape, value, *_ratio_and_memory(other, order)])
+        yield from draw(rows, {0, 1, 4})
 
 
-def _worth(other: NamedOrder, order: Order) -> tuple[str, str]:
-    """Its ratio to the bound, which only those within the caps have, and whether it is one of those."""
+def _ratio_and_memory(other: NamedOrder, order: Order) -> tuple[str, str]:
+    """Return its ratio to the bound, which only orders within the caps have, and its memory."""
     held = size_text(other.peak_bytes)
     if other.over_bytes:
         return "-", f"{held}, {size_text(other.over_bytes)} over"
-    return _ratio(other.value_ns, order), held if order.memory_bytes is None else f"{held}, fits"
+    fits = "" if order.memory_bytes is None else ", fits"
+    return _ratio(other.value_ns, order), f"{held}{fits}"
 
 
-def _ranks(order: Order) -> Iterator[str]:
-    causes = ("dependency", "transfer", "memory", "imbalance")
-    rows = [["rank", "idle", *causes, "peak", "cap"]]
+def _ranks(order: Order, draw: DrawTable) -> Iterator[str]:
+    caps = order.memory_bytes
+    rows = [["rank", "idle", *IDLE_CAUSES, "peak", *["cap"] * (caps is not None)]]
     for rank, (idle, peak) in enumerate(zip(order.idle, order.peak_bytes, strict=True)):
-        cap = "none" if order.memory_bytes is None else size_text(order.memory_bytes[rank])
-        rows.append([str(rank), *idle_shares(idle, order.makespan_ns), size_text(peak), cap])
-    return table(rows, left=set())
+        sizes = [peak] if caps is None else [peak, caps[rank]]
+        rows.append([str(rank), *idle_shares(idle, order.makespan_ns), *map(size_text, sizes)])
+    return draw(rows, ())
 
 
 def _orders(order: Order) -> Iterator[str]:

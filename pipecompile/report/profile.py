@@ -1,4 +1,7 @@
-"""Where time and memory of a microbatch go: by module, by operator, by node; from a cost graph alone."""
+"""Where time and memory of a microbatch go, by module, operator and node: sums over a cost graph.
+
+profile_text.py and profile_page.py show them.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +11,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.module_paths import block_of
+from pipecompile.ir.graph import CostGraph, Node, TimeUnit
 from pipecompile.memory_model.optimizer import optimizer_bytes
-from pipecompile.report.text import bar, size_text, table, time_text
 
-__all__ = [
-    "Profile",
-    "Row",
-    "headline",
-    "profile_figures",
-    "profile_of",
-    "profile_text",
-    "share",
-    "shown",
-    "totals",
-]
+__all__ = ["Profile", "Row", "large_rows", "profile_figures", "profile_of", "time_of"]
 
-_NAME_WIDTH = 34
 _HEAVIEST = 10
 _SMALL = 0.0005  # rows of smaller shares are summed up: they would read 0.0 %
-ITSELF, MODEL = "(itself)", "(the model)"
+ITSELF, OUTSIDE = "(itself)", "(outside of modules)"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What some nodes cost together; `depth` 1 is a part of the row of depth 0 above it.
+    """What some nodes cost together. A row is part of the last row before it of a smaller `depth`.
 
     Parameters (and buffers) that several of the nodes read count once; those of two rows may overlap.
     """
@@ -56,13 +46,14 @@ class Row:
 class Profile:
     """One microbatch of a model under the cost model `costs`.
 
-    `modules` are in the order of the forward, like blocks folded into one row ("transformer.h.0-11"), each with its
-    parts. `operators` begin with the one that takes most of the time, and so do `heaviest`, which are nodes that are
-    alike and come from the same line.
-    `optimizer` names whose state `optimizer_bytes` are, None if none was asked for.
+    `modules` are in the order of the forward, each with its parts, and like blocks as one row
+    ("h.0-11"). `operators` begin with the one that takes most of the time, and so do `heaviest`,
+    which are nodes that are alike and come from the same line. `optimizer` names the optimizer
+    whose state is `optimizer_bytes`; None if none was named.
     """
 
     costs: str
+    time_unit: TimeUnit
     verified: bool
     total: Row
     distinct: int
@@ -79,7 +70,7 @@ class Profile:
 def profile_of(
     graph: CostGraph, costs: str, *, verified: bool, optimizer: str | None = None
 ) -> Profile:
-    """Sums `graph` up; InputError if the optimizer is not known."""
+    """Return the sums over `graph`; InputError if the optimizer is not known."""
     trained = [parameter for parameter in graph.parameters if parameter.trainable]
     state, _ = optimizer_bytes(
         trained, optimizer, master_weights=False, lists=graph.memory == "cuda"
@@ -87,6 +78,7 @@ def profile_of(
     operators = _grouped(graph.nodes, lambda node: node.operator or node.name).items()
     return Profile(
         costs=costs,
+        time_unit=graph.time_unit,
         verified=verified,
         total=_row(graph, "all", graph.nodes),
         distinct=len({_kind(node) for node in graph.nodes}),
@@ -114,13 +106,13 @@ def _heaviest(graph: CostGraph) -> list[tuple[Node, ...]]:
     alike: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         alike.setdefault((_kind(node), node.source), []).append(node)
-    return sorted(map(tuple, alike.values()), key=lambda nodes: -sum(map(_time_ns, nodes)))[
-        :_HEAVIEST
-    ]
+    slowest_first = sorted(map(tuple, alike.values()), key=time_of, reverse=True)
+    return slowest_first[:_HEAVIEST]
 
 
-def _time_ns(node: Node) -> int:
-    return node.forward_ns + node.backward_ns
+def time_of(nodes: Iterable[Node]) -> int:
+    """Return the time of the nodes' forwards and backwards."""
+    return sum(node.forward_ns + node.backward_ns for node in nodes)
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
@@ -146,153 +138,121 @@ def _row(graph: CostGraph, name: str, nodes: Sequence[Node], depth: int = 0) -> 
 
 
 def _grouped(nodes: Iterable[Node], key: Callable[[Node], str]) -> dict[str, list[Node]]:
-    """Nodes by key, both in the order of the forward."""
+    """Return the nodes by key, both in the order of the forward."""
     groups: dict[str, list[Node]] = {}
     for node in nodes:
         groups.setdefault(key(node), []).append(node)
     return groups
 
 
+@dataclass(frozen=True)
+class _Member:
+    """A node, and the path of its module below the row that is looked at."""
+
+    path: tuple[str, ...]
+    node: Node
+
+
 def _modules(graph: CostGraph) -> Iterator[Row]:
-    """A row for each run of like blocks, and one for each part of them; what lies in no module is one row."""
-    blocks = _grouped(graph.nodes, lambda node: block_of(node.module))
-    for (parent, *_), run in groupby(
-        blocks.items(), key=lambda item: (_parent(item[0]), *_likeness(item[1]))
-    ):
-        members = list(run)
-        nodes = [node for _, members_nodes in members for node in members_nodes]
-        first, last = members[0][0], members[-1][0]
-        yield _row(
-            graph,
-            (f"{first}-{last[len(parent) + 1 :]}" if len(members) > 1 else first) or MODEL,
-            nodes,
-        )
-        parts = _grouped(nodes, _part)
-        if len(parts) > 1:
-            yield from (_row(graph, name, part, depth=1) for name, part in parts.items())
+    """Yield a row for each module, in the order of the forward, each with its parts below it.
+
+    Like blocks that follow each other are one row. The nodes of
+
+        transformer.wte, transformer.h.0.attn.query, transformer.h.0, transformer.h.1.attn.query, …
+
+    give
+
+        transformer
+          wte
+          h.0-1
+            attn
+            (itself)
+    """
+    members = [_Member(tuple(filter(None, node.module.split("."))), node) for node in graph.nodes]
+    yield from _rows(graph, members, depth=0)
 
 
-def _parent(block: str) -> str:
-    return re.sub(r"(^|\.)\d+$", "", block)
+def _rows(graph: CostGraph, members: Sequence[_Member], depth: int) -> Iterator[Row]:
+    """Yield the rows of `members`, each followed by the rows of its parts."""
+    for name, inner in _folded(members):
+        yield _row(graph, name or (ITSELF if depth else OUTSIDE), [m.node for m in inner], depth)
+        if re.search(r"\d$", name):  # a block: its parts are shown, but not what lies in them
+            inner = [_Member(member.path[:1], member.node) for member in inner]
+        if len({_child(member.path) for member in inner}) > 1:
+            yield from _rows(graph, inner, depth + 1)
 
 
-def _likeness(nodes: Sequence[Node]) -> tuple[Any, ...]:
-    """Equal for blocks that do the same on parameters of the same sizes."""
-    return [node.operator for node in nodes], [node.parameter_bytes for node in nodes]
-
-
-def _part(node: Node) -> str:
-    """The module below the block that a node lies in."""
-    inner = node.module[len(block_of(node.module)) :].lstrip(".")
-    return inner.split(".")[0] or ITSELF
-
-
-def headline(profile: Profile) -> str:
-    """One line: what is counted, and by which costs."""
-    proof = "capture verified against the model" if profile.verified else "unverified capture"
-    return f"one microbatch, costs {profile.costs}, {proof}"
-
-
-def totals(profile: Profile) -> Iterator[tuple[str, str]]:
-    """The figures of the whole, each with its name."""
-    row = profile.total
-    yield "nodes", f"{row.nodes}, {profile.distinct} distinct"
-    yield "forward", time_text(row.forward_ns)
-    halves = (profile.backward_input_ns, profile.backward_weight_ns)
-    inputs, weights = ("?" if half is None else time_text(half) for half in halves)
-    yield (
-        "backward",
-        f"{time_text(row.backward_ns)} (inputs alone {inputs}, weights alone {weights})",
-    )
-    yield "parameters", f"{size_text(row.parameter_bytes)} with buffers"
-    yield "gradients", size_text(profile.gradient_bytes)
-    if profile.optimizer is not None:
-        yield "optimizer", f"{size_text(profile.optimizer_bytes)} ({profile.optimizer})"
-    yield "saved", f"{size_text(row.saved_bytes)} for the backward"
-
-
-def profile_text(profile: Profile) -> str:
-    """Totals, then tables by module, operator and node, of at most 100 columns."""
-    head = [headline(profile), *(f"  {name:<11} {figure}" for name, figure in totals(profile))]
-    parts = [
-        head,
-        list(_table("module", profile.modules, profile.total)),
-        list(_table("operator", shown(profile.operators, profile.total), profile.total)),
-        list(_nodes(profile)),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def _table(title: str, rows: Sequence[Row], total: Row) -> Iterator[str]:
-    lines = [[title, "nodes", "forward", "backward", "", "time", "saved", "", "params", ""]]
-    most = max((row.time_ns for row in rows), default=0)
-    for row in rows:
-        name = _fitted(f"{'  ' * row.depth}{_short(row.name)}", _NAME_WIDTH)
-        times = [
-            time_text(row.forward_ns),
-            time_text(row.backward_ns),
-            bar(row.time_ns / max(most, 1), 5),
+def _folded(members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
+    """Yield the children by name, like blocks as one, with their members as seen from below them."""
+    children: dict[str, list[_Member]] = {}
+    for member in members:
+        children.setdefault(_child(member.path), []).append(member)
+    for (parent, *_), run in groupby(children.items(), key=_fold_key):
+        names, groups = zip(*run, strict=True)
+        name = f"{names[0]}-{names[-1].removeprefix(parent)}" if len(names) > 1 else names[0]
+        inner = [
+            _Member(member.path[len(child.split(".")) if child else 0 :], member.node)
+            for child, group in zip(names, groups, strict=True)
+            for member in group
         ]
-        saved = [size_text(row.saved_bytes), share(row.saved_bytes, total.saved_bytes)]
-        parameters = [
-            size_text(row.parameter_bytes),
-            share(row.parameter_bytes, total.parameter_bytes),
-        ]
-        lines.append(
-            [name, str(row.nodes), *times, share(row.time_ns, total.time_ns), *saved, *parameters]
-        )
-    return table(lines, left={0, 4})
+        yield _only_child(name, inner)
 
 
-def shown(rows: Sequence[Row], total: Row) -> list[Row]:
-    """Rows that matter to time or memory, and the sum of the others."""
-    figures = ("time_ns", "saved_bytes", "parameter_bytes")
-    large = [
-        row
-        for row in rows
-        if any(getattr(row, name) > _SMALL * getattr(total, name) for name in figures)
-    ]
+def _fold_key(child: tuple[str, list[_Member]]) -> tuple[Any, ...]:
+    """Equal for blocks of one list that do the same on parameters of the same sizes."""
+    name, members = child
+    nodes = [member.node for member in members]
+    likeness = [node.operator for node in nodes], [node.parameter_bytes for node in nodes]
+    return (re.sub(r"\d+$", "", name), *likeness)
+
+
+def _child(path: tuple[str, ...]) -> str:
+    """Return the first module of a path, with the number behind it if it is a list of blocks."""
+    is_list = len(path) > 1 and path[1].isdigit() and not path[0].isdigit()
+    return ".".join(path[: 1 + is_list])
+
+
+def _only_child(name: str, members: list[_Member]) -> tuple[str, list[_Member]]:
+    """Return a module as its child where that is all it has: `vision.encoder` rather than two rows."""
+    child = _child(members[0].path)
+    if re.search(r"\d$", name) or not child or any(_child(m.path) != child for m in members):
+        return name, members
+    length = len(child.split("."))
+    return _only_child(f"{name}.{child}", [_Member(m.path[length:], m.node) for m in members])
+
+
+def large_rows(rows: Sequence[Row], total: Row) -> list[Row]:
+    """Return the rows that matter to time or memory, and one row with the sum of the others."""
+    large = [row for row in rows if _is_large(row, total)]
     small = [row for row in rows if row not in large]
-    sums = {
-        name: sum(getattr(row, name) for row in small)
-        for name in ("nodes", "forward_ns", "backward_ns", "saved_bytes", "parameter_bytes")
-    }
-    return [*large, Row(name=f"{len(small)} others", depth=0, **sums)] if small else large
+    if not small:
+        return large
+    others = Row(
+        name=f"{len(small)} others",
+        depth=0,
+        nodes=sum(row.nodes for row in small),
+        forward_ns=sum(row.forward_ns for row in small),
+        backward_ns=sum(row.backward_ns for row in small),
+        saved_bytes=sum(row.saved_bytes for row in small),
+        parameter_bytes=sum(row.parameter_bytes for row in small),
+    )
+    return [*large, others]
 
 
-def share(part: int, whole: int) -> str:
-    """A part of the whole in percent."""
-    return f"{part / max(whole, 1):.1%}"
-
-
-def _nodes(profile: Profile) -> Iterator[str]:
-    lines = [["node", "", "operator", "time", "", "saved", "source"]]
-    for nodes in profile.heaviest:
-        node, time = nodes[0], sum(map(_time_ns, nodes))
-        alike = f"×{len(nodes)}" if len(nodes) > 1 else ""
-        source = node.source if len(node.source) <= 28 else f"…{node.source[-27:]}"
-        figures = [
-            time_text(time),
-            share(time, profile.total.time_ns),
-            size_text(sum(n.saved_bytes for n in nodes)),
-        ]
-        operator = _fitted(_short(node.operator), 20)
-        lines.append([_fitted(node.name, 20), alike, operator, *figures, source])
-    return table(lines, left={0, 2, 6})
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("torch.nn.functional.").removeprefix("torch.nn.")
-
-
-def _fitted(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width // 3]}…{text[1 - width + width // 3 :]}"
+def _is_large(row: Row, total: Row) -> bool:
+    pairs = (
+        (row.time_ns, total.time_ns),
+        (row.saved_bytes, total.saved_bytes),
+        (row.parameter_bytes, total.parameter_bytes),
+    )
+    return any(part > _SMALL * whole for part, whole in pairs)
 
 
 def profile_figures(profile: Profile) -> dict[str, Any]:
-    """The same for scripts; nodes have their source lines in the cost graph."""
+    """Return the same for scripts; nodes have their source lines in the cost graph."""
     return {
         "costs": profile.costs,
+        "time_unit": profile.time_unit,
         "verified": profile.verified,
         "distinct": profile.distinct,
         "backward_input_ns": profile.backward_input_ns,
@@ -307,7 +267,7 @@ def profile_figures(profile: Profile) -> dict[str, Any]:
             {
                 "name": nodes[0].name,
                 "nodes": len(nodes),
-                "ns": sum(map(_time_ns, nodes)),
+                "ns": time_of(nodes),
                 "source": nodes[0].source,
             }
             for nodes in profile.heaviest

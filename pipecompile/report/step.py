@@ -1,4 +1,4 @@
-"""A simulated step for people: how long it takes, why each rank idles, and what would have to be faster."""
+"""A simulated step for people: how long it takes, why each rank idles, and what decides its length."""
 
 from __future__ import annotations
 
@@ -9,64 +9,88 @@ from typing import Any
 
 import msgspec
 
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import CriticalEvent, Timeline
-from pipecompile.report.text import idle_shares, size_text, table, time_text, timeline_text
+from pipecompile.report.tables import DrawTable, plain_table
+from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
+from pipecompile.report.units import costs_text, size_text, time_text, time_with_unit
 
 __all__ = ["step_figures", "step_text"]
 
-_SHOWN = 12  # actions of the critical path, at most, from each end of a rank's part
+_SHOWN = 12  # actions of a rank's part of the critical path: half from its start, half from its end
 
 
-def step_figures(timeline: Timeline, path: Sequence[CriticalEvent]) -> dict[str, Any]:
-    """The same for scripts, and what each rank's activations hold, as (ns, bytes from then on).
+def step_figures(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> dict[str, Any]:
+    """Return the step for scripts.
 
-    Of the critical path rank, action, start, end, and why it does not begin earlier.
+    `memory` is what each rank holds at its peak, as the plan has it. `activation_bounds` are the
+    bytes that microbatches in flight keep on each rank at most: pairs of a time and of the bytes
+    from then on. Of each action on the critical path: rank, action, start, end, and why it does not
+    begin earlier.
     """
     return {
+        "time_unit": plan.time_unit,
         "makespan_ns": timeline.makespan_ns,
         "span_ns": timeline.span_ns,
         "bubble": timeline.bubble,
         "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
-        "peak_activation_bytes": timeline.peak_bytes,
-        "activations": [timeline.memory(rank) for rank in range(len(timeline.events))],
+        "memory": [msgspec.to_builtins(memory) for memory in plan.prediction.memory],
+        "activation_bounds": [timeline.memory(rank) for rank in range(len(timeline.events))],
         "critical_path": [
             [c.rank, str(c.event.action), c.event.start_ns, c.event.end_ns, c.why] for c in path
         ],
     }
 
 
-def step_text(timeline: Timeline, path: Sequence[CriticalEvent]) -> str:
-    """Figures, idle time by cause and the bound of the activations of each rank, the critical path, the timeline."""
-    step, span = time_text(timeline.makespan_ns), time_text(timeline.span_ns)
-    head = [f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}"]
-    parts = [head, list(_ranks(timeline)), list(_path(timeline, path))]
+def step_text(
+    plan: Plan,
+    timeline: Timeline,
+    path: Sequence[CriticalEvent],
+    draw: DrawTable = plain_table,
+) -> str:
+    """Return the step as `simulate` prints it: figures, ranks, critical path, timeline."""
+    step, span = (
+        time_with_unit(time_ns, plan.time_unit)
+        for time_ns in (timeline.makespan_ns, timeline.span_ns)
+    )
+    head = [
+        f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}",
+        f"costs {costs_text(plan.options.costs, plan.time_unit)}",
+    ]
+    parts = [head, list(_ranks(plan, timeline, draw)), list(_path(plan, timeline, path))]
     return "\n\n".join(["\n".join(part) for part in parts if part] + [timeline_text(timeline)])
 
 
-def _ranks(timeline: Timeline) -> Iterator[str]:
-    rows = [["rank", "idle", "dependency", "transfer", "memory", "imbalance", "activations ≤"]]
-    for rank, (idle, peak) in enumerate(zip(timeline.idle, timeline.peak_bytes, strict=True)):
-        rows.append([str(rank), *idle_shares(idle, timeline.makespan_ns), size_text(peak)])
-    return table(rows, left=set())
+def _ranks(plan: Plan, timeline: Timeline, draw: DrawTable) -> Iterator[str]:
+    """Idle time by cause, and memory at the rank's peak: the figures that `show` prints."""
+    rows = [["rank", "load", "idle", *IDLE_CAUSES, "activations", "expected", "bound"]]
+    for rank, memory in enumerate(plan.prediction.memory):
+        sizes = [memory.activations.expected, memory.total.expected, memory.total.bound]
+        rows.append(
+            [
+                str(rank),
+                time_text(plan.prediction.loads_ns[rank], plan.time_unit),
+                *idle_shares(timeline.idle[rank], timeline.makespan_ns),
+                *map(size_text, sizes),
+            ]
+        )
+    return draw(rows, ())
 
 
-def _path(timeline: Timeline, path: Sequence[CriticalEvent]) -> Iterator[str]:
-    """The critical path, rank by rank, and how much of it is computed and how much under way."""
+def _path(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> Iterator[str]:
+    """The critical path, rank by rank, and how much of it is computed and how much is transfers."""
     if not path:
         return
     busy = sum(critical.event.end_ns - critical.event.start_ns for critical in path)
-    reasons = Counter(
-        critical.why for critical in path if critical.why in ("transfer", "queue", "send")
-    )
-    away = time_text(timeline.makespan_ns - busy)
-    messages = f", {away} in {sum(reasons.values())} messages" if reasons else ""
-    yield f"critical path: {len(path)} actions, {time_text(busy)} of compute{messages}"
+    reasons = Counter(critical.why for critical in path)
+    messages = reasons["transfer"] + reasons["queue"] + reasons["send"]
+    away = time_with_unit(timeline.makespan_ns - busy, plan.time_unit)
+    waits = f", {away} in {messages} messages" if messages else ""
+    compute = time_with_unit(busy, plan.time_unit)
+    yield f"critical path: {len(path)} actions, {compute} of compute{waits}"
     for rank, part in groupby(path, key=lambda critical: critical.rank):
         actions = [str(critical.event.action) for critical in part]
         if len(actions) > _SHOWN:
-            actions = [
-                *actions[: _SHOWN // 2],
-                f"… {len(actions) - _SHOWN} more …",
-                *actions[-_SHOWN // 2 :],
-            ]
+            more = f"… {len(actions) - _SHOWN} more …"
+            actions = [*actions[: _SHOWN // 2], more, *actions[-_SHOWN // 2 :]]
         yield f"  rank {rank:>2}  {' '.join(actions)}"

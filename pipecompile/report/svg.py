@@ -1,16 +1,20 @@
-"""A simulated step as a picture: ranks from top to bottom, time from left to right."""
+"""A simulated step as a picture (SVG): ranks from top to bottom, time from left to right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from xml.sax.saxutils import escape
 
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
-from pipecompile.report.text import time_text
+from pipecompile.report.summary import headline
+from pipecompile.report.units import time_scale, time_with_unit
 
-__all__ = ["headline", "picture", "timeline_svg"]
+__all__ = ["picture", "timeline_svg"]
 
 _WIDTH, _LEFT, _RIGHT = 1000, 78, 92
 _TOP, _ROW, _BAR, _BOTTOM = 74, 40, 32, 62
@@ -26,10 +30,17 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class _Scale:
-    """From nanoseconds and ranks to places in the picture."""
+    """From times and ranks to places in the picture.
+
+    Times are written in `unit`, of `unit_ns` each. `recompute` is the share of a stage's backward in
+    which it recomputes regions.
+    """
 
     makespan_ns: int
     ranks: int
+    unit: str
+    unit_ns: float
+    recompute: Mapping[int, float]
 
     @property
     def inner(self) -> int:
@@ -47,16 +58,31 @@ class _Scale:
 
 
 def timeline_svg(plan: Plan, timeline: Timeline) -> str:
-    """The step of a plan."""
-    return picture(headline(plan), timeline)
+    """Return the step of a plan; where a backward recomputes regions, its first part shows that."""
+    shares = {
+        index: stage.recompute_ns / max(stage.backward_ns + stage.recompute_ns, 1)
+        for index, stage in enumerate(plan.stages)
+        if stage.regions
+    }
+    return picture(headline(plan), timeline, plan.time_unit, shares)
 
 
-def picture(headline: str, timeline: Timeline) -> str:
-    """A self-contained SVG of a step, with its own background and no scripts or fonts."""
-    scale = _Scale(timeline.makespan_ns, len(timeline.events))
+def picture(
+    headline: str,
+    timeline: Timeline,
+    time_unit: TimeUnit = "ns",
+    recompute: Mapping[int, float] = MappingProxyType({}),
+) -> str:
+    """Return a self-contained SVG of a step, with its own background and no scripts or fonts.
+
+    `recompute` is by stage the share of a backward in which regions are recomputed.
+    """
+    name, unit_ns = time_scale(timeline.makespan_ns, time_unit)
+    unit = f"{name} units".lstrip() if time_unit == "relative" else name
+    scale = _Scale(timeline.makespan_ns, len(timeline.events), unit, unit_ns, recompute)
     height = scale.bottom + _BOTTOM
     body = [
-        *_title(headline, timeline),
+        *_title(headline, timeline, time_unit),
         *_axis(scale),
         *_ranks(timeline, scale),
         *_legend(timeline, scale),
@@ -73,55 +99,51 @@ def picture(headline: str, timeline: Timeline) -> str:
     )
 
 
-def headline(plan: Plan) -> str:
-    """A plan in a few words."""
-    return f"{plan.schedule.name}: {plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
-
-
-def _title(headline: str, timeline: Timeline) -> Iterator[str]:
-    figures = f"step {time_text(timeline.makespan_ns)}, bubble {timeline.bubble:.1%}"
+def _title(headline: str, timeline: Timeline, time_unit: TimeUnit) -> Iterator[str]:
+    step = time_with_unit(timeline.makespan_ns, time_unit)
+    note = " (relative, not seconds)" if time_unit == "relative" else ""
+    figures = f"step {step}{note}, bubble {timeline.bubble:.1%}"
     yield _text(20, 32, headline, size=16, weight=600, colour="#1f2328")
     yield _text(20, 52, figures, colour="#59636e")
     yield _text(_WIDTH - 20, _TOP - 8, "idle", anchor="end", colour="#59636e")
 
 
 def _axis(scale: _Scale) -> Iterator[str]:
-    """Vertical lines at round times, labelled in milliseconds."""
-    step = _round_step(scale.makespan_ns / 8)
-    digits = max(0, 7 - len(str(int(step))))
-    for index in range(int(scale.makespan_ns // step) + 1):
-        x = scale.x(index * step)
+    """Vertical lines at round times, labelled in the unit of the makespan."""
+    length = scale.makespan_ns / scale.unit_ns
+    step = _round_step(length / 8)
+    digits = max(0, -math.floor(math.log10(step)))
+    for index in range(int(length / step + 1e-9) + 1):
+        x = scale.x(index * step * scale.unit_ns)
+        label = f"{index * step:,.{digits}f}"
         yield f'<line x1="{x:.2f}" y1="{_TOP}" x2="{x:.2f}" y2="{scale.bottom}" stroke="#e4e4e1"/>'
-        yield _text(
-            x,
-            scale.bottom + 18,
-            f"{index * step / 1e6:,.{digits}f}",
-            anchor="middle",
-            colour="#59636e",
-        )
-    yield _text(_WIDTH - _RIGHT + 10, scale.bottom + 18, "ms", colour="#59636e")
+        yield _text(x, scale.bottom + 18, label, anchor="middle", colour="#59636e")
+    yield _text(_WIDTH - 20, scale.bottom + 18, scale.unit, anchor="end", colour="#59636e")
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is at least `least`."""
-    power = 10.0 ** (len(str(int(max(least, 1)))) - 1)
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least `least`."""
+    power = 10.0 ** math.floor(math.log10(least or 1))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
 
 def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     for rank, (row, busy) in enumerate(zip(timeline.events, timeline.busy_ns, strict=True)):
         y, idle = scale.y(rank), 1 - busy / max(timeline.makespan_ns, 1)
-        yield f'<rect x="{_LEFT}" y="{y}" width="{scale.inner}" height="{_BAR}" fill="#1f2328" fill-opacity="0.05"/>'
-        yield _text(20, y + _BAR / 2 + 4, f"rank {rank}", colour="#1f2328")
-        shades = _shades(row)
-        yield from (
-            shape for event in row for shape in _event(event, scale, y, shades[event.action.stage])
+        base = y + _BAR / 2 + 4
+        yield (
+            f'<rect x="{_LEFT}" y="{y}" width="{scale.inner}" height="{_BAR}" fill="#1f2328" '
+            'fill-opacity="0.05"/>'
         )
-        yield _text(_WIDTH - 20, y + _BAR / 2 + 4, f"{idle:.1%}", anchor="end", colour="#1f2328")
+        yield _text(20, base, f"rank {rank}", colour="#1f2328")
+        shades = _shades(row)
+        for event in row:
+            yield from _event(event, scale, y, shades[event.action.stage])
+        yield _text(_WIDTH - 20, base, f"{idle:.1%}", anchor="end", colour="#1f2328")
 
 
 def _shades(row: Sequence[Event]) -> dict[int, str]:
-    """How opaque each stage of a rank is: the first one fully, the others paler."""
+    """Return how opaque each stage of a rank is drawn: the first one fully, the others paler."""
     stages = sorted({event.action.stage for event in row})
     step = 0.4 / max(len(stages) - 1, 1)
     return {
@@ -135,26 +157,39 @@ def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
     left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
     gap, corner = min(0.5, width / 8), min(3, width / 6)
     faded = "" if shade == "1" else f' fill-opacity="{shade}"'
-    hint = f"{event.action}: {event.start_ns / 1e6:.3f} to {event.end_ns / 1e6:.3f} ms"
     yield (
-        f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{_BAR}" rx="{corner:.2f}" '
-        f'fill="{fill}"{faded}><title>{hint}</title></rect>'
+        f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{_BAR}" '
+        f'rx="{corner:.2f}" fill="{fill}"{faded}><title>{_hint(event, scale)}</title></rect>'
     )
-    label = str(event.action.microbatch)
-    size = next((size for size in (12, 9) if width >= 0.62 * size * len(label) + 2), None)
-    if size is not None:
-        yield _text(
-            left + width / 2,
-            y + (_BAR + 0.7 * size) / 2,
-            label,
-            anchor="middle",
-            colour=ink,
-            size=size,
+    inside = width * _recompute_share(event, scale)
+    if inside:
+        colour = _COLOURS[Kind.RECOMPUTE][1]
+        yield (
+            f'<rect x="{left + gap:.2f}" y="{y}" width="{max(inside - gap, 0):.2f}" '
+            f'height="{_BAR}" rx="{corner:.2f}" fill="{colour}" pointer-events="none"/>'
         )
+    label = str(event.action.microbatch)
+    room, middle = width - inside, left + (inside + width) / 2
+    size = next((size for size in (12, 9) if room >= 0.62 * size * len(label) + 2), None)
+    if size is not None:
+        base = y + (_BAR + 0.7 * size) / 2
+        yield _text(middle, base, label, anchor="middle", colour=ink, size=size)
+
+
+def _recompute_share(event: Event, scale: _Scale) -> float:
+    is_backward = event.action.kind is Kind.BACKWARD
+    return scale.recompute.get(event.action.stage, 0.0) if is_backward else 0.0
+
+
+def _hint(event: Event, scale: _Scale) -> str:
+    start, end = (time_ns / scale.unit_ns for time_ns in (event.start_ns, event.end_ns))
+    return f"{event.action}: {start:.3f} to {end:.3f} {scale.unit}"
 
 
 def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
     used = {event.action.kind for row in timeline.events for event in row}
+    if any(scale.recompute.values()):
+        used.add(Kind.RECOMPUTE)
     x, y = _LEFT, scale.bottom + 38
     for name, fill, _ in (entry for kind, entry in _COLOURS.items() if kind in used):
         yield f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{fill}"/>'

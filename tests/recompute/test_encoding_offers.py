@@ -35,7 +35,7 @@ def test_runs_lie_apart_and_together_free_memory(
     index = data.draw(st.integers(0, len(cut) - 1))
     fixed = data.draw(st.sets(st.sampled_from(cut[index])))
     nodes = tuple(
-        msgspec.structs.replace(node, again=node.name not in fixed) for node in graph.nodes
+        msgspec.structs.replace(node, recomputable=node.name not in fixed) for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     lives, before = Lives(graph), list(chain(*cut[:index]))
@@ -70,7 +70,7 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     index = data.draw(st.integers(0, len(cut) - 1))
     fixed = data.draw(st.sets(st.sampled_from(cut[index]), max_size=2))
     nodes = tuple(
-        msgspec.structs.replace(node, again=node.name not in fixed) for node in graph.nodes
+        msgspec.structs.replace(node, recomputable=node.name not in fixed) for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     lives, before, names = Lives(graph), list(chain(*cut[:index])), cut[index]

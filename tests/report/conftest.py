@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from pipecompile.api.plan import draft
-from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
+from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor, TimeUnit
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
 
 MakePlan = Callable[..., Plan]
 
 
-def _graph(blocks: int) -> CostGraph:
+def _graph(blocks: int, time_unit: TimeUnit) -> CostGraph:
     """A chain of unequal blocks, a skip from the first to the last, and one parameter at both ends."""
     nodes = tuple(
         Node(
@@ -51,7 +51,11 @@ def _graph(blocks: int) -> CostGraph:
         for i in range(blocks - 1)
     )
     return CostGraph(
-        nodes=nodes, tensors=tensors, storages=(1 << 20,) * blocks, parameters=parameters
+        time_unit=time_unit,
+        nodes=nodes,
+        tensors=tensors,
+        storages=(1 << 20,) * blocks,
+        parameters=parameters,
     )
 
 
@@ -62,6 +66,8 @@ def _make_plan(
     recompute: Recompute = "none",
     bandwidth: int | None = 10**10,
     memory_bytes: int | tuple[int, ...] | None = 1 << 30,
+    costs: str = "roofline:h100",
+    stages_per_rank: int | None = None,
 ) -> Plan:
     options = Options(
         k=k,
@@ -70,11 +76,12 @@ def _make_plan(
         objective="variance",
         recompute=recompute,
         memory_bytes=memory_bytes,
-        costs="flops",
+        costs=costs,
+        stages_per_rank=stages_per_rank,
     )
     links = Links.of(Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000))
     return draft(
-        _graph(3 * k + 2),
+        _graph(3 * k + 2, "relative" if costs == "flops" else "ns"),
         options,
         graph_digest="0" * 64,
         capture=Provenance(verified=True),

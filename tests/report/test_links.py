@@ -6,8 +6,8 @@ import msgspec
 
 from pipecompile.ir.links import FREE, Link, Links
 from pipecompile.ir.plan import Plan
-from pipecompile.report.links import links_table
-from pipecompile.report.text import links_text, summary
+from pipecompile.report.links import links_table, links_text
+from pipecompile.report.summary import summary
 
 MakePlan = Callable[..., Plan]
 

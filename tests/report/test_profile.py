@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph, Node, Parameter
-from pipecompile.report.page import profile_page
-from pipecompile.report.profile import Profile, profile_figures, profile_of, profile_text
+from pipecompile.report.profile import Profile, profile_figures, profile_of
+from pipecompile.report.profile_page import profile_page
+from pipecompile.report.profile_text import profile_text
 from tests.report.pages import Page
 
 LAYERS = 3
@@ -83,13 +87,14 @@ def test_like_blocks_are_one_row_with_its_parts() -> None:
         (row.depth, row.name, row.nodes, row.forward_ns) for row in profiled(transformer()).modules
     ]
     assert rows == [
-        (0, "(the model)", 1, 1),
-        (0, "model.embed", 1, 1),
-        (0, "model.layers.0-2", 9, 3 * 401),
-        (1, "attention", 3, 300),
-        (1, "mlp", 3, 900),
-        (1, "(itself)", 3, 3),
-        (0, "model.layers.3", 1, 7),
+        (0, "(outside of modules)", 1, 1),
+        (0, "model", 11, 1 + 3 * 401 + 7),
+        (1, "embed", 1, 1),
+        (1, "layers.0-2", 9, 3 * 401),
+        (2, "attention", 3, 300),
+        (2, "mlp", 3, 900),
+        (2, "(itself)", 3, 3),
+        (1, "layers.3", 1, 7),
         (0, "head", 1, 1000),
     ]
 
@@ -108,8 +113,8 @@ def test_a_parameter_that_several_read_counts_once_in_each_row() -> None:
     profile = profiled(transformer())
     held = {row.name: row.parameter_bytes for row in profile.modules}
     assert profile.total.parameter_bytes == 4000 + 3 * 400
-    assert held["model.embed"] == held["head"] == 4000
-    assert held["model.layers.0-2"] == held["attention"] == 1200
+    assert held["embed"] == held["head"] == 4000
+    assert held["layers.0-2"] == held["attention"] == 1200
     assert profile.gradient_bytes == 4000 + 2 * 400
 
 
@@ -186,4 +191,30 @@ def test_text_fits_in_100_columns_and_says_what_it_is() -> None:
 def test_figures_for_scripts_hold_the_rows() -> None:
     figures = profile_figures(profiled(transformer()))
     assert figures["total"]["forward_ns"] == 2 + 3 * 401 + 7 + 1000
-    assert [row["name"] for row in figures["modules"]][2] == "model.layers.0-2"
+    assert [row["name"] for row in figures["modules"]][3] == "layers.0-2"
+
+
+@pytest.mark.parametrize(
+    ("modules", "rows"),
+    [
+        (["a.b.c", "a.b.d"], ["a.b", "  c", "  d"]),
+        (["a.b", "a.c", "a"], ["a", "  b", "  c", "  (itself)"]),
+        (["0", "1", "1"], ["0", "1"]),
+        (["0.1", "0.2.x", "0.2.y"], ["0", "  1", "  2"]),
+        (["a.0.b", "a.1.b", "c.0.b"], ["a.0-1", "c.0"]),
+        (["", ""], ["(outside of modules)"]),
+    ],
+)
+def test_modules_nest_alike(modules: list[str], rows: list[str]) -> None:
+    nodes = tuple(node(f"n{index}", module) for index, module in enumerate(modules))
+    profile = profiled(CostGraph(nodes=nodes, tensors=()))
+    assert ["  " * row.depth + row.name for row in profile.modules] == rows
+
+
+def test_relative_times_are_said_to_be_no_seconds() -> None:
+    graph = msgspec.structs.replace(transformer(), time_unit="relative")
+    text, page = profile_text(profiled(graph)), profile_page("gpt", profiled(graph))
+    for told in (text, page):
+        assert "costs flops (times are relative units, not seconds)" in told
+        assert "2.2 k units" in told
+        assert not re.search(r"\d (ns|µs|ms)\b", told)

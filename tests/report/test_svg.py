@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from xml.etree import ElementTree
 
@@ -50,16 +51,39 @@ def test_a_picture_has_the_same_bytes_twice(make_plan: MakePlan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("makespan", "labels"),
+    ("makespan", "unit", "labels"),
     [
-        (8_000, ["0.000", "0.001", "0.002"]),
-        (3_000_000, ["0.0", "0.5", "1.0"]),
-        (92_000_000, ["0", "20", "40"]),
-        (90_000_000_000, ["0", "20,000", "40,000"]),
+        (8_000, "µs", ["0", "1", "2"]),
+        (3_000_000, "ms", ["0.0", "0.5", "1.0"]),
+        (92_000_000, "ms", ["0", "20", "40"]),
+        (90_000_000_000, "s", ["0", "20", "40"]),
     ],
 )
-def test_the_axis_has_round_times(make_plan: MakePlan, makespan: int, labels: list[str]) -> None:
+def test_the_axis_has_round_times_in_the_unit_of_the_header(
+    make_plan: MakePlan, makespan: int, unit: str, labels: list[str]
+) -> None:
     idle = Idle(dependency_ns=0, transfer_ns=0)
     timeline = Timeline(((Event(Action.parse("0F0"), 0, makespan),),), (idle,))
     texts = _texts(timeline_svg(make_plan(k=1), timeline))
-    assert [text for text in texts if text in labels][: len(labels)] == labels
+    assert [text for text in texts[3:] if text in labels][: len(labels)] == labels
+    assert unit in texts and f" {unit}, bubble" in texts[1]
+
+
+def test_relative_times_have_no_seconds(make_plan: MakePlan) -> None:
+    plan = make_plan(costs="flops")
+    picture = timeline_svg(plan, simulate_plan(plan))
+    texts = _texts(picture)
+    assert texts[1].endswith(" M units (relative, not seconds), bubble 44.9%")
+    assert "M units" in texts and "ms" not in picture.replace("systems", "").split()
+
+
+def test_regions_are_drawn_as_the_first_part_of_a_backward(make_plan: MakePlan) -> None:
+    plan = make_plan(schedule="gpipe", recompute="sqrt")
+    picture = timeline_svg(plan, simulate_plan(plan))
+    assert "recompute" in _texts(picture)
+    parts = re.findall(r'width="([0-9.]+)" height="32" rx="[0-9.]+" fill="#a9c4e8"', picture)
+    backwards = re.findall(r'width="([0-9.]+)" height="32" rx="[0-9.]+" fill="#d2741f"', picture)
+    stage = plan.stages[0]
+    share = stage.recompute_ns / (stage.recompute_ns + stage.backward_ns)
+    assert len(parts) == 3 * plan.microbatches, "the last stage recomputes nothing"
+    assert float(parts[0]) / float(backwards[0]) == pytest.approx(share, abs=0.03)

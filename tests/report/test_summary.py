@@ -9,15 +9,9 @@ from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Faster, Plan, Provenance, Saving
-from pipecompile.ir.schedule import Action, Event, Idle, Timeline
-from pipecompile.report.text import (
-    gap_text,
-    objective_text,
-    size_text,
-    summary,
-    time_text,
-    timeline_text,
-)
+from pipecompile.report.summary import summary
+from pipecompile.report.tables import terminal_table
+from pipecompile.report.timeline_text import timeline_text
 from pipecompile.schedule.simulator import simulate_plan
 
 MakePlan = Callable[..., Plan]
@@ -39,7 +33,7 @@ def test_the_summary_of_a_recomputing_plan(
     )
 
 
-def test_the_summary_of_a_plan_with_budgets_and_regions(
+def test_the_summary_of_a_plan_with_caps_and_regions(
     make_plan: MakePlan, file_regression: FileRegressionFixture
 ) -> None:
     caps = tuple(mib << 20 for mib in (140, 170, 1500, 128))
@@ -47,15 +41,15 @@ def test_the_summary_of_a_plan_with_budgets_and_regions(
     file_regression.check(summary(plan), encoding="utf-8")
 
 
-def test_without_a_budget_and_without_recompute_nothing_is_said_of_them(
+def test_without_a_cap_and_without_recompute_nothing_is_said_of_them(
     make_plan: MakePlan,
 ) -> None:
     text = summary(make_plan(memory_bytes=None))
     assert "no cap" in text
-    assert not any(word in text for word in ("budget", "computed again", "regions"))
+    assert not any(word in text for word in (" cap ", "recomputed", "regions"))
 
 
-def test_other_forms_are_named_with_their_time(make_plan: MakePlan) -> None:
+def test_encodings_are_named_with_their_time(make_plan: MakePlan) -> None:
     plan = make_plan(memory_bytes=None)
     first = plan.stages[0]
     run = Saving(
@@ -64,10 +58,10 @@ def test_other_forms_are_named_with_their_time(make_plan: MakePlan) -> None:
     first = msgspec.structs.replace(first, saving=(run,))
     text = summary(msgspec.structs.replace(plan, stages=(first, *plan.stages[1:])))
     assert "  saving     mask, half, not exact\n" in text
-    assert re.search(r"^ +0 nothing, other forms +5\.0 µs", text, re.MULTILINE)
+    assert re.search(r"^ +0 nothing, encodings +5\.0 µs", text, re.MULTILINE)
     assert re.search(r"^ +1 nothing$", text, re.MULTILINE)
     assert (
-        f"saved in other forms\n  stage  0  {run.nodes[0]} … {run.nodes[1]} (half, mask)\n" in text
+        f"encoded saved tensors\n  stage  0  {run.nodes[0]} … {run.nodes[1]} (half, mask)\n" in text
     )
 
 
@@ -120,11 +114,11 @@ def test_the_cut_is_valued_by_all_objectives(make_plan: MakePlan) -> None:
     plan = make_plan()
     values = {"max_load_ns": 12_340_000, "sum_of_squares_ns2": 5 * 10**14, "step_ns": 99_000_000}
     search = msgspec.structs.replace(plan.search, values=values)
-    loads = "             max load 12.3 ms, Σ load² 500.0 ms²"
     linked = summary(msgspec.structs.replace(plan, search=search)).splitlines()
-    assert f"{loads} with transfers, simulated step 99.0 ms" in linked
+    loads = "max 12.3 ms, Σ² 500.0 ms²; simulated step 99.0 ms"
+    assert f"             load + transfers: {loads}" in linked
     free = summary(msgspec.structs.replace(plan, search=search, links=FREE)).splitlines()
-    assert f"{loads}, simulated step 99.0 ms" in free
+    assert f"             load: {loads}" in free
 
 
 def test_an_objective_that_would_be_faster_is_named(make_plan: MakePlan) -> None:
@@ -147,63 +141,7 @@ def test_a_plan_without_the_values_of_objectives_is_printed(make_plan: MakePlan)
     text = summary(
         msgspec.structs.replace(plan, search=msgspec.structs.replace(plan.search, values={}))
     )
-    assert "max load" not in text
-
-
-@pytest.mark.parametrize(
-    ("nanoseconds", "text"),
-    [
-        (0, "0 ns"),
-        (999, "999 ns"),
-        (1500, "1.5 µs"),
-        (12_340_000, "12.3 ms"),
-        (3_000_000_000, "3.0 s"),
-    ],
-)
-def test_times_adapt_their_unit(nanoseconds: int, text: str) -> None:
-    assert time_text(nanoseconds) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (16 << 30, "16.0 GiB")],
-)
-def test_sizes_adapt_their_unit(size: int, text: str) -> None:
-    assert size_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("objective", "value", "text"),
-    [
-        ("variance", 999_949, "1.0 µs²"),
-        ("variance", 7 * 10**14, "700.0 ms²"),
-        ("variance", 2 * 10**21, "2,000.0 s²"),
-        ("max-load", 1500, "1.5 µs"),
-        ("step-time", 12_340_000, "12.3 ms"),
-    ],
-)
-def test_values_of_objectives_adapt_their_unit(objective: str, value: int, text: str) -> None:
-    assert objective_text(objective, value) == text
-
-
-@pytest.mark.parametrize(
-    ("gap", "text"), [(0.0, "0.00%"), (1e-9, "<0.01%"), (0.0001, "0.01%"), (0.25, "25.00%")]
-)
-def test_a_small_gap_is_not_none(gap: float, text: str) -> None:
-    assert gap_text(gap) == text
-
-
-def test_a_timeline_in_letters() -> None:
-    words = [["0F0", "0F11", "0R0", "0B0"], ["1F0", "1I0", "1W0"]]
-    rows = tuple(
-        tuple(Event(Action.parse(word), 2 * i, 2 * i + 2) for i, word in enumerate(row))
-        for row in words
-    )
-    idle = Idle(dependency_ns=0, transfer_ns=0)
-    assert timeline_text(Timeline(rows, (idle, idle)), width=8).splitlines()[:2] == [
-        "rank  0 0011rraa",
-        "rank  1 00aaww··",
-    ]
+    assert "Σ²" not in text
 
 
 def test_what_is_proven_of_the_extra_time_stands_beside_it(make_plan: MakePlan) -> None:
@@ -216,12 +154,49 @@ def test_what_is_proven_of_the_extra_time_stands_beside_it(make_plan: MakePlan) 
     assert "at least" not in summary(plan)
 
 
-def test_auto_without_a_budget_is_said_to_do_nothing(make_plan: MakePlan) -> None:
+def test_auto_without_a_cap_is_said_to_do_nothing(make_plan: MakePlan) -> None:
     plan = make_plan(memory_bytes=None)
-    note = "  note       without a memory budget nothing is computed again"
+    note = "  note       without a memory cap nothing is recomputed or encoded"
     assert note in summary(
         msgspec.structs.replace(
             plan, options=msgspec.structs.replace(plan.options, recompute="auto")
         )
     )
     assert note not in summary(plan)
+
+
+def test_times_of_flops_costs_are_units_and_never_seconds(make_plan: MakePlan) -> None:
+    text = summary(make_plan(costs="flops", bandwidth=None))
+    assert "  step       90.5 M units, bubble" in text
+    assert "  costs      flops; times are relative units, not seconds (1 k is 1,000 units)" in text
+    assert re.search(r"^ +0 +14\.0 M █+ +1\d\d\.\d%", text, re.MULTILINE), (
+        "a load and its share of the mean"
+    )
+    without_links = re.sub(r"^  links .*$", "", text, flags=re.MULTILINE)
+    assert not re.search(r"\d (ns|µs|ms|s)\b", without_links)
+
+
+def test_the_fixed_part_of_a_bound_is_named(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    text = summary(plan)
+    assert re.search(
+        r"^ +1 .* 51\.0 MiB 86\.0 MiB 139\.5 MiB 1\.0 GiB 884\.5 MiB$", text, re.MULTILINE
+    )
+    assert "fixed: of the bound, what the allocator and the communication library take" in text
+
+
+def test_columns_without_content_are_left_out(make_plan: MakePlan) -> None:
+    text = summary(make_plan(memory_bytes=None))
+    assert not re.search(r"^(stage|rank) .*(recompute|optimizer|cap|left)", text, re.MULTILINE)
+    interleaved = summary(make_plan(schedule="interleaved-1f1b", stages_per_rank=2))
+    assert re.search("^stage rank modules", interleaved, re.MULTILINE)
+
+
+def test_a_terminal_has_the_same_cells(
+    make_plan: MakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    plan = make_plan()
+    drawn = re.sub("\x1b\\[[0-9;]*m", "", summary(plan, terminal_table))
+    cells = [line.split() for line in drawn.splitlines() if not set(line) <= set(" ─")]
+    assert cells == [line.split() for line in summary(plan).splitlines() if line]

@@ -1,0 +1,76 @@
+"""What each rank of a plan holds at its peak. The summary and the page of a plan use these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.memory_model.rank import fixed_bytes, memory_by_stage
+from pipecompile.report.units import size_text
+
+__all__ = [
+    "ALLOCATOR_NAMES",
+    "FIXED_NOTE",
+    "MemoryBound",
+    "cap_text",
+    "kinds_of",
+    "memory_bounds",
+    "stage_memory",
+]
+
+ALLOCATOR_NAMES = {"cpu": "a CPU", "cuda": "a GPU, bound not proven"}
+FIXED_NOTE = (
+    "fixed: of the bound, what the allocator and the communication library take for any model"
+)
+
+
+class MemoryBound(NamedTuple):
+    """What a rank holds at its peak, in bytes.
+
+    `fixed` is the part of the bound that the model has no influence on; `cap` is None without one.
+    """
+
+    expected: int
+    fixed: int
+    bound: int
+    cap: int | None
+
+    @property
+    def left(self) -> int | None:
+        """How far the bound is below the cap; negative if it is above."""
+        return None if self.cap is None else self.cap - self.bound
+
+
+def memory_bounds(plan: Plan) -> list[MemoryBound]:
+    """Return the peak of each rank."""
+    caps = plan.options.caps(plan.ranks) or (None,) * plan.ranks
+    return [
+        MemoryBound(memory.total.expected, fixed_bytes(plan, rank), memory.total.bound, caps[rank])
+        for rank, memory in enumerate(plan.prediction.memory)
+    ]
+
+
+def kinds_of(plan: Plan) -> list[str]:
+    """Return the kinds of memory of which any rank holds something at its peak."""
+    return [
+        kind
+        for kind in RankMemory.__struct_fields__
+        if any(getattr(memory, kind).expected for memory in plan.prediction.memory)
+    ]
+
+
+def stage_memory(plan: Plan, rank: int) -> Iterator[tuple[int, RankMemory]]:
+    """Yield each stage of a rank that has several, with what it holds at the rank's peak."""
+    shares = memory_by_stage(plan, rank)
+    if len(shares) > 1:
+        yield from shares.items()
+
+
+def cap_text(plan: Plan) -> str:
+    """Return the cap of a rank, if all ranks have the same."""
+    caps = set(plan.options.caps(plan.ranks) or ())
+    if len(caps) > 1:
+        return "a cap for each rank"
+    return f"cap {size_text(caps.pop())} a rank" if caps else "no cap"

@@ -1,0 +1,194 @@
+"""A plan as a page: its timeline, the memory and load of each rank, and what stages recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.schedule import Timeline
+from pipecompile.report.memory import (
+    ALLOCATOR_NAMES,
+    FIXED_NOTE,
+    MemoryBound,
+    cap_text,
+    kinds_of,
+    memory_bounds,
+    stage_memory,
+)
+from pipecompile.report.recompute import (
+    encoding_texts,
+    extra_time_header,
+    extra_time_texts,
+    has_recompute,
+    recompute_text,
+    region_texts,
+)
+from pipecompile.report.summary import headline
+from pipecompile.report.svg import timeline_svg
+from pipecompile.report.templates import page
+from pipecompile.report.units import costs_text, percent, size_text, time_text, time_with_unit
+
+__all__ = ["plan_page"]
+
+
+@dataclass(frozen=True)
+class _TableRow:
+    """A row of a table; one that `is_part` belongs to the row above it."""
+
+    cells: Sequence[object]
+    is_part: bool = False
+
+
+@dataclass(frozen=True)
+class _PageTable:
+    """A table; in the columns `text_columns` are words rather than numbers."""
+
+    header: Sequence[str]
+    rows: Sequence[_TableRow]
+    text_columns: Sequence[int] = (0,)
+
+
+@dataclass(frozen=True)
+class _RankBars:
+    """The two bars of a rank: its bound by kind, and its load by what it runs."""
+
+    memory: MemoryBound
+    parts: Sequence[tuple[str, int]]
+    times: Sequence[tuple[str, int]]
+    load: int
+    of_mean: str
+    idle: str
+
+
+def plan_page(plan: Plan, timeline: Timeline) -> str:
+    """Return the page as HTML; the same plan gives the same text."""
+    loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
+    kinds = [kind for kind in RankMemory.__struct_fields__ if kind in kinds_of(plan)]
+    target = f"memory predicted for {ALLOCATOR_NAMES[plan.allocator]}"
+    return page(
+        "plan.html",
+        time_unit=plan.time_unit,
+        title=plan.capture.model or "Plan",
+        subtitle=f"{headline(plan)}; {target}",
+        figures=list(_figures(plan)),
+        timeline=timeline_svg(plan, timeline),
+        kinds=[*kinds, "fixed"],
+        has_cap=plan.options.memory_bytes is not None,
+        ranks=list(_ranks(plan, kinds, bounds)),
+        largest_memory=max(max(bound.bound, bound.cap or 0) for bound in bounds),
+        largest_load=max(loads),
+        mean_load=sum(loads) // len(loads),
+        load_kinds=["forward", *["recompute"] * has_recompute(plan), "backward"],
+        fixed_note=FIXED_NOTE,
+        memory=_memory(plan, kinds),
+        stages=_stages(plan),
+        regions=list(_regions(plan)),
+        encodings=list(_encodings(plan)),
+    )
+
+
+def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
+    loads, search = plan.prediction.loads_ns, plan.search
+    proof = "proven" if search.proven else "not proven"
+    yield "step", time_with_unit(plan.prediction.step_ns, plan.time_unit)
+    yield "bubble", f"{plan.prediction.bubble:.1%}"
+    yield "largest load / mean load", f"{max(loads) * len(loads) / max(sum(loads), 1):.3f}"
+    yield "cut", f"{search.objective}, {proof} ({search.method})"
+    if plan.options.recompute != "none":
+        yield "recompute", plan.options.recompute
+    yield "memory", cap_text(plan)
+    if plan.options.optimizer is not None:
+        yield "optimizer", plan.options.optimizer
+    yield "costs", costs_text(plan.options.costs, plan.time_unit)
+
+
+def _ranks(plan: Plan, kinds: Sequence[str], bounds: Sequence[MemoryBound]) -> Iterator[_RankBars]:
+    loads, step_ns = plan.prediction.loads_ns, max(plan.prediction.step_ns, 1)
+    for rank, (memory, bound) in enumerate(zip(plan.prediction.memory, bounds, strict=True)):
+        # The fixed part of a bound is counted as workspace: here it is a part of its own.
+        sizes = {kind: getattr(memory, kind).bound for kind in kinds}
+        if "workspace" in sizes:
+            sizes["workspace"] -= bound.fixed
+        yield _RankBars(
+            memory=bound,
+            parts=[*sizes.items(), ("fixed", bound.fixed)],
+            times=_times(plan, rank),
+            load=loads[rank],
+            of_mean=percent(loads[rank] * len(loads), sum(loads)),
+            idle=percent(plan.prediction.idle[rank].total_ns, step_ns),
+        )
+
+
+def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:
+    """What a rank runs for one microbatch, by kind."""
+    stages = [
+        stage
+        for stage, place in zip(plan.stages, plan.schedule.placement, strict=True)
+        if place == rank
+    ]
+    forward = sum(stage.forward_ns for stage in stages)
+    extra = sum(stage.extra_ns for stage in stages)
+    # What a microbatch takes besides is backward: its two halves may take longer than the whole.
+    backward = max(plan.prediction.loads_ns[rank] - forward - extra, 0)
+    return [("forward", forward), ("recompute", extra), ("backward", backward)]
+
+
+def _memory(plan: Plan, kinds: Sequence[str]) -> _PageTable:
+    """What is expected of each rank by kind, and of each stage of a rank that has several."""
+    rows = []
+    for rank, memory in enumerate(plan.prediction.memory):
+        rows.append(_memory_row(f"rank {rank}", memory, kinds))
+        for stage, share in stage_memory(plan, rank):
+            rows.append(_memory_row(f"stage {stage}", share, kinds, is_part=True))
+    return _PageTable(["", *kinds, "expected"], rows)
+
+
+def _memory_row(
+    name: str, memory: RankMemory, kinds: Sequence[str], *, is_part: bool = False
+) -> _TableRow:
+    sizes = [*(getattr(memory, kind).expected for kind in kinds), memory.total.expected]
+    return _TableRow([name, *map(size_text, sizes)], is_part)
+
+
+def _stages(plan: Plan) -> _PageTable:
+    recompute, shared = has_recompute(plan), plan.ranks < plan.k
+    extra = ["recomputed", *extra_time_header(plan)] if recompute else []
+    names = [*["rank"] * shared, "nodes", "forward", "backward", *extra, "params", "sends"]
+    header = ["stage", "modules", *names]
+    rows = []
+    for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
+        sent = sum(tensor.bytes for tensor in stage.outputs)
+        times = [time_text(time, plan.time_unit) for time in (stage.forward_ns, stage.backward_ns)]
+        again = [recompute_text(stage), *extra_time_texts(plan, stage)] if recompute else []
+        rows.append(
+            _TableRow(
+                [
+                    index,
+                    ", ".join(stage.modules),
+                    *[rank] * shared,
+                    len(stage.nodes),
+                    *times,
+                    *again,
+                    size_text(sum(parameter.bytes for parameter in plan.parameters_of(index))),
+                    size_text(sent) if stage.outputs else "",
+                ]
+            )
+        )
+    words = {"modules", "recomputed"}
+    text_columns = [column for column, name in enumerate(header) if name in words]
+    return _PageTable(header, rows, text_columns)
+
+
+def _regions(plan: Plan) -> Iterator[_TableRow]:
+    for index, stage in enumerate(plan.stages):
+        for text, region in zip(region_texts(stage), stage.regions, strict=True):
+            yield _TableRow([text, index, len(region)])
+
+
+def _encodings(plan: Plan) -> Iterator[_TableRow]:
+    for index, stage in enumerate(plan.stages):
+        for text, run in zip(encoding_texts(stage), stage.saving, strict=True):
+            times = [time_text(time, plan.time_unit) for time in (run.forward_ns, run.backward_ns)]
+            yield _TableRow([text, index, *times])

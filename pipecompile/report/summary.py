@@ -1,0 +1,296 @@
+"""A plan for people: what `plan` and `show` print. Lines have at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import takewhile
+
+from pipecompile.ir.encodings import POLICIES
+from pipecompile.ir.links import Link
+from pipecompile.ir.plan import Plan, Stage
+from pipecompile.report.links import links_text, overhead_texts
+from pipecompile.report.memory import (
+    ALLOCATOR_NAMES,
+    FIXED_NOTE,
+    cap_text,
+    kinds_of,
+    memory_bounds,
+    stage_memory,
+)
+from pipecompile.report.recompute import (
+    encoding_texts,
+    extra_time_header,
+    extra_time_texts,
+    has_recompute,
+    recompute_text,
+    region_texts,
+)
+from pipecompile.report.tables import DrawTable, bar, plain_table
+from pipecompile.report.units import (
+    costs_text,
+    gap_text,
+    objective_text,
+    percent,
+    size_text,
+    time_text,
+    time_with_unit,
+)
+
+__all__ = ["headline", "summary"]
+
+_MODULES_WIDTH = 40
+_GRANULARITIES = {
+    "operators": "",
+    "modules": ", cut between modules",
+    "blocks": ", cut between blocks",
+    "auto": ", blocks opened as needed",
+}
+
+
+def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
+    """Return the quality of a plan, its stages and ranks, their memory, recompute, relays and ties."""
+    parts = [
+        _header(plan),
+        _stages(plan, draw),
+        _ranks(plan, draw),
+        _memory(plan, draw),
+        _recompute(plan, draw),
+        _by_stage("regions that are recomputed", region_texts, plan),
+        _by_stage("encoded saved tensors", encoding_texts, plan),
+        _routes(plan),
+        _tied(plan),
+    ]
+    return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
+
+
+def headline(plan: Plan) -> str:
+    """Return a plan in a few words: schedule, stages, ranks and microbatches."""
+    sizes = f"{plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
+    return f"{plan.schedule.name}: {sizes}"
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    loads, prediction, unit = plan.prediction.loads_ns, plan.prediction, plan.time_unit
+    policy = plan.options.recompute
+    recompute = "" if policy == "none" else f", recompute {policy}"
+    cut = _GRANULARITIES[plan.options.granularity]
+    yield (
+        f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, "
+        f"{plan.microbatches} microbatches{recompute}{cut}"
+    )
+    if plan.capture.model:
+        yield f"  model      {plan.capture.model}"
+    yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
+    yield f"  imbalance  {max(loads) * len(loads) / max(sum(loads), 1):.3f} (largest load / mean load)"
+    yield f"  objective  {_objective(plan)}"
+    yield from _all_objectives(plan)
+    yield from _ordering(plan)
+    yield f"  costs      {costs_text(plan.options.costs, unit)}"
+    yield f"  links      {links_text(plan.links)}"
+    yield from (f"             {text}" for text in overhead_texts(plan.links))
+    yield (
+        f"  memory     {cap_text(plan)}; predicted for {ALLOCATOR_NAMES[plan.allocator]}; "
+        f"{_optimizer_text(plan)}"
+    )
+    may_recompute = plan.options.recompute == "auto" or plan.options.saving
+    if plan.options.memory_bytes is None and may_recompute:
+        yield "  note       without a memory cap nothing is recomputed or encoded"
+    yield from _encodings(plan)
+    proof = "verified against the model" if plan.capture.verified else "unverified capture"
+    method = "" if plan.capture.method == "recorded" else f"; {plan.capture.method}"
+    yield f"  capture    {proof}{method}"
+    yield from (f"             {note}" for note in plan.capture.notes)
+
+
+def _encodings(plan: Plan) -> Iterator[str]:
+    """The policies that stages use, if any may be used."""
+    used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
+    if used or plan.options.saving:
+        exact = ", not exact" if "half" in used else ""
+        names = [policy for policy in POLICIES if policy in used]
+        yield f"  saving     {', '.join(names) or 'not needed'}{exact}"
+
+
+def _optimizer_text(plan: Plan) -> str:
+    if plan.options.optimizer is None:
+        return "no optimizer named"
+    master = " and master weights" if plan.options.master_weights else ""
+    return f"with the state of {plan.options.optimizer}{master}"
+
+
+def _ordering(plan: Plan) -> Iterator[str]:
+    """What the search for a schedule gave, beside the best named schedule."""
+    ordering = plan.ordering
+    if ordering is None:
+        return
+
+    def text(time_ns: int) -> str:
+        return time_with_unit(time_ns, plan.time_unit)
+
+    searched, bound = text(ordering.searched_ns), text(ordering.bound_ns)
+    best = min(ordering.named_ns, key=ordering.named_ns.__getitem__, default=None)
+    if best is None:
+        yield (
+            f"  order      searched: {searched}, bound {bound}; no named schedule fits the memory"
+        )
+        return
+    gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
+    noise = "" if ordering.kept else ", does not survive noise"
+    change = (
+        f"search {searched} ({-gain:+.1%}){noise}" if gain > 0 else "the search found none shorter"
+    )
+    yield f"  order      best named {best} {text(ordering.named_ns[best])}, {change}; bound {bound}"
+
+
+def _objective(plan: Plan) -> str:
+    search = plan.search
+    value = objective_text(search.objective, search.value, plan.time_unit)
+    bound = objective_text(search.objective, search.bound, plan.time_unit)
+    proof = "proven" if search.proven else "not proven"
+    return (
+        f"{search.objective} {value}, bound {bound}, gap {gap_text(search.gap)}, "
+        f"{proof} ({search.method})"
+    )
+
+
+def _all_objectives(plan: Plan) -> Iterator[str]:
+    """What the cut is worth by each objective, and another objective if its cut is faster.
+
+    The objectives add transfers to loads; the table of ranks does not.
+    """
+    values, unit = plan.search.values, plan.time_unit
+    costs = []
+    if "max_load_ns" in values:
+        costs.append(f"max {objective_text('max-load', values['max_load_ns'], unit)}")
+    if "sum_of_squares_ns2" in values:
+        costs.append(f"Σ² {objective_text('variance', values['sum_of_squares_ns2'], unit)}")
+    load = "load" if plan.links.one == Link() else "load + transfers"
+    texts = [f"{load}: {', '.join(costs)}"] if costs else []
+    if "step_ns" in values:
+        texts.append(f"simulated step {time_with_unit(values['step_ns'], unit)}")
+    if texts:
+        yield f"             {'; '.join(texts)}"
+    faster = plan.search.faster
+    if faster is not None:
+        change = faster.step_ns / max(plan.prediction.step_ns, 1) - 1
+        step = f"the simulated step to {time_with_unit(faster.step_ns, unit)} ({change:+.1%})"
+        yield f"  note       objective {faster.objective} would shorten {step}"
+
+
+def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
+    """The stages for one microbatch; their ranks and what they recompute where there is any."""
+    recompute, shared = has_recompute(plan), plan.ranks < plan.k
+    header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", "backward"]
+    rows = [[*header, *["recompute"] * recompute, "params", "sends"]]
+    for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
+        times = [stage.forward_ns, stage.backward_ns, *[stage.recompute_ns] * recompute]
+        sent = sum(tensor.bytes for tensor in stage.outputs)
+        rows.append(
+            [
+                str(index),
+                *[str(rank)] * shared,
+                _modules(stage),
+                str(len(stage.nodes)),
+                *(time_text(time, plan.time_unit) for time in times),
+                size_text(sum(parameter.bytes for parameter in plan.parameters_of(index))),
+                size_text(sent) if stage.outputs else "",
+            ]
+        )
+    return draw(rows, {2 if shared else 1})
+
+
+def _modules(stage: Stage) -> str:
+    """The modules of a stage, or the first and the last of them where not all fit."""
+    names = stage.modules or (stage.nodes[0], stage.nodes[-1])
+    text = ", ".join(names)
+    if len(text) > _MODULES_WIDTH:
+        first, last = names[0].split("."), names[-1].split(".")
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+        rest = ".".join(last[len(list(same)) :])
+        text = f"{names[0]} … {rest}" if len(names) > 1 and rest else names[0]
+    return text if len(text) <= _MODULES_WIDTH else f"…{text[1 - _MODULES_WIDTH :]}"
+
+
+def _ranks(plan: Plan, draw: DrawTable) -> Iterator[str]:
+    """Load, idle time and memory of each rank; caps where there are any."""
+    loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
+    mean, largest = sum(loads) / len(loads), max(*loads, 1)
+    has_cap = plan.options.memory_bytes is not None
+    header = ["rank", "load", "", "of mean", "idle", "expected", "fixed", "bound"]
+    rows = [[*header, *["cap", "left"] * has_cap]]
+    for rank, (load, bound) in enumerate(zip(loads, bounds, strict=True)):
+        idle = plan.prediction.idle[rank].total_ns
+        sizes = [bound.expected, bound.fixed, bound.bound]
+        if bound.cap is not None and bound.left is not None:
+            sizes += [bound.cap, bound.left]
+        rows.append(
+            [
+                str(rank),
+                time_text(load, plan.time_unit),
+                bar(load / largest, 8),
+                percent(load, mean),
+                percent(idle, max(plan.prediction.step_ns, 1)),
+                *map(size_text, sizes),
+            ]
+        )
+    yield from draw(rows, {2})
+    yield "load: forward, backward and recompute of one microbatch"
+    yield FIXED_NOTE
+
+
+def _memory(plan: Plan, draw: DrawTable) -> Iterator[str]:
+    """What is expected of each rank at its peak, by kind, and what of that each of its stages has."""
+    kinds = kinds_of(plan)
+    rows = [["rank", *kinds, "expected"]]
+    for rank, memory in enumerate(plan.prediction.memory):
+        holders = [(str(rank), memory)]
+        holders += [(f"stage {stage}", share) for stage, share in stage_memory(plan, rank)]
+        for name, held in holders:
+            sizes = [*(getattr(held, kind).expected for kind in kinds), held.total.expected]
+            rows.append([name, *map(size_text, sizes)])
+    return draw(rows, ())
+
+
+def _recompute(plan: Plan, draw: DrawTable) -> Iterable[str]:
+    """What each stage recomputes, and how long that takes; nothing if no stage does."""
+    if not has_recompute(plan):
+        return ()
+    rows = [["stage", "recomputed", *extra_time_header(plan)]]
+    for index, stage in enumerate(plan.stages):
+        rows.append([str(index), recompute_text(stage), *extra_time_texts(plan, stage)])
+    return draw(rows, {1})
+
+
+def _by_stage(title: str, texts: Callable[[Stage], Iterable[str]], plan: Plan) -> list[str]:
+    """The title, and a line for each stage that has any of what it says."""
+    rows = [(index, ", ".join(texts(stage))) for index, stage in enumerate(plan.stages)]
+    lines = [_fitted(f"  stage {index:>2}  {text}", 100) for index, text in rows if text]
+    return [title, *lines] if lines else []
+
+
+def _routes(plan: Plan) -> list[str]:
+    sizes = {tensor.name: tensor.bytes for stage in plan.stages for tensor in stage.outputs}
+    lines = [
+        f"  {_fitted(route.name, 50)}  {_stage_numbers(route.stages, ' → ')}  "
+        f"{size_text(sizes.get(route.name, 0))}"
+        for route in plan.routes
+    ]
+    return ["relayed through the stages between", *lines] if lines else []
+
+
+def _tied(plan: Plan) -> list[str]:
+    lines = []
+    for parameter in plan.parameters:
+        if parameter.aliases or len(parameter.stages) > 1:
+            names = _fitted(f"  {parameter.name} = {', '.join(parameter.aliases)}", 60)
+            stages = f"stages {_stage_numbers(parameter.stages, ', ')}, owner {parameter.owner}"
+            lines.append(f"{names}  {size_text(parameter.bytes)}, {stages}")
+    return ["tied parameters", *lines] if lines else []
+
+
+def _stage_numbers(stages: Collection[int], between: str) -> str:
+    return between.join(map(str, stages))
+
+
+def _fitted(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,45 @@
+"""A simulated step as text: one line a rank, one column a slice of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
+from pipecompile.report.units import percent
+
+__all__ = ["IDLE_CAUSES", "idle_shares", "timeline_text"]
+
+IDLE_CAUSES = ("dependency", "transfer", "memory", "imbalance")
+_LEGEND = "        0 1 2 … forward   a b c … backward   r recompute   · idle"
+
+
+def idle_shares(idle: Idle, makespan_ns: int) -> list[str]:
+    """Return all idle time and that of each of IDLE_CAUSES, as shares of the step."""
+    causes = [idle.dependency_ns, idle.transfer_ns, idle.memory_ns, idle.imbalance_ns]
+    return [percent(time, max(makespan_ns, 1)) for time in (idle.total_ns, *causes)]
+
+
+def timeline_text(timeline: Timeline, width: int = 90) -> str:
+    """Return one line a rank, time from left to right, and a legend of the letters."""
+    scale = width / max(timeline.makespan_ns, 1)
+    lines = [
+        f"rank {rank:>2} {_line(row, scale, width)}" for rank, row in enumerate(timeline.events)
+    ]
+    return "\n".join([*lines, _LEGEND]) + "\n"
+
+
+def _line(row: Sequence[Event], scale: float, width: int) -> str:
+    cells = ["·"] * width
+    for event in row:
+        begin, end = int(event.start_ns * scale), int(event.end_ns * scale)
+        cells[begin:end] = _letter(event) * (end - begin)
+    return "".join(cells)
+
+
+def _letter(event: Event) -> str:
+    number = (event.action.microbatch or 0) % 10
+    if event.action.kind is Kind.FORWARD:
+        return str(number)
+    if event.action.kind is Kind.BACKWARD_WEIGHT:
+        return "w"
+    return "abcdefghij"[number] if event.action.kind in BACKWARDS else "r"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from pipecompile.report.units import (
+    costs_text,
+    gap_text,
+    objective_text,
+    percent,
+    size_text,
+    time_text,
+    time_with_unit,
+)
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1500, "1.5 µs"),
+        (12_340_000, "12.3 ms"),
+        (3_000_000_000, "3.0 s"),
+    ],
+)
+def test_times_adapt_their_unit(nanoseconds: int, text: str) -> None:
+    assert time_text(nanoseconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (16 << 30, "16.0 GiB")],
+)
+def test_sizes_adapt_their_unit(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "text"),
+    [
+        ("variance", 999_949, "1.0 µs²"),
+        ("variance", 7 * 10**14, "700.0 ms²"),
+        ("variance", 2 * 10**21, "2,000.0 s²"),
+        ("max-load", 1500, "1.5 µs"),
+        ("step-time", 12_340_000, "12.3 ms"),
+    ],
+)
+def test_values_of_objectives_adapt_their_unit(objective: str, value: int, text: str) -> None:
+    assert objective_text(objective, value) == text
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"), [(0.0, "0.00%"), (1e-9, "<0.01%"), (0.0001, "0.01%"), (0.25, "25.00%")]
+)
+def test_a_small_gap_is_not_none(gap: float, text: str) -> None:
+    assert gap_text(gap) == text
+
+
+@pytest.mark.parametrize(
+    ("units", "text"),
+    [(0, "0"), (999, "999"), (30_700, "30.7 k"), (12_340_000, "12.3 M"), (3 * 10**12, "3000.0 G")],
+)
+def test_relative_times_have_no_seconds(units: int, text: str) -> None:
+    assert time_text(units, "relative") == text
+    assert time_with_unit(units, "relative") == f"{text} units"
+    assert time_with_unit(1500, "ns") == "1.5 µs"
+
+
+def test_squares_of_relative_times_have_their_unit() -> None:
+    assert objective_text("variance", 41_400_000, "relative") == "41.4 M units²"
+    assert objective_text("variance", 41, "relative") == "41.0 units²"
+    assert objective_text("max-load", 3200, "relative") == "3.2 k units"
+
+
+def test_only_relative_units_are_explained() -> None:
+    assert costs_text("measured", "ns") == "measured; times are simulated from them"
+    assert "relative units, not seconds" in costs_text("flops", "relative")
+
+
+def test_a_share_of_nothing_is_empty() -> None:
+    assert (percent(1, 8), percent(0, 8), percent(0, 0)) == ("12.5%", "0.0%", "")

@@ -1,11 +1,17 @@
-"""A lower bound on every order of a problem, whatever the links' load.
+"""A lower bound on the makespan, or the largest span, of all orders of a problem.
 
-Each operation has a head, a time before which it cannot start, and a tail, a time that passes after its end at the
-least. On one rank, which does one thing at a time, Jackson's preemptive schedule then takes the least time of all that
-are possible (Jackson's rule as a bound: Carlier, The one-machine sequencing problem, 1982), and no rank can do better.
+Each operation has a head, a time before which it cannot start, and a tail, a time that passes at
+least between its end and the end of the step. A rank does one thing at a time, so of its operations
+with their heads and tails Jackson's preemptive schedule takes the least possible time (Jackson's
+rule as a bound: Carlier, The one-machine sequencing problem, 1982). No order of the rank is
+shorter.
 
-Heads come from chains of operations, from the work that must come before on the same rank, and from memory: a forward
-waits for the backward that makes room for it. Tails are their mirror image.
+Heads come from chains of operations, from the work that the same rank must do before, and from
+memory: a forward waits for the backward that makes room for it. Tails are their mirror image. For
+2 ranks and 2 microbatches of F and B of one slot each:
+
+    rank 0   F0 F1 .  B0 .  B1     F1: head 1, tail 3 (F1 and B1 on rank 1, then B1)
+    rank 1   .  F0 B0 F1 B1 .      B1: head 4 (F0, B0 and F1 from time 1 on), tail 1 (B1 on rank 0)
 """
 
 from __future__ import annotations
@@ -15,79 +21,41 @@ from heapq import heappop, heappush
 from itertools import combinations_with_replacement, pairwise
 from math import inf
 
-from pipecompile.schedule.instance import BACKWARD, FORWARD, RECOMPUTE, WEIGHT, ScheduleInstance
+from pipecompile.schedule.instance import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT,
+    ScheduleInstance,
+)
+from pipecompile.schedule.rank_loads import RankLoads, TaskTimes
 
-__all__ = ["lower_bound"]
-
-Lanes = list[list[list[int]]]  # by kind, stage and microbatch
+__all__ = ["jackson_makespan", "lower_bound"]
 
 
 def lower_bound(instance: ScheduleInstance, objective: str) -> int:
-    """No order has a smaller makespan, or largest span, in ns."""
+    """Return a time in ns that no order's makespan, or largest span, is below."""
     if objective == "span":
         return max(_rank_span(instance, rank) for rank in set(instance.problem.placement))
     heads, tails = _heads(instance), _tails(instance)
     return max(_rank_bound(instance, rank, heads, tails) for rank in range(instance.problem.ranks))
 
 
-def _rank_bound(instance: ScheduleInstance, rank: int, heads: Lanes, tails: Lanes) -> int:
-    jobs = [
-        (heads[kind][stage][j], instance.task_ns[kind][stage], tails[kind][stage][j])
-        for stage in instance.stages_by_rank[rank]
-        for kind in instance.kinds[stage]
-        for j in range(instance.problem.microbatches)
-    ]
-    return max(jackson(jobs), _drain(instance, rank, jobs, tails))
+def _rank_bound(instance: ScheduleInstance, rank: int, heads: TaskTimes, tails: TaskTimes) -> int:
+    jobs = []
+    for stage in instance.stages_by_rank[rank]:
+        for kind in instance.kinds[stage]:
+            for microbatch in range(instance.problem.microbatches):
+                head, tail = heads[kind][stage][microbatch], tails[kind][stage][microbatch]
+                jobs.append((head, instance.task_ns[kind][stage], tail))
+    return max(jackson_makespan(jobs), _drain_bound(instance, rank, jobs, tails))
 
 
-def _drain(
-    instance: ScheduleInstance, rank: int, jobs: list[tuple[int, int, int]], tails: Lanes
-) -> int:
-    """What a cap costs in the end: as the last microbatch enters, few bytes are held, so little work can be left.
+def jackson_makespan(jobs: list[tuple[int, int, int]]) -> int:
+    """Return the makespan of Jackson's preemptive schedule of jobs (head, time, tail).
 
-    If no more than w ns of work can be left on the rank then, the others are done, which takes its time; and after it
-    the step goes on for w, and for the tail of that last forward.
+    Of the jobs whose head has passed the one with the largest tail runs at all times.
     """
-    if instance.problem.caps is None:
-        return 0
-    per_byte = _work_per_byte(instance, instance.stages_by_rank[rank])
-    total = sum(time for _, time, _ in jobs)
-    if per_byte == inf or instance.problem.caps[rank] * per_byte >= total:
-        return 0
-    left = int(instance.problem.caps[rank] * per_byte)
-    now, done = 0, 0
-    for head, time, _ in sorted(jobs):
-        now = max(now, head)
-        spent = min(time, total - left - done)
-        now, done = now + spent, done + spent
-        if done >= total - left:
-            break
-    return now + max(tails[FORWARD][instance.stages_by_rank[rank][0]][-1], left)
-
-
-def _work_per_byte(instance: ScheduleInstance, stages: tuple[int, ...]) -> Fraction | float:
-    """The most work in ns that a byte held on a rank can stand for, once a microbatch has entered there."""
-    times, kept = instance.task_ns, instance.task_bytes[FORWARD]
-    weights = [(times[WEIGHT][s], -instance.task_bytes[WEIGHT][s]) for s in stages]
-    todo = sum(times[kind][s] for s in stages for kind in range(4))
-    states, held = [], 0
-    for stage in stages:
-        held, todo = held + kept[stage], todo - times[FORWARD][stage]
-        states.append((todo, held))
-    for stage in reversed(stages[1:]):
-        held, todo = (
-            held - kept[stage],
-            todo - sum(times[kind][stage] for kind in (RECOMPUTE, BACKWARD, WEIGHT)),
-        )
-        states.append((todo, held))
-    pairs = [(costs, size) for costs, size in [*states, *weights] if costs]
-    return max(
-        (Fraction(costs, size) if size else inf for costs, size in pairs), default=Fraction(0)
-    )
-
-
-def jackson(jobs: list[tuple[int, int, int]]) -> int:
-    """The makespan of Jackson's preemptive schedule of (head, time, tail): at all times the largest tail runs."""
     jobs = sorted(jobs)
     ready: list[tuple[int, int]] = []
     now = longest = index = 0
@@ -109,91 +77,88 @@ def jackson(jobs: list[tuple[int, int, int]]) -> int:
     return longest
 
 
-def _rooms(instance: ScheduleInstance) -> list[list[tuple[int, int]]]:
-    """Per stage s pairs of a stage t on its rank and n: forward j of s comes after backward j − n of t.
+def _drain_bound(
+    instance: ScheduleInstance, rank: int, jobs: list[tuple[int, int, int]], tails: TaskTimes
+) -> int:
+    """Return a bound from what a cap costs in the end.
 
-    Let forward j of s come before backward i of t, which is s or a later stage. As that backward runs, all stages up
-    to s are held of the microbatches i to j, and of i the others up to t, besides what t recomputed; all but those
-    whose backwards do not wait for that of t. If that is more than the cap for j − i = n, forward j comes after
-    backward j − n.
+    When the rank's first stage has taken the last microbatch, the rank holds at most its cap, so
+    that at most some w ns of its work are left. The rest is done by then, which takes its time.
+    After that forward the step goes on for at least w, and for at least the forward's tail.
     """
-    problem, kept, again = (
-        instance.problem,
-        instance.task_bytes[FORWARD],
-        instance.task_bytes[RECOMPUTE],
-    )
-    rooms: list[list[tuple[int, int]]] = [[] for _ in range(problem.stages)]
-    gradient_reach = instance.gradient_reach
-    for stages, cap in zip(instance.stages_by_rank, problem.caps or (), strict=False):
-        for stage, last in combinations_with_replacement(stages, 2):
-            waiting = [s for s in stages if s <= last <= gradient_reach[s]]
-            each = sum(kept[s] for s in waiting if s <= stage)
-            others = sum(kept[s] for s in waiting if s > stage) + again[last]
-            if each and (cap - others) // each < problem.microbatches:
-                rooms[stage].append((last, (cap - others) // each))
-    return rooms
+    if instance.problem.caps is None:
+        return 0
+    stages, cap = instance.stages_by_rank[rank], instance.problem.caps[rank]
+    per_byte = _most_work_per_byte(instance, stages)
+    total = sum(time for _, time, _ in jobs)
+    if per_byte == inf or cap * per_byte >= total:
+        return 0
+    left = int(cap * per_byte)
+    now, done = 0, 0
+    for head, time, _ in sorted(jobs):
+        now = max(now, head)
+        spent = min(time, total - left - done)
+        now, done = now + spent, done + spent
+        if done >= total - left:
+            break
+    return now + max(tails[FORWARD][stages[0]][-1], left)
 
 
-def _empty(instance: ScheduleInstance) -> Lanes:
-    return [
-        [[0] * instance.problem.microbatches for _ in range(instance.problem.stages)]
-        for _ in range(4)
-    ]
+def _most_work_per_byte(instance: ScheduleInstance, stages: tuple[int, ...]) -> Fraction | float:
+    """Return the most ns of work left on a rank for each byte that it holds of a microbatch.
+
+    A microbatch that has entered the rank is in one of these states, of which each has some work
+    left and holds some bytes: behind the forward of each stage, behind the backward of each stage,
+    or before the weight gradient of a stage.
+    """
+    times, kept = instance.task_ns, instance.task_bytes[FORWARD]
+    states = [(times[WEIGHT][s], -instance.task_bytes[WEIGHT][s]) for s in stages]
+    left, held = sum(times[kind][s] for s in stages for kind in range(4)), 0
+    for stage in stages:
+        left, held = left - times[FORWARD][stage], held + kept[stage]
+        states.append((left, held))
+    for stage in reversed(stages[1:]):
+        left -= sum(times[kind][stage] for kind in (RECOMPUTE, BACKWARD, WEIGHT))
+        held -= kept[stage]
+        states.append((left, held))
+    ratios = [Fraction(work, size) if size else inf for work, size in states if work]
+    return max(ratios, default=Fraction(0))
 
 
-def _heads(instance: ScheduleInstance) -> Lanes:
-    """Microbatch after microbatch, forwards from the first stage on, backwards from the last."""
-    times, sources = instance.task_ns, instance.task_inputs
-    rooms, heads, loads = _rooms(instance), _empty(instance), _RankLoads(instance)
+def _heads(instance: ScheduleInstance) -> TaskTimes:
+    """Return the heads of all operations.
+
+    They follow from each other microbatch by microbatch, forwards from the first stage on, then
+    backwards from the last.
+    """
+    times, inputs = instance.task_ns, instance.task_inputs
+    freed_by, heads, loads = _freed_by(instance), _zero_times(instance), RankLoads(instance)
     for j in range(instance.problem.microbatches):
-        for kind, stage in _walk(instance):
+        for kind, stage in _dependency_order(instance):
             head = heads[kind][stage][j - 1] + times[kind][stage] if j else 0
-            for other, source, hop in sources[kind][stage]:
-                head = max(head, heads[other][source][j] + times[other][source] + hop)
-            before = _before(instance, kind, stage)
+            for other, source, transfer_ns in inputs[kind][stage]:
+                head = max(head, heads[other][source][j] + times[other][source] + transfer_ns)
+            before = _kind_before(instance, kind, stage)
             if before is not None:
                 head = max(head, heads[before][stage][j] + times[before][stage])
-            for freeing, count in rooms[stage] if kind == FORWARD else ():
+            for freeing, count in freed_by[stage] if kind == FORWARD else ():
                 if j >= count:
                     head = max(head, heads[BACKWARD][freeing][j - count] + times[BACKWARD][freeing])
             heads[kind][stage][j] = max(head, loads.before(kind, stage, j, heads))
     return heads
 
 
-def _walk(instance: ScheduleInstance) -> list[tuple[int, int]]:
-    """Kinds and stages of a microbatch, each after all that it waits for."""
-    stages = range(instance.problem.stages)
-    back = [
-        (kind, stage)
-        for stage in reversed(stages)
-        for kind in instance.kinds[stage]
-        if kind != FORWARD
-    ]
-    return [*((FORWARD, stage) for stage in stages), *back]
-
-
-def _before(instance: ScheduleInstance, kind: int, stage: int) -> int | None:
-    kinds = instance.kinds[stage]
-    index = kinds.index(kind)
-    return kinds[index - 1] if index else None
-
-
-def _tails(instance: ScheduleInstance) -> Lanes:
-    """The other way round: from the last microbatch to the first, each after all that waits for it."""
-    times, rooms, tails, loads = (
-        instance.task_ns,
-        _freed_by(instance),
-        _empty(instance),
-        _RankLoads(instance),
-    )
-    users = _users(instance)
+def _tails(instance: ScheduleInstance) -> TaskTimes:
+    """Return the tails of all operations: as the heads, from the last microbatch to the first."""
+    times, users, frees = instance.task_ns, _users(instance), _frees(instance)
+    tails, loads = _zero_times(instance), RankLoads(instance)
     last = instance.problem.microbatches - 1
     for j in range(last, -1, -1):
-        for kind, stage in reversed(_walk(instance)):
+        for kind, stage in reversed(_dependency_order(instance)):
             tail = tails[kind][stage][j + 1] + times[kind][stage] if j < last else 0
-            for other, user, hop in users[kind][stage]:
-                tail = max(tail, hop + times[other][user] + tails[other][user][j])
-            for waiting, count in rooms[stage] if kind == BACKWARD else ():
+            for other, user, transfer_ns in users[kind][stage]:
+                tail = max(tail, transfer_ns + times[other][user] + tails[other][user][j])
+            for waiting, count in frees[stage] if kind == BACKWARD else ():
                 if j + count <= last:
                     tail = max(tail, times[FORWARD][waiting] + tails[FORWARD][waiting][j + count])
             if j == last and kind == instance.kinds[stage][-1]:
@@ -203,102 +168,102 @@ def _tails(instance: ScheduleInstance) -> Lanes:
 
 
 def _freed_by(instance: ScheduleInstance) -> list[list[tuple[int, int]]]:
-    """As `_rooms`, by the stage whose backward makes room."""
-    freed: list[list[tuple[int, int]]] = [[] for _ in range(instance.problem.stages)]
-    for stage, pairs in enumerate(_rooms(instance)):
-        for last, count in pairs:
-            freed[last].append((stage, count))
-    return freed
+    """Return what forwards must wait for because of the caps.
+
+    They are pairs (t, n) for each stage s, where t is on the rank of s: forward j of s comes after
+    backward j − n of t. Suppose that forward j of s came before backward i of t, where t is s or a
+    later stage. While that backward runs, its rank holds
+
+        of microbatches i … j   the activations of its stages up to s: (j − i + 1) × held
+        of microbatch i         also those of its stages after s up to t, and what t recomputed
+
+    except for stages whose backward need not wait for that of t. The second line is `others`. For
+    j − i = n = (cap − others) // held this exceeds the cap. For example, with 4 bytes for each
+    microbatch and a cap of 10, n is 2: forward 2 comes after backward 0.
+    """
+    problem, reach = instance.problem, instance.gradient_reach
+    kept, recomputed = instance.task_bytes[FORWARD], instance.task_bytes[RECOMPUTE]
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(problem.stages)]
+    for stages, cap in zip(instance.stages_by_rank, problem.caps or (), strict=False):
+        for stage, freeing in combinations_with_replacement(stages, 2):
+            waiting = [s for s in stages if s <= freeing <= reach[s]]
+            held = sum(kept[s] for s in waiting if s <= stage)
+            others = sum(kept[s] for s in waiting if s > stage) + recomputed[freeing]
+            if held and (cap - others) // held < problem.microbatches:
+                pairs[stage].append((freeing, (cap - others) // held))
+    return pairs
+
+
+def _frees(instance: ScheduleInstance) -> list[list[tuple[int, int]]]:
+    """Return the same pairs by the stage whose backward makes room."""
+    pairs: list[list[tuple[int, int]]] = [[] for _ in range(instance.problem.stages)]
+    for stage, freed_by in enumerate(_freed_by(instance)):
+        for freeing, count in freed_by:
+            pairs[freeing].append((stage, count))
+    return pairs
+
+
+def _zero_times(instance: ScheduleInstance) -> TaskTimes:
+    microbatches, stages = instance.problem.microbatches, range(instance.problem.stages)
+    return [[[0] * microbatches for _ in stages] for _ in range(4)]
+
+
+def _dependency_order(instance: ScheduleInstance) -> list[tuple[int, int]]:
+    """Return kinds and stages of a microbatch, each after all that it waits for."""
+    stages = range(instance.problem.stages)
+    backwards = [
+        (kind, stage)
+        for stage in reversed(stages)
+        for kind in instance.kinds[stage]
+        if kind != FORWARD
+    ]
+    return [*((FORWARD, stage) for stage in stages), *backwards]
+
+
+def _kind_before(instance: ScheduleInstance, kind: int, stage: int) -> int | None:
+    """Return what a microbatch does in a stage before this; None for its forward."""
+    kinds = instance.kinds[stage]
+    index = kinds.index(kind)
+    return kinds[index - 1] if index else None
 
 
 def _users(instance: ScheduleInstance) -> list[list[list[tuple[int, int, int]]]]:
+    """Return by kind and stage what waits for it: (kind, stage, time of the message in ns)."""
     users: list[list[list[tuple[int, int, int]]]] = [[[] for _ in instance.kinds] for _ in range(4)]
-    for kind, lanes in enumerate(instance.task_inputs):
-        for stage, waits in enumerate(lanes):
-            for source_kind, source, hop in waits:
-                users[source_kind][source].append((kind, stage, hop))
+    for kind, by_stage in enumerate(instance.task_inputs):
+        for stage, inputs in enumerate(by_stage):
+            for source_kind, source, transfer_ns in inputs:
+                users[source_kind][source].append((kind, stage, transfer_ns))
     for stage, kinds in enumerate(instance.kinds):
         for first, second in pairwise(kinds):
             users[first][stage].append((second, stage, 0))
     return users
 
 
-class _RankLoads:
-    """The work that a rank must have done before an operation, and must do after it, besides what chains say.
-
-    `least` is that of each microbatch up to the operation's own, `most` that of each from its own on. Recomputes come
-    before their backward, but as early as one likes: they count after a forward, not after another backward.
-    """
-
-    def __init__(self, instance: ScheduleInstance) -> None:
-        self.instance, gradient_reach = instance, instance.gradient_reach
-        stages_by_rank, placement = instance.stages_by_rank, instance.problem.placement
-        forward, backward, weight, again = instance.task_ns
-        self.first = [stages_by_rank[rank][0] for rank in placement]
-        self.least: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
-        self.most: dict[int, list[int]] = {FORWARD: [], BACKWARD: []}
-        for stage, rank in enumerate(placement):
-            held = stages_by_rank[rank]
-            upto = sum(forward[s] for s in held if s <= stage)
-            onward = sum(forward[s] + again[s] for s in held if s >= stage)
-            there = sum(forward[s] for s in held if s <= gradient_reach[stage])
-            self.least[FORWARD].append(upto)
-            self.least[BACKWARD].append(
-                there
-                + sum(again[s] + backward[s] for s in held if stage <= s <= gradient_reach[stage])
-            )
-            self.most[FORWARD].append(
-                onward + sum(backward[s] + weight[s] for s in held if gradient_reach[s] >= stage)
-            )
-            self.most[BACKWARD].append(
-                sum(backward[s] + weight[s] for s in held if s <= stage <= gradient_reach[s])
-            )
-
-    def before(self, kind: int, stage: int, microbatch: int, heads: Lanes) -> int:
-        """From the first forward of the rank on, all that its microbatches up to this one need before."""
-        if kind not in self.least:
-            return 0
-        own = self.instance.task_ns[kind][stage]
-        return (
-            heads[FORWARD][self.first[stage]][0] + (microbatch + 1) * self.least[kind][stage] - own
-        )
-
-    def after(self, kind: int, stage: int, later: int) -> int:
-        """All that its rank must do for this microbatch and the `later` ones after it, once it has ended."""
-        if kind not in self.most:
-            return 0
-        return (later + 1) * self.most[kind][stage] - self.instance.task_ns[kind][stage]
-
-
 def _rank_span(instance: ScheduleInstance, rank: int) -> int:
-    """As the bound above, from the start of the rank's first forward to its last end."""
+    """Return a bound on the span of a rank: from the start of its first forward to its last end."""
     times, stages = instance.task_ns, instance.stages_by_rank[rank]
-    first, count = stages[0], instance.problem.microbatches
-    trip = _round_trip(instance, first)
+    backward_heads = _round_trips(instance, stages[0])
     jobs = []
     for stage in stages:
+        backward_head = backward_heads[stage]
+        heads = {BACKWARD: backward_head, WEIGHT: backward_head + times[BACKWARD][stage]}
         for kind in instance.kinds[stage]:
-            head = (
-                0
-                if kind == FORWARD
-                else trip[stage] + (times[BACKWARD][stage] if kind == WEIGHT else 0)
-            )
-            if kind == RECOMPUTE:
-                head = 0
-            jobs += [(head + j * times[kind][stage], times[kind][stage], 0) for j in range(count)]
-    return jackson(jobs)
+            time = times[kind][stage]
+            for microbatch in range(instance.problem.microbatches):
+                jobs.append((heads.get(kind, 0) + microbatch * time, time, 0))
+    return jackson_makespan(jobs)
 
 
-def _round_trip(instance: ScheduleInstance, first: int) -> dict[int, int]:
-    """Per stage the time from the start of the forward in stage `first` to its backward there, for one microbatch."""
+def _round_trips(instance: ScheduleInstance, first: int) -> dict[int, int]:
+    """Return by stage when its backward can start, in ns after the forward of stage `first` does.
+
+    It is zero where no gradient comes back from the last stage.
+    """
     problem, times = instance.problem, instance.task_ns
     now = sum(times[FORWARD][first:]) + sum(problem.forward_transfer_ns[first:])
-    found = {}
+    starts = {}
     for stage in range(problem.stages - 1, first - 1, -1):
-        found[stage] = now if _gradients(instance, stage) else 0
+        starts[stage] = now if all(problem.gradient[stage:]) else 0
         now += times[BACKWARD][stage] + (problem.backward_transfer_ns[stage - 1] if stage else 0)
-    return found
-
-
-def _gradients(instance: ScheduleInstance, stage: int) -> bool:
-    return all(instance.problem.gradient[stage:])
+    return starts

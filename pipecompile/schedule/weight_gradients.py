@@ -1,7 +1,14 @@
-"""Weight gradients where they cost nothing: in waits that hold them, and behind the last backward.
+"""Moves weight gradients to where they cost nothing: into waits, and behind the last backward.
 
-No rank waits for them, so all that matters is when their own rank is free, what they hold, and that they are done in
-the end. On large problems, where every other step of a search is dear, this alone gains what is left.
+No other rank waits for them. All that matters is when their own rank is free, what they hold, and
+that they are done in the end. On large problems, where each step of a search takes long, this alone
+gains most of what is left.
+
+    before      F0 F1 I0 .  I1 W0 W1
+    advanced    F0 F1 I0 W0 I1 W1           the wait takes W0
+
+    before      F0 F1 I0 W0 I1 W1 .  .      other ranks still compute at the end
+    postponed   F0 F1 I0 I1 W0 W1 .  .      the rank before gets I1 earlier
 """
 
 from __future__ import annotations
@@ -12,20 +19,23 @@ __all__ = ["advance_weight_gradients", "postpone_weight_gradients"]
 
 
 def postpone_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
-    """From before each rank's last backward to behind it, as many as there is time for until the step ends."""
-    return [_row_later(instance, row, times) for row in rows]
+    """Return the order with weight gradients moved behind the last backward of their rank.
+
+    These are as many as there is time for until the step ends.
+    """
+    return [_postponed(instance, row, times) for row in rows]
 
 
-def _row_later(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
+def _postponed(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
     kinds = [instance.decode(operation)[0] for operation in row]
     if WEIGHT not in kinds:
         return row
     last = len(kinds) - 1 - kinds[::-1].index(BACKWARD)
-    room, moved = times.makespan_ns - times.ends[row[-1]], set[int]()
+    left_ns, moved = times.makespan_ns - times.ends[row[-1]], set[int]()
     for index in range(last - 1, -1, -1):
         if kinds[index] == WEIGHT:
-            room -= instance.durations[row[index]]
-            if room < 0:
+            left_ns -= instance.durations[row[index]]
+            if left_ns < 0:
                 break
             moved.add(index)
     before = [operation for index, operation in enumerate(row[: last + 1]) if index not in moved]
@@ -33,37 +43,49 @@ def _row_later(instance: ScheduleInstance, row: list[int], times: OrderTimes) ->
 
 
 def advance_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
-    """Into the waits of each rank, where they delay nothing."""
-    return [_row_earlier(instance, row, times) for row in rows]
+    """Return the order with weight gradients moved into earlier waits of their rank that fit them.
+
+    They delay nothing there.
+    """
+    return [_advanced(instance, row, times) for row in rows]
 
 
-def _row_earlier(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
-    found: list[int] = []
-    pending: dict[int, list[int]] = {}  # by stage, microbatches after their backward, in order
-    ahead: dict[int, int] = {}  # by stage, how many are done before their place
-    free = times.ends[row[0]] if row else 0
+def _advanced(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
+    advanced: list[int] = []
+    # By stage the microbatches whose weight gradient is due, and how many gradients have been
+    # moved forward, so that as many later places are dropped.
+    pending: dict[int, list[int]] = {}
+    moved: dict[int, int] = {}
+    free_ns = times.ends[row[0]] if row else 0
     for operation in row:
         kind, stage, microbatch = instance.decode(operation)
-        wait = times.ends[operation] - instance.durations[operation] - free
-        while wait > 0:
-            fitting_names = [
-                s
-                for s, waiting in pending.items()
-                if waiting and instance.task_ns[WEIGHT][s] <= wait
-            ]
-            if not fitting_names:
+        wait_ns = times.ends[operation] - instance.durations[operation] - free_ns
+        while wait_ns > 0:
+            chosen = _fitting_stage(instance, pending, wait_ns)
+            if chosen is None:
                 break
-            chosen = max(fitting_names, key=lambda s: (len(pending[s]), -s))
-            wait -= instance.task_ns[WEIGHT][chosen]
-            found.append(instance.operation(WEIGHT, chosen, pending[chosen].pop(0)))
-            ahead[chosen] = ahead.get(chosen, 0) + 1
-        free = times.ends[operation]
-        if kind == WEIGHT and ahead.get(stage):
-            ahead[stage] -= 1
-        elif kind == WEIGHT:
-            found.append(instance.operation(WEIGHT, stage, pending[stage].pop(0)))
-        else:
-            found.append(operation)
+            wait_ns -= instance.task_ns[WEIGHT][chosen]
+            advanced.append(instance.operation(WEIGHT, chosen, pending[chosen].pop(0)))
+            moved[chosen] = moved.get(chosen, 0) + 1
+        free_ns = times.ends[operation]
+        if kind != WEIGHT:
+            advanced.append(operation)
             if kind == BACKWARD and instance.split[stage]:
                 pending.setdefault(stage, []).append(microbatch)
-    return found
+        elif moved.get(stage):
+            moved[stage] -= 1
+        else:
+            advanced.append(instance.operation(WEIGHT, stage, pending[stage].pop(0)))
+    return advanced
+
+
+def _fitting_stage(
+    instance: ScheduleInstance, pending: dict[int, list[int]], wait_ns: int
+) -> int | None:
+    """Return the stage with the most weight gradients due, of those whose gradients fit."""
+    fitting = [
+        stage
+        for stage, microbatches in pending.items()
+        if microbatches and instance.task_ns[WEIGHT][stage] <= wait_ns
+    ]
+    return max(fitting, key=lambda stage: (len(pending[stage]), -stage), default=None)

@@ -82,7 +82,7 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
         ),
         (
             "0F0,,0REDUCE_GRAD",
-            "line 1, column 3: 0REDUCE_GRAD is not F, I, W or B: torch adds messages",
+            "line 1, column 3: 0REDUCE_GRAD is not F, I, W or B: torch adds transfers",
         ),
         (
             "0F0@1",

@@ -29,7 +29,7 @@ def test_a_window_is_ordered_anew_within_the_caps_and_computes_no_longer(
     if found is not None:
         sound(instance, found)
         assert _computing(instance, found) <= _computing(instance, rows)
-        for before, after, (first, stop) in zip(rows, found, window.parts, strict=True):
+        for before, after, (first, stop) in zip(rows, found, window.ranges, strict=True):
             assert (before[:first], before[stop:]) == (after[:first], after[stop:])
 
 

@@ -1,4 +1,4 @@
-"""Every example model is captured exactly, for every batch size, and is as before afterwards."""
+"""Every example model is captured exactly, for every batch size, and is restored."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from tests.sweeps import sweep
 def test_a_training_step_of_the_graph_is_the_models(name: str) -> None:
     target = example(name)
     call = first(4, target.call)
-    found = capture(target.model, call)
-    check_capture(found, found.instantiate(call), call)
+    captured_model = capture(target.model, call)
+    check_capture(captured_model, captured_model.instantiate(call), call)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_capture_serves_every_batch_size(name: str) -> None:
     target = example(name)
     model = target.model.eval()
-    found = capture(model, first(4, target.call))
+    captured_model = capture(model, first(4, target.call))
     for batch in (2, 3, 4, 7):
         call = first(batch, target.call)
         with torch.no_grad():
-            tensors = found.instantiate(call)(*found.inputs.flatten(call))
-            assert same(found.outputs.unflatten(tensors), model(*call.args, **call.kwargs)), batch
+            tensors = captured_model.instantiate(call)(*captured_model.inputs.flatten(call))
+            assert same(
+                captured_model.outputs.unflatten(tensors), model(*call.args, **call.kwargs)
+            ), batch
 
 
 @pytest.mark.parametrize(
@@ -45,8 +47,8 @@ def test_one_capture_serves_every_batch_size(name: str) -> None:
 )
 def test_a_graph_for_a_batch_size_holds_no_symbols(name: str) -> None:
     target = example(name)
-    found = capture(target.model, first(4, target.call))
-    for node in found.instantiate(first(3, target.call)).graph.nodes:
+    captured_model = capture(target.model, first(4, target.call))
+    for node in captured_model.instantiate(first(3, target.call)).graph.nodes:
         for value in pytree.tree_leaves((node.args, node.kwargs)):
             assert type(value).__name__ not in ("Symbolic", "SymInt", "SymFloat", "SymBool"), node
         for value in pytree.tree_leaves(node.meta["val"]):
@@ -56,7 +58,7 @@ def test_a_graph_for_a_batch_size_holds_no_symbols(name: str) -> None:
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything of a model that a capture could spoil; tensors by identity, version and value."""
+    """Return all of a model that a capture could change: tensors by id, version and value."""
     tensors = [*model.parameters(), *model.buffers()]
     return [
         [id(tensor) for tensor in tensors],
@@ -72,33 +74,33 @@ def snapshot(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize(
     "name", ["t5", "unet", *map(sweep, ("gpt2", "bert", "llama", "resnet50", "sequential"))]
 )
-def test_capturing_leaves_the_model_as_it_was(name: str) -> None:
+def test_capturing_restores_the_model(name: str) -> None:
     target = example(name)
     next(iter(target.model.children())).eval()
     parameter = next(target.model.parameters())
     parameter.grad = torch.ones_like(parameter)
     before, call = snapshot(target.model), nn.Module.__call__
-    found = capture(target.model, first(4, target.call))
-    found.instantiate(first(4, target.call))
+    captured_model = capture(target.model, first(4, target.call))
+    captured_model.instantiate(first(4, target.call))
     assert same(snapshot(target.model), before)
     assert nn.Module.__call__ is call
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
-def test_proving_a_capture_leaves_the_model_as_it_was(name: str) -> None:
+def test_the_self_check_restores_the_model(name: str) -> None:
     target = example(name)
     call = first(4, target.call)
-    found = capture(target.model, call)
-    module = found.instantiate(call)
+    captured_model = capture(target.model, call)
+    module = captured_model.instantiate(call)
     values = copy.deepcopy(target.model.state_dict())
     state = torch.get_rng_state()
-    check_capture(found, module, call)
+    check_capture(captured_model, module, call)
     assert same(dict(target.model.state_dict()), dict(values))
     assert all(parameter.grad is None for parameter in target.model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
+def test_a_failed_capture_restores_the_model() -> None:
     class Fails(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             self[1].running_mean.add_(1)
@@ -119,12 +121,12 @@ def test_parameters_are_the_models_own_under_their_names() -> None:
     target = example("gpt2")
     _, module = captured(target.model, **first(4, target.call).kwargs)
     own = dict(target.model.named_parameters(remove_duplicate=False))
-    found = dict(module.named_parameters(remove_duplicate=False))
-    assert found.keys() <= own.keys()
-    assert all(value is own[name] for name, value in found.items())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    assert parameters.keys() <= own.keys()
+    assert all(value is own[name] for name, value in parameters.items())
 
 
-def test_modules_of_torch_stay_whole_and_the_rest_is_taken_apart() -> None:
+def test_modules_of_torch_are_one_node_and_others_are_recorded_inside() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -133,13 +135,20 @@ def test_modules_of_torch_stay_whole_and_the_rest_is_taken_apart() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.softmax(self.body(x).exp(), dim=-1) * 2
 
-    found, _ = captured(Model(), torch.randn(4, 4))
-    assert called(found.graph) == ["body.0", "body.1.0", "body.1.1", "exp", "softmax", "mul"]
+    captured_model, _ = captured(Model(), torch.randn(4, 4))
+    assert called(captured_model.graph) == [
+        "body.0",
+        "body.1.0",
+        "body.1.1",
+        "exp",
+        "softmax",
+        "mul",
+    ]
 
 
 def test_a_model_that_is_one_torch_module_is_taken_as_it_is() -> None:
-    found, _ = captured(nn.Linear(4, 4), torch.randn(4, 4))
-    assert called(found.graph)
+    captured_model, _ = captured(nn.Linear(4, 4), torch.randn(4, 4))
+    assert called(captured_model.graph)
 
 
 def test_a_shared_module_is_one_module_called_twice() -> None:
@@ -152,16 +161,19 @@ def test_a_shared_module_is_one_module_called_twice() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x).relu())
 
-    found, _ = captured(Shared(), torch.randn(4, 4))
-    assert called(found.graph) == ["first", "relu", "first"]
-    assert found.aliases == {"first.weight": ("second.weight",), "first.bias": ("second.bias",)}
+    captured_model, _ = captured(Shared(), torch.randn(4, 4))
+    assert called(captured_model.graph) == ["first", "relu", "first"]
+    assert captured_model.aliases == {
+        "first.weight": ("second.weight",),
+        "first.bias": ("second.bias",),
+    }
 
 
 def test_tied_weights_are_one_parameter_with_aliases() -> None:
     target = example("gpt2")
-    found = capture(target.model, first(4, target.call))
-    assert found.aliases["transformer.wte.weight"] == ("lm_head.weight",)
-    assert "lm_head.weight" not in found.aliases
+    captured_model = capture(target.model, first(4, target.call))
+    assert captured_model.aliases["transformer.wte.weight"] == ("lm_head.weight",)
+    assert "lm_head.weight" not in captured_model.aliases
     target = example("t5")
     assert set(capture(target.model, first(4, target.call)).aliases["shared.weight"]) == {
         "encoder.embed_tokens.weight",
@@ -171,7 +183,7 @@ def test_tied_weights_are_one_parameter_with_aliases() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """Its backward is wrong on purpose, so that differentiating the forward instead would be seen."""
+    """A wrong backward, which shows if the forward is differentiated instead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -195,14 +207,14 @@ def test_a_custom_function_is_one_node_with_its_own_backward() -> None:
 
     model = Custom()
     x = torch.randn(4, 4)
-    found, module = captured(model, x)
-    assert called(found.graph) == ["linear", "apply", "sin"]
+    captured_model, module = captured(model, x)
+    assert called(captured_model.graph) == ["linear", "apply", "sin"]
     (got,) = torch.autograd.grad(module(x)[0].sum(), model.linear.weight)
     (wanted,) = torch.autograd.grad(model(x).sum(), model.linear.weight)
     assert torch.equal(got, wanted)
 
 
-def test_in_place_operations_are_kept() -> None:
+def test_in_place_operations_are_recorded() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -216,13 +228,13 @@ def test_in_place_operations_are_kept() -> None:
             hidden += 1
             return hidden
 
-    found, module = captured(InPlace(), torch.randn(4, 4))
-    assert called(found.graph) == ["linear", "mul_", "sigmoid_", "cos", "add_"]
+    captured_model, module = captured(InPlace(), torch.randn(4, 4))
+    assert called(captured_model.graph) == ["linear", "mul_", "sigmoid_", "cos", "add_"]
     written = [str(node.target) for node in module.graph.nodes if node.meta["mutates"]]
     assert len(written) == 3
 
 
-def test_setting_items_is_kept_though_nobody_reads_its_result() -> None:
+def test_setting_items_is_recorded_though_no_node_reads_the_result() -> None:
     class SetItem(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -237,7 +249,7 @@ def test_setting_items_is_kept_though_nobody_reads_its_result() -> None:
     captured(SetItem(), torch.randn(4, 4))
 
 
-def test_a_write_through_a_view_is_kept() -> None:
+def test_a_write_through_a_view_is_recorded() -> None:
     class View(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -292,12 +304,12 @@ def test_a_tensor_that_is_neither_parameter_nor_buffer_is_a_constant() -> None:
     captured(Constant(), torch.randn(4, 4))
 
 
-def test_containers_are_taken_apart() -> None:
+def test_containers_are_recorded_inside() -> None:
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
     )
-    found, _ = captured(model, torch.randn(4, 3, 8))
-    assert "layers.1.linear2" in called(found.graph)
+    captured_model, _ = captured(model, torch.randn(4, 3, 8))
+    assert "layers.1.linear2" in called(captured_model.graph)
 
 
 def test_recurrent_modules_and_attention_are_one_node() -> None:
@@ -312,8 +324,8 @@ def test_recurrent_modules_and_attention_are_one_node() -> None:
             mixed, weights = self.attention(out, out, out)
             return mixed.sum() + hidden.sum() * cell.sum() + weights.sum()
 
-    found, _ = captured(Model(), torch.randn(4, 3, 4))
-    assert next(iter(called(found.graph))) == "lstm"
+    captured_model, _ = captured(Model(), torch.randn(4, 3, 4))
+    assert next(iter(called(captured_model.graph))) == "lstm"
 
 
 def test_sizes_that_depend_on_the_batch_follow_it() -> None:
@@ -325,10 +337,10 @@ def test_sizes_that_depend_on_the_batch_follow_it() -> None:
             return x.reshape(batch * length)[: batch * 2].view(batch, 2) + position[:, :2] + mask
 
     model, x = Sizes(), torch.randn(7, 4)
-    found = capture(model, Arguments((x[:4],), {}))
+    captured_model = capture(model, Arguments((x[:4],), {}))
     for batch in (2, 3, 7):
         call = Arguments((x[:batch].clone(),), {})
-        assert same(found.instantiate(call)(x[:batch])[0], model(x[:batch]))
+        assert same(captured_model.instantiate(call)(x[:batch])[0], model(x[:batch]))
 
 
 @dataclass
@@ -361,12 +373,12 @@ def test_nested_inputs_and_outputs() -> None:
         ((x, [x + 1]), {"weight": x * 2, "mode": "fast"}), {"scale": 0.5, "mask": None}
     )
     model = Nested()
-    found, module = captured(model, *call.args, **call.kwargs)
+    captured_model, module = captured(model, *call.args, **call.kwargs)
     assert same(
-        found.outputs.unflatten(module(*found.inputs.flatten(call))),
+        captured_model.outputs.unflatten(module(*captured_model.inputs.flatten(call))),
         model(*call.args, **call.kwargs),
     )
-    assert found.inputs.tensor_names == ("pair_0", "pair_1_0", "options_weight")
+    assert captured_model.inputs.tensor_names == ("pair_0", "pair_1_0", "options_weight")
 
 
 def test_a_dataclass_that_pytree_knows_is_an_output() -> None:
@@ -382,8 +394,8 @@ def test_a_dataclass_that_pytree_knows_is_an_output() -> None:
 
     x = torch.randn(4, 4)
     model = Model()
-    found, module = captured(model, x)
-    result = found.outputs.unflatten(module(x))
+    captured_model, module = captured(model, x)
+    result = captured_model.outputs.unflatten(module(x))
     assert isinstance(result, Result)
     assert torch.equal(result.logits, model(x).logits)
     assert result.count == 3
@@ -399,8 +411,8 @@ def test_a_dataclass_that_pytree_does_not_know_is_input_and_output() -> None:
             return {"result": Query(self.linear(query.left), query.name + "b")}
 
     model, query = Model(), Query(torch.randn(4, 4), "a")
-    found, module = captured(model, query)
-    result = found.outputs.unflatten(module(query.left))["result"]
+    captured_model, module = captured(model, query)
+    result = captured_model.outputs.unflatten(module(query.left))["result"]
     assert torch.equal(result.left, model(query)["result"].left)
     assert result.name == "ab"
 
@@ -427,8 +439,8 @@ def test_an_object_of_another_kind_is_refused_as_output_and_input() -> None:
 def test_a_models_output_class_is_kept() -> None:
     target = example("bert")
     call = first(4, target.call)
-    found, module = captured(target.model.eval(), *call.args, **call.kwargs)
-    result = found.outputs.unflatten(module(*found.inputs.flatten(call)))
+    captured_model, module = captured(target.model.eval(), *call.args, **call.kwargs)
+    result = captured_model.outputs.unflatten(module(*captured_model.inputs.flatten(call)))
     assert type(result) is type(target.model(**call.kwargs))
     assert result.loss.dim() == 0
 
@@ -439,18 +451,18 @@ def test_another_structure_or_constant_is_an_error() -> None:
             return x * scale
 
     x = torch.randn(4, 4)
-    found, _ = captured(Model(), x, scale=2.0)
+    captured_model, _ = captured(Model(), x, scale=2.0)
     with pytest.raises(
         InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"
     ):
-        found.inputs.flatten(Arguments((x,), {"scale": 3.0}))
+        captured_model.inputs.flatten(Arguments((x,), {"scale": 3.0}))
     with pytest.raises(InputError, match="the batch has the structure"):
-        found.inputs.flatten(Arguments((x,), {}))
+        captured_model.inputs.flatten(Arguments((x,), {}))
     with pytest.raises(InputError, match="x is a float, but the plan was made for a tensor"):
-        found.inputs.flatten(Arguments((1.0,), {"scale": 2.0}))
+        captured_model.inputs.flatten(Arguments((1.0,), {"scale": 2.0}))
 
 
-def test_one_tensor_given_twice_is_two_inputs() -> None:
+def test_one_tensor_passed_twice_is_two_inputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -460,8 +472,8 @@ def test_one_tensor_given_twice_is_two_inputs() -> None:
             return self.left(a) - self.right(b.sin())
 
     model, x = Two(), torch.randn(4, 4)
-    found, module = captured(model, x, x)
-    assert found.inputs.tensor_names == ("a", "b")
+    captured_model, module = captured(model, x, x)
+    assert captured_model.inputs.tensor_names == ("a", "b")
     assert torch.equal(module(x + 1, x - 1)[0], model(x + 1, x - 1))
 
 
@@ -475,8 +487,8 @@ def test_a_keyword_of_python_may_name_an_input() -> None:
             return self.linear(x) + more["class"] * more["lambda"]
 
     call = {"class": torch.randn(4, 4), "lambda": torch.randn(4, 1)}
-    found, _ = captured(Keyed(), torch.randn(4, 4), **call)
-    assert sorted(found.inputs.tensor_names) == ["class_", "lambda_", "x"]
+    captured_model, _ = captured(Keyed(), torch.randn(4, 4), **call)
+    assert sorted(captured_model.inputs.tensor_names) == ["class_", "lambda_", "x"]
 
 
 def test_inputs_of_different_batches_are_an_error() -> None:
@@ -489,7 +501,7 @@ def test_inputs_of_different_batches_are_an_error() -> None:
 
 def test_every_node_knows_its_module_and_its_line() -> None:
     target = example("unet")
-    found = capture(target.model, first(4, target.call))
-    named = {node.name: node.meta for node in found.graph.nodes}
+    captured_model = capture(target.model, first(4, target.call))
+    named = {node.name: node.meta for node in captured_model.graph.nodes}
     assert named["stem_convolution"]["module"] in ("stem", "stem.convolution")
     assert named["cat"]["source"].startswith(("examples/models.py:", "models.py:"))

@@ -1,4 +1,4 @@
-"""Modules that ask for the values of tensors: one node, the smallest that works, told on fakes what the sample said."""
+"""Data-dependent modules are one node, the smallest that works; fakes get the sample's answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sample(batch: int = 4) -> Tensor:
 
 
 class Part(nn.Module):
-    """A layer; what it does besides is for subclasses."""
+    """A layer; subclasses say what else it does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,21 +82,21 @@ KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_that_asks_is_one_node_and_exact_at_other_batches(kind: type[Part]) -> None:
-    found = exact(Around(kind()), sample(7), batches=(4, 2, 7))
-    assert called(found.graph) == ["stem", "sin", "part", "head"]
+def test_a_data_dependent_module_is_one_node_and_exact_at_other_batches(kind: type[Part]) -> None:
+    captured_model = exact(Around(kind()), sample(7), batches=(4, 2, 7))
+    assert called(captured_model.graph) == ["stem", "sin", "part", "head"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_asks_and_where_is_said(kind: type[Part]) -> None:
-    found = capture(Around(kind()), Arguments((sample(),), {}))
+def test_the_note_names_the_module_and_the_line(kind: type[Part]) -> None:
+    captured_model = capture(Around(kind()), Arguments((sample(),), {}))
     lines, start = inspect.getsourcelines(kind)
-    note, *_ = map(str, found.notes)
+    note, *_ = map(str, captured_model.notes)
     assert note.startswith("part asks for the values of tensors")
     assert any(f"test_data_dependence.py:{start + offset}" in note for offset in range(len(lines)))
 
 
-def test_only_the_smallest_module_around_the_question_is_one_node() -> None:
+def test_only_the_smallest_data_dependent_module_is_one_node() -> None:
     class Nested(Part):
         def __init__(self) -> None:
             super().__init__()
@@ -105,19 +105,27 @@ def test_only_the_smallest_module_around_the_question_is_one_node() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(self.inner(x.cos()).exp())
 
-    found = exact(Around(Nested()), sample())
-    assert called(found.graph) == ["stem", "sin", "cos", "part.inner", "exp", "part.linear", "head"]
+    captured_model = exact(Around(Nested()), sample())
+    assert called(captured_model.graph) == [
+        "stem",
+        "sin",
+        "cos",
+        "part.inner",
+        "exp",
+        "part.linear",
+        "head",
+    ]
 
 
 class Selected(Part):
-    """Its result is as long as the data says."""
+    """The size of its result depends on data."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)[x[:, 0] > 0]
 
 
 class Summed(nn.Module):
-    """Makes something of fixed shape of it."""
+    """A module around it, whose result has a fixed shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,13 +135,13 @@ class Summed(nn.Module):
         return x + self.selected(x).sum(0)
 
 
-def test_where_the_shape_of_the_result_depends_on_data_it_is_the_module_around() -> None:
+def test_if_the_shape_of_the_result_depends_on_data_the_module_around_is_one_node() -> None:
     class Twice(Around):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.part(self.part(self.stem(x))))
 
-    found = exact(Twice(Summed()), sample(7), batches=(4, 7))
-    assert called(found.graph) == ["stem", "part", "part", "head"]
+    captured_model = exact(Twice(Summed()), sample(7), batches=(4, 7))
+    assert called(captured_model.graph) == ["stem", "part", "part", "head"]
 
 
 def refusal(model: nn.Module) -> str:
@@ -158,22 +166,22 @@ def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:
     assert line is None or start <= line < start + len(lines)
 
 
-def test_a_shared_module_is_told_apart_by_its_calls() -> None:
-    """The first call takes one branch, the second the other: each has the answers of its own."""
+def test_calls_of_a_shared_module_have_their_own_answers() -> None:
+    """The first call takes one branch, the second the other: each has its own answers."""
 
     class Shared(Around):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.part(x.abs()) + self.part(-x.abs()))
 
     model = Shared(Branch())
-    found = exact(model, sample(7), batches=(4, 2, 7))
-    module = found.instantiate(Arguments((sample(),), {}))
+    captured_model = exact(model, sample(7), batches=(4, 2, 7))
+    module = captured_model.instantiate(Arguments((sample(),), {}))
     first, second = (node for node in module.graph.nodes if node.target == "part")
     assert [answer.number for answer in first.meta["data_answers"]] == [True]
     assert [answer.number for answer in second.meta["data_answers"]] == [False]
 
 
-def test_another_branch_than_the_samples_is_taken_when_data_says_so() -> None:
+def test_data_may_take_another_branch_than_the_sample() -> None:
     model = Around(Branch())
     call = Arguments((sample(),), {})
     module = capture(model, call).instantiate(call)
@@ -181,7 +189,7 @@ def test_another_branch_than_the_samples_is_taken_when_data_says_so() -> None:
         assert torch.equal(module(x)[0], model(x))
 
 
-def test_a_loop_that_ends_when_data_says_so() -> None:
+def test_a_loop_whose_end_depends_on_data() -> None:
     class Halving(Part):
         def forward(self, x: Tensor) -> Tensor:
             while x.abs().max() > 0.1:
@@ -192,7 +200,7 @@ def test_a_loop_that_ends_when_data_says_so() -> None:
 
 
 class Mixture(nn.Module):
-    """Each sample goes to one of its experts, which are asked for by number; it counts and drops."""
+    """Each sample goes to one of several experts; the module counts calls and has dropout."""
 
     def __init__(self, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -223,7 +231,7 @@ def test_a_mixture_of_experts_one_of_which_is_empty(kind: type[Mixture]) -> None
     exact(Around(kind(lambda x: (x[:, 0] > 0).long())), sample(7), batches=(4, 7))
 
 
-def test_costs_and_memory_of_a_model_that_asks_are_those_of_the_sample() -> None:
+def test_costs_and_memory_of_a_data_dependent_model_are_those_of_the_sample() -> None:
     model = Around(Mixture(lambda x: (x[:, 0] > 0).long()))
     pipeline = pipecompile(
         model,
@@ -242,7 +250,7 @@ def test_costs_and_memory_of_a_model_that_asks_are_those_of_the_sample() -> None
 
 
 class Rarely(Part):
-    """Only where the mean is negative it counts, and drops."""
+    """Only if the mean is negative, it counts calls and has dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +265,7 @@ class Rarely(Part):
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_the_branch_that_the_sample_does_not_take_draws_and_writes(recompute: str) -> None:
-    """Compiled on one branch, trained on the other: still the unsplit model, with its draws and its count."""
+    """A pipeline compiled on one branch and trained on the other equals the unsplit model."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Sequential(nn.Tanh(), Rarely()), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -287,13 +295,13 @@ def test_the_branch_that_the_sample_does_not_take_draws_and_writes(recompute: st
         assert model[0][1].seen == reference.model[0][1].seen == 4 * (step + 1)
 
 
-def test_a_model_without_values_is_refused_since_nothing_can_answer() -> None:
+def test_a_model_without_values_is_refused_since_there_are_no_answers() -> None:
     model = Around(Branch()).to("meta")
     with pytest.raises(CaptureError, match="branches on the values of a tensor"):
         capture(model, Arguments((torch.empty(4, WIDTH, device="meta"),), {}))
 
 
-def test_asking_leaves_parameters_that_the_forward_writes_to_as_they_were() -> None:
+def test_the_data_probe_restores_parameters_that_the_forward_writes_to() -> None:
     class Branch(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sin() if x.sum() > 0 else x.cos()

@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_settings_that_no_representation_shows_change_it() -> None:
+def test_settings_that_no_repr_shows_change_it() -> None:
     def attended(heads: int) -> str:
         return digest(captured(SelfAttention(heads), torch.randn(3, 2, 64))[1])
 
@@ -131,7 +131,7 @@ def test_another_batch_size_changes_it() -> None:
     assert of(*BASE) != of(*BASE, batch=5)
 
 
-def test_custom_functions_are_told_apart() -> None:
+def test_custom_functions_differ() -> None:
     class Model(nn.Module):
         def __init__(self, function: type[torch.autograd.Function]) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The last way, torch.export: exact where it is used, refused where it is known to be wrong."""
+"""torch.export, the last way to capture: exact if used, refused if it is known to be wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL = Arguments((X[:4].clone(),), {})
 
 
 class Mapped(nn.Module):
-    """A layer under torch.vmap, which no recorder of functions sees; `after` follows."""
+    """A layer under torch.vmap, which the recorder cannot see into; `after` follows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ class Mapped(nn.Module):
 
 
 def test_a_model_with_vmap_is_exact_at_every_batch() -> None:
-    found = exact(Mapped(), X, batches=(4, 2, 7, 1))
-    assert found.method == "torch.export"
-    assert found.guards.is_fixed
-    assert "batches of 4 alone" in str(found.notes[0])
+    captured_model = exact(Mapped(), X, batches=(4, 2, 7, 1))
+    assert captured_model.method == "torch.export"
+    assert captured_model.guards.is_fixed
+    assert "batches of 4 alone" in str(captured_model.notes[0])
 
 
 def test_names_of_parameters_and_ties_are_kept() -> None:
     model = Mapped()
     model.head.weight = model.linear.weight
-    found = exact(model, X)
-    assert found.aliases["linear.weight"] == ("head.weight",)
-    module = found.instantiate(CALL)
+    captured_model = exact(model, X)
+    assert captured_model.aliases["linear.weight"] == ("head.weight",)
+    module = captured_model.instantiate(CALL)
     own = {id(value) for value in model.parameters()}
     assert {id(value) for value in module.parameters()} == own
 
@@ -92,8 +92,10 @@ def test_dropout_draws_the_same() -> None:
         def after(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(self.head(x), 0.5, self.training)
 
-    found = exact(Dropping(), X)
-    assert any(node.meta["random"] for node in found.graph.nodes if node.op == "call_function")
+    captured_model = exact(Dropping(), X)
+    assert any(
+        node.meta["random"] for node in captured_model.graph.nodes if node.op == "call_function"
+    )
     exact(Dropping().eval(), X)
 
 
@@ -172,7 +174,7 @@ def test_a_region_is_refused() -> None:
         export_capture(Region(), CALL, recapture=pytest.fail)
 
 
-def test_a_question_to_data_is_refused() -> None:
+def test_data_dependence_is_refused() -> None:
     class Asking(Mapped):
         def after(self, x: Tensor) -> Tensor:
             return self.head(x) * (x > 0).nonzero().sum()
@@ -180,7 +182,7 @@ def test_a_question_to_data_is_refused() -> None:
     assert "cannot be seen" in refusal(Asking())
 
 
-def test_the_model_is_as_before() -> None:
+def test_the_model_is_restored() -> None:
     model = Mapped()
     before, state = (
         {name: id(value) for name, value in model.state_dict(keep_vars=True).items()},
@@ -193,7 +195,7 @@ def test_the_model_is_as_before() -> None:
 
 def test_a_model_that_can_be_recorded_is_not_exported() -> None:
     assert capture(nn.Sequential(nn.Linear(WIDTH, WIDTH)), CALL).method == "recorded"
-    found = export_capture(
+    captured_model = export_capture(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), CALL, recapture=pytest.fail
     )
-    assert called(found.instantiate(CALL).graph) == ["linear.default", "tanh.default"]
+    assert called(captured_model.instantiate(CALL).graph) == ["linear.default", "tanh.default"]

@@ -1,4 +1,4 @@
-"""A capture says where it holds, and is made anew elsewhere."""
+"""A capture knows the batch sizes at which it holds; at others the model is captured again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call(batch: int) -> Arguments:
     return Arguments((torch.randn(batch, 4),), {})
 
 
-def test_what_does_not_hold_is_said_with_its_line() -> None:
+def test_a_violated_guard_is_named_with_its_line() -> None:
     guards = capture(Branches(), call(4)).guards
     assert not guards.is_fixed
     assert guards.violation(100) is None
@@ -50,21 +50,21 @@ def test_what_does_not_hold_is_said_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("batches", [(4, 2, 1, 7), (2, 4, 1, 3), (1, 4, 2)])
-def test_where_the_model_takes_another_branch_it_is_captured_anew(batches: tuple[int, ...]) -> None:
+def test_a_model_that_takes_another_branch_is_captured_again(batches: tuple[int, ...]) -> None:
     exact(Branches(), torch.randn(7, 4), batches=batches)
 
 
 @pytest.mark.parametrize("batch", [4, 5, 100])
-def test_it_holds_where_the_branch_goes_the_same_way(batch: int) -> None:
+def test_a_capture_holds_if_the_branch_is_the_same(batch: int) -> None:
     model = Branches()
-    found, _ = captured(model, *call(4).args)
+    captured_model, _ = captured(model, *call(4).args)
     other = call(batch)
-    assert same(found.instantiate(other)(*other.args)[0], model(*other.args))
+    assert same(captured_model.instantiate(other)(*other.args)[0], model(*other.args))
 
 
 def test_a_capture_of_several_samples_is_not_for_one() -> None:
-    found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), call(4))
-    reason = found.guards.violation(1)
+    captured_model = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), call(4))
+    reason = captured_model.guards.violation(1)
     assert reason is not None
     assert "torch treats batches of 0 and 1 apart" in reason
 
@@ -85,17 +85,19 @@ class Loop(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "batch"), [(Fixed, 4), (Length, 4), (Loop, 4), (Branches, 1)])
-def test_a_graph_for_one_batch_alone_says_so(kind: type[nn.Module], batch: int) -> None:
-    found = capture(kind(), call(batch))
-    assert found.guards.is_fixed
-    assert found.guards.violation(batch) is None
-    assert found.guards.violation(3) is not None
+def test_a_graph_for_one_batch_size_has_a_note(kind: type[nn.Module], batch: int) -> None:
+    captured_model = capture(kind(), call(batch))
+    assert captured_model.guards.is_fixed
+    assert captured_model.guards.violation(batch) is None
+    assert captured_model.guards.violation(3) is not None
     if batch > 1:
-        assert any(f"for batches of {batch} alone" in str(note) for note in found.notes)
+        assert any(f"for batches of {batch} alone" in str(note) for note in captured_model.notes)
 
 
 @pytest.mark.parametrize("kind", [Length, Loop])
-def test_and_is_captured_anew_for_others(kind: type[nn.Module]) -> None:
+def test_a_model_with_a_fixed_batch_size_is_captured_again_for_others(
+    kind: type[nn.Module],
+) -> None:
     exact(kind(), torch.randn(7, 4), batches=(4, 1, 7))
 
 
@@ -107,7 +109,7 @@ def test_a_model_that_cannot_run_at_another_batch_is_refused_there() -> None:
 
 
 class Numbers(nn.Module):
-    """Computes with its batch as Python does; every rounding has to be the same."""
+    """Computes with the batch size; numbers are rounded as Python rounds them."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch = x.shape[0]
@@ -124,7 +126,7 @@ def test_numbers_made_of_the_batch_round_as_pythons() -> None:
 
 
 class Told(nn.Module):
-    """Returns what `tell` makes of its result and its input."""
+    """Returns `tell` of its result and its input."""
 
     def __init__(self, tell: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -147,29 +149,29 @@ TOLD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_a_result_whose_form_depends_on_the_batch_is_refused_at_another(
     tell: Callable[[Tensor, Tensor], Any],
 ) -> None:
-    """One batch's form would be put around the tensors of another."""
+    """The structure of one batch's result would be used for the tensors of another."""
     model = Told(tell)
-    found = exact(model, torch.randn(7, 4), batches=(4,))
+    captured_model = exact(model, torch.randn(7, 4), batches=(4,))
     with pytest.raises(
         CaptureError,
         match="at batch 2 the model returns another structure, or other constants in it",
     ):
-        found.instantiate(call(2))
+        captured_model.instantiate(call(2))
     exact(model, torch.randn(7, 4), batches=(2,))
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_what_is_captured_anew_is_in_the_mode_of_the_model(train: bool) -> None:
+def test_a_second_capture_is_in_the_mode_of_the_model(train: bool) -> None:
     class Dropping(Branches):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
     model = Dropping().train(train)
-    found = exact(model, torch.randn(7, 4), batches=(4, 2, 7, 1))
-    other = found.recapture(call(2))
+    captured_model = exact(model, torch.randn(7, 4), batches=(4, 2, 7, 1))
+    other = captured_model.recapture(call(2))
     assert other.training == {"": train, "linear": train}
     assert other.guards.batch == 2
     model.train(not train)
-    assert found.recapture(call(4)).training == {"": not train, "linear": not train}
+    assert captured_model.recapture(call(4)).training == {"": not train, "linear": not train}
     with pytest.raises(CaptureError, match=f"was captured in {'train' if train else 'eval'} mode"):
-        found.instantiate(call(2))
+        captured_model.instantiate(call(2))

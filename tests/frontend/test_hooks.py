@@ -1,4 +1,4 @@
-"""Hooks: those of modules that stay whole are called as ever, the others become part of the graph or are refused."""
+"""Hooks of modules that are one node are called; others are recorded or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL = Arguments((X[:4].clone(),), {})
 
 
 class Block(nn.Module):
-    """A layer that is taken apart."""
+    """A layer that is recorded inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,25 +38,27 @@ def model() -> nn.Sequential:
     return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
 
 
-def test_forward_hooks_of_a_module_that_is_taken_apart_are_recorded() -> None:
+def test_forward_hooks_of_a_module_that_is_recorded_inside_are_recorded() -> None:
     hooked = model()
     hooked[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     hooked[1].register_forward_hook(lambda module, inputs, output: output + inputs[0])
-    found = exact(hooked, X)
-    assert called(found.graph) == ["0.linear", "sin", "mul", "1.linear", "sin", "add", "2"]
-    assert any("forward hooks of 1 are part of the graph" in str(note) for note in found.notes)
+    captured_model = exact(hooked, X)
+    assert called(captured_model.graph) == ["0.linear", "sin", "mul", "1.linear", "sin", "add", "2"]
+    assert any(
+        "forward hooks of 1 are part of the graph" in str(note) for note in captured_model.notes
+    )
 
 
 def test_hooks_of_a_module_of_torch_are_called_by_it() -> None:
     hooked = model()
     hooked[2].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
     hooked[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
-    found = exact(hooked, X)
-    assert called(found.graph)[-1] == "2"
-    assert not any("hooks" in str(note) for note in found.notes)
+    captured_model = exact(hooked, X)
+    assert called(captured_model.graph)[-1] == "2"
+    assert not any("hooks" in str(note) for note in captured_model.notes)
 
 
-def test_a_hook_that_keeps_what_it_sees_hands_it_to_who_reads_it() -> None:
+def test_a_tensor_that_a_hook_stores_can_be_read() -> None:
     class Collecting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +77,7 @@ def test_a_hook_that_keeps_what_it_sees_hands_it_to_who_reads_it() -> None:
     assert collecting.kept == []
 
 
-def test_a_backward_hook_is_allowed_on_a_module_that_is_one_node_by_wish() -> None:
+def test_a_backward_hook_is_allowed_on_a_leaf() -> None:
     hooked = model()
     hooked[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
     with pytest.raises(
@@ -98,8 +100,8 @@ def test_a_hook_on_a_tensor_is_called_where_the_tensor_is_made() -> None:
             hidden.register_hook(lambda gradient: gradient / 2)
             return out + hidden
 
-    found = exact(Halving(), X)
-    module = found.instantiate(CALL)
+    captured_model = exact(Halving(), X)
+    module = captured_model.instantiate(CALL)
     apply_passes(module.graph, [Group()])
     groups = {node.name: node.meta["group"] for node in module.graph.nodes if node.op != "get_attr"}
     (hook,) = [name for name in groups if "hook" in name]
@@ -107,7 +109,7 @@ def test_a_hook_on_a_tensor_is_called_where_the_tensor_is_made() -> None:
 
 
 class Enclosing(nn.Module):
-    """Hooks its hidden tensor with what `make` makes of the input."""
+    """Registers the hook `make(x)` on its hidden tensor."""
 
     def __init__(self, make: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
@@ -126,9 +128,9 @@ def of_a_size(x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def test_a_hook_that_encloses_a_size_is_exact_at_every_batch() -> None:
-    found = exact(Enclosing(of_a_size), X, batches=(4, 2, 7))
-    assert found.guards.is_fixed
-    assert any("batches of 4 alone" in str(note) for note in found.notes)
+    captured_model = exact(Enclosing(of_a_size), X, batches=(4, 2, 7))
+    assert captured_model.guards.is_fixed
+    assert any("batches of 4 alone" in str(note) for note in captured_model.notes)
 
 
 def of_a_tensor(x: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""Which modules are one node: those of torch.nn, their subclasses, and what `leaf` names."""
+"""Modules of torch.nn, their subclasses and what `leaf` names are one node each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 class Block(nn.Module):
-    """Two layers, taken apart unless it is named."""
+    """Two layers, recorded inside unless `leaf` names the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def model() -> nn.Module:
 WHOLE = ["0.linear", "0.norm", "exp", "1", "2.0.linear", "2.0.norm", "exp", "2.1"]
 
 
-def test_subclasses_of_torchs_modules_are_one_node_and_containers_are_taken_apart() -> None:
+def test_subclasses_of_torchs_modules_are_one_node_and_containers_are_recorded_inside() -> None:
     assert called(exact(model(), X).graph) == WHOLE
 
 
@@ -63,7 +63,7 @@ def test_named_modules_are_one_node(leaf: list[str], nodes: list[str]) -> None:
     assert called(exact(model(), X, leaf=leaf).graph) == nodes
 
 
-def test_paths_of_what_is_named() -> None:
+def test_paths_of_named_modules() -> None:
     assert leaf_paths(model(), []) == frozenset()
     assert leaf_paths(model(), ["Block", "2.1"]) == {"0", "2.0", "2.1"}
 
@@ -74,7 +74,7 @@ def test_a_name_that_is_not_there_is_an_error(name: str) -> None:
         leaf_paths(model(), [name])
 
 
-def test_what_is_of_torch() -> None:
+def test_torch_leaves() -> None:
     assert all(map(is_torch_leaf, (nn.Linear(1, 1), Scaled(1, 1), nn.LSTM(1, 1))))
     assert not any(
         map(is_torch_leaf, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2)))

@@ -1,4 +1,4 @@
-"""What cannot be captured rightly is refused in one line that names the module, the line and a way out."""
+"""A refusal is one line that names the module, the line of the model and a way out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Something before and after, so that the refusal has to say where it is."""
+    """Layers before and after, so that the refusal has to name the module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_an_assignment_to_data() -> None:
     assert "assigns to an attribute of a tensor" in message
 
 
-def test_a_failure_of_the_model_itself_is_told_with_its_line() -> None:
+def test_a_failure_of_the_model_itself_is_reported_with_its_line() -> None:
     class Fails(Inner):
         def act(self, x: Tensor) -> Tensor:
             return x @ torch.zeros(5, 5)
@@ -85,7 +85,7 @@ def test_a_failure_of_the_model_itself_is_told_with_its_line() -> None:
     assert "cannot run on fake tensors" in message
 
 
-def test_a_failure_inside_a_torch_module_is_told_with_its_path() -> None:
+def test_a_failure_inside_a_torch_module_is_reported_with_its_path() -> None:
     class Wrong(nn.Module):
         def __init__(self) -> None:
             super().__init__()

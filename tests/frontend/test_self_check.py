@@ -1,4 +1,4 @@
-"""The proof of a capture catches what no recorder can see."""
+"""The self-check finds differences that the recorder cannot see."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ X = torch.randn(4, 4)
 
 
 class Ticks:
-    """State that lies in an object, where nothing looks."""
+    """State in an object, whose changes are not noticed."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class Stateful(nn.Module):
-    """Lets the state of an object decide."""
+    """Its result depends on the state of an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Stateful(nn.Module):
 
 
 def test_state_in_an_object() -> None:
-    """What comes before and after it is told apart."""
+    """Layers before and after it, so that the message has to name the place."""
     model = nn.Sequential(nn.Linear(4, 4), Stateful(), nn.Tanh())
     where = r"outputs differ in 'output 0' for the same seed, first seen in 2\b"
     with pytest.raises(CaptureError, match=rf"the captured graph is not the model: {where}"):
@@ -50,8 +50,8 @@ def test_state_in_an_object() -> None:
 
 def test_a_graph_with_another_value() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    found = capture(model, Arguments((X,), {}))
-    module = found.instantiate(Arguments((X,), {}))
+    captured_model = capture(model, Arguments((X,), {}))
+    module = captured_model.instantiate(Arguments((X,), {}))
     (relu,) = [node for node in module.graph.nodes if node.target == "1"]
     with module.graph.inserting_after(relu):
         wrong = module.graph.call_method("mul", (relu, 1.0000001))
@@ -59,13 +59,13 @@ def test_a_graph_with_another_value() -> None:
         relu.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
     module.recompile()
     with pytest.raises(CaptureError, match=r"outputs differ.*first seen in 2"):
-        check_capture(found, module, Arguments((X,), {}))
+        check_capture(captured_model, module, Arguments((X,), {}))
 
 
 def test_a_graph_with_another_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    found = capture(model, Arguments((X,), {}))
-    module = found.instantiate(Arguments((X,), {}))
+    captured_model = capture(model, Arguments((X,), {}))
+    module = captured_model.instantiate(Arguments((X,), {}))
     (relu,) = [node for node in module.graph.nodes if node.target == "1"]
     with module.graph.inserting_after(relu):
         detached = module.graph.call_method("detach", (relu,))
@@ -73,7 +73,7 @@ def test_a_graph_with_another_gradient() -> None:
         relu.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
     module.recompile()
     with pytest.raises(CaptureError, match=r"gradients differ in '0\.weight'.*first seen in 0"):
-        check_capture(found, module, Arguments((X,), {}))
+        check_capture(captured_model, module, Arguments((X,), {}))
 
 
 def test_a_graph_with_another_buffer() -> None:
@@ -88,13 +88,13 @@ def test_a_graph_with_another_buffer() -> None:
             return self.linear(x)
 
     model = Counting()
-    found = capture(model, Arguments((X,), {}))
-    module = found.instantiate(Arguments((X,), {}))
+    captured_model = capture(model, Arguments((X,), {}))
+    module = captured_model.instantiate(Arguments((X,), {}))
     (add,) = [node for node in module.graph.nodes if node.target == "add_"]
     module.graph.erase_node(add)
     module.recompile()
     with pytest.raises(CaptureError, match=r"buffers differ in 'count'.*first seen in"):
-        check_capture(found, module, Arguments((X,), {}))
+        check_capture(captured_model, module, Arguments((X,), {}))
     assert model.count.item() == 0
 
 

@@ -1,4 +1,4 @@
-"""What a forward leaves behind: attributes are put back or refused, buffers that it replaces are written back."""
+"""State that a forward leaves: attributes are restored or refused, new buffers written back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL = Arguments((X[:4].clone(),), {})
 
 
 class Kept(nn.Module):
-    """Does what `act` does with its layer's result, and has two buffers and an attribute."""
+    """Runs `act` on its layer's result; it has two buffers and an attribute."""
 
     def __init__(self, act: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Kept(nn.Module):
 
 
 def put(**values: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
-    """An `act` that sets attributes one after the other and reads `left` and `right`."""
+    """Return an `act` that sets attributes in turn and reads `left` and `right`."""
 
     def act(model: Any, hidden: Tensor) -> Tensor:
         for name, value in values.items():
@@ -77,7 +77,7 @@ def test_buffers_that_change_places() -> None:
     exact(Kept(act), X)
 
 
-def test_what_was_read_before_keeps_the_old_values() -> None:
+def test_a_value_that_was_read_before_keeps_the_old_elements() -> None:
     def act(model: Any, hidden: Tensor) -> Tensor:
         old, view = model.left, model.left[:4]
         model.left = model.left * 2
@@ -106,8 +106,8 @@ def test_a_shared_module_that_replaces_its_buffer_at_each_call() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.again(self.part(x)) + self.part.left
 
-    found = exact(Twice(), X)
-    assert called(found.graph).count("copy_") == 1
+    captured_model = exact(Twice(), X)
+    assert called(captured_model.graph).count("copy_") == 1
 
 
 LOST = {
@@ -154,18 +154,18 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("act", ALLOWED.values(), ids=ALLOWED)
-def test_what_each_forward_sets_anew_is_put_back_and_said(
+def test_what_each_forward_sets_anew_is_restored_and_said(
     act: Callable[[Any, Tensor], Tensor],
 ) -> None:
     model = Kept(act)
-    found = exact(model, X)
+    captured_model = exact(model, X)
     assert model.note is None
-    (note,) = map(str, found.notes)
+    (note,) = map(str, captured_model.notes)
     assert note.startswith("the forward sets note: the pipeline leaves that as it was")
     assert "test_state.py:" in note
 
 
-def test_a_list_that_is_emptied_and_filled_is_put_back() -> None:
+def test_a_list_that_is_emptied_and_filled_is_restored() -> None:
     def act(model: Any, hidden: Tensor) -> Tensor:
         model.note.clear()
         model.note.append(hidden)
@@ -178,7 +178,7 @@ def test_a_list_that_is_emptied_and_filled_is_put_back() -> None:
     assert held == ["mine"]
 
 
-def test_a_list_that_grows_is_refused_and_put_back() -> None:
+def test_a_list_that_grows_is_refused_and_restored() -> None:
     def act(model: Any, hidden: Tensor) -> Tensor:
         model.note.append(1)
         return hidden * len(model.note)
@@ -210,7 +210,7 @@ def test_a_switch_that_each_forward_turns_is_refused() -> None:
 
 
 def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
-    """The second forward meets the tensor of the first: a capture of the first alone would forget it."""
+    """The second forward finds the tensor of the first, which a capture of the first would miss."""
 
     def act(model: Any, hidden: Tensor) -> Tensor:
         before = model.note
@@ -227,7 +227,7 @@ def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
 
 
 def test_a_counter_inside_a_subclass_of_a_torch_module_is_refused() -> None:
-    """It is one node, whose own attributes nobody follows; what the parent reads of it would be a constant."""
+    """It is one node: an attribute of it that its parent reads would be a constant."""
 
     class Counting(nn.Linear):
         calls = 0
@@ -261,7 +261,7 @@ NESTED = {
 
 
 def parts(value: Any) -> list[Any]:
-    """A container and all within it, each itself."""
+    """Yield a container and all values in it."""
     inner = value.values() if isinstance(value, dict) else value
     return [value, *(each for item in inner if hasattr(item, "__iter__") for each in parts(item))]
 
@@ -270,7 +270,7 @@ def parts(value: Any) -> list[Any]:
 def test_nested_containers_are_as_before(
     note: Any, change: Callable[[Any, Tensor], object]
 ) -> None:
-    """Whether the capture is refused or not: the same objects hold the same items."""
+    """The same objects hold the same items, whether the capture is refused or not."""
 
     def act(model: Any, hidden: Tensor) -> Tensor:
         change(model.note, hidden)
@@ -307,7 +307,7 @@ WRITTEN = {
 
 
 class Clamped(nn.Module):
-    """Keeps its weight within bounds, in its forward."""
+    """Clamps its weight in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,10 +325,10 @@ def test_parameters_that_a_forward_writes_to_are_as_before(
 ) -> None:
     model, call = make(), Arguments((x,), {})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found, module, _ = proven_capture(model, call)
+    captured_model, module, _ = proven_capture(model, call)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     written = with_autograd_contexts(module)(x)[0]
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.load_state_dict(before)
     assert torch.equal(written, model(x))
-    assert found.method == "recorded"
+    assert captured_model.method == "recorded"

@@ -1,4 +1,4 @@
-"""A test plants each known trap of capturing, and shows that it is caught: made right, or refused with its place."""
+"""Known traps of capturing: each is captured exactly, or refused with its line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL = Arguments((X[:4].clone(),), {})
 
 
 class Two(nn.Module):
-    """Two layers; a subclass plants the trap."""
+    """Two layers; a subclass adds the trap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Two(nn.Module):
 
 
 def refused(model: nn.Module, *words: str) -> None:
-    """The capture of `model` is refused in one line with these words."""
+    """Assert that `model` is refused in one line that holds these words."""
     with pytest.raises(CaptureError) as caught:
         capture(model, CALL).instantiate(CALL)
     message = str(caught.value)
@@ -51,9 +51,9 @@ def test_guard_on_the_batch_size() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.first(x) if x.shape[0] > 3 else self.second(x)
 
-    found = exact(Trap(), X, batches=(4, 7, 2, 1))
-    assert found.guards.violation(2)
-    assert not found.guards.violation(7)
+    captured_model = exact(Trap(), X, batches=(4, 7, 2, 1))
+    assert captured_model.guards.violation(2)
+    assert not captured_model.guards.violation(7)
 
 
 def test_branch_on_data() -> None:
@@ -108,18 +108,18 @@ def test_baked_dropout_flag(train: bool) -> None:
             return nn.functional.dropout(self.first(x), 0.5, self.training)
 
     model = Trap().train(train)
-    found = exact(model, X)
+    captured_model = exact(model, X)
     model.train(not train)
     with pytest.raises(CaptureError, match=f"was captured in {'train' if train else 'eval'} mode"):
-        found.instantiate(CALL)
+        captured_model.instantiate(CALL)
 
 
 def test_baked_flag_of_a_part() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    found = capture(model, CALL)
+    captured_model = capture(model, CALL)
     model[1].eval()
     with pytest.raises(CaptureError, match="1 was captured in train mode"):
-        found.instantiate(CALL)
+        captured_model.instantiate(CALL)
 
 
 def test_view_that_a_later_layer_writes_to() -> None:
@@ -133,11 +133,11 @@ def test_view_that_a_later_layer_writes_to() -> None:
 
     exact(Trap(), X)
     torch.manual_seed(0)
-    made = case_of(Trap(), CALL)
-    places = {name: unit for unit, names in enumerate(made.units) for name in names}
+    case = case_of(Trap(), CALL)
+    places = {name: unit for unit, names in enumerate(case.units) for name in names}
     assert len({places[name] for name in ("first", "getitem", "mul_")}) == 1
-    for cut in range(1, len(made.units)):
-        assert_equal(made, [cut])
+    for cut in range(1, len(case.units)):
+        assert_equal(case, [cut])
 
 
 def test_counter_in_an_attribute() -> None:
@@ -264,7 +264,7 @@ def test_seeding_in_the_forward(seed: Callable[[int], object]) -> None:
 
 
 def test_tensor_kept_in_a_closure() -> None:
-    """Read, it is a constant; written to, it is state that no stage owns."""
+    """If it is only read it is a constant; if it is written to no stage owns it."""
     kept = torch.ones(WIDTH)
 
     class Reads(Two):
@@ -299,15 +299,15 @@ def test_region_that_is_cut_in_the_middle(region: str) -> None:
 
     exact(Trap(), X)
     torch.manual_seed(0)
-    made = case_of(Trap(), CALL)
+    case = case_of(Trap(), CALL)
     inside = [
         node.name
-        for node in made.capture.graph.nodes
+        for node in case.capture.graph.nodes
         if node.meta.get("autograd_context") is not None
     ]
-    assert len({unit for unit, names in enumerate(made.units) if set(names) & set(inside)}) > 3
-    for cut in range(1, len(made.units)):
-        assert_equal(made, [cut])
+    assert len({unit for unit, names in enumerate(case.units) if set(names) & set(inside)}) > 3
+    for cut in range(1, len(case.units)):
+        assert_equal(case, [cut])
 
 
 @pytest.mark.parametrize("wrapper", [nn.DataParallel, torch.compile])
@@ -339,14 +339,14 @@ FOREIGN: dict[str, Callable[[Two], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("weights", FOREIGN.values(), ids=FOREIGN)
 def test_leaf_called_with_other_weights(weights: Callable[[Two], dict[str, Tensor]]) -> None:
-    """The graph alone is compared: it must not rest on a check that the user can switch off."""
+    """The graph itself is compared, since users can switch the self-check off."""
 
     class Trap(Two):
         def forward(self, x: Tensor) -> Tensor:
             return self.second(torch.func.functional_call(self.first, weights(self), (x.cos(),)))
 
-    found = exact(Trap(), X)
-    assert "first" not in called(found.graph)
+    captured_model = exact(Trap(), X)
+    assert "first" not in called(captured_model.graph)
 
 
 def changed_probability(model: Any, x: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
-    """A class of the user's own."""
+    """A subclass of torch's hooks."""
 
     def __init__(self) -> None:
         super().__init__(doubled, doubled)
@@ -425,7 +425,7 @@ def test_saved_tensors_that_are_kept_elsewhere() -> None:
 
 
 def test_gradient_taken_in_the_forward() -> None:
-    """A force field: the energy's gradient by the positions is itself trained."""
+    """A force field: the gradient of the energy with respect to positions is trained."""
 
     class Trap(Two):
         def __init__(self) -> None:
@@ -440,12 +440,12 @@ def test_gradient_taken_in_the_forward() -> None:
 
     exact(Trap(), X)
     torch.manual_seed(0)
-    made = case_of(Trap(), CALL)
-    places = {name: unit for unit, names in enumerate(made.units) for name in names}
+    case = case_of(Trap(), CALL)
+    places = {name: unit for unit, names in enumerate(case.units) for name in names}
     assert len({places[name] for name in ("cos", "first", "tanh", "second", "grad")}) == 1
-    assert len(made.units) > 3
-    for cut in range(1, len(made.units)):
-        assert_equal(made, [cut])
+    assert len(case.units) > 3
+    for cut in range(1, len(case.units)):
+        assert_equal(case, [cut])
 
 
 @lru_cache(maxsize=1)
@@ -459,7 +459,7 @@ def several(width: int, start: float = 0.0) -> dict[str, tuple[Tensor, ...]]:
 
 
 class Cached(Two):
-    """Its tensors come out of caches of all kinds."""
+    """Its tensors come from caches of all kinds."""
 
     @lru_cache  # noqa: B019
     def scale(self, width: int) -> Tensor:
@@ -472,7 +472,7 @@ class Cached(Two):
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_tensors_in_caches_of_all_kinds(filled: bool) -> None:
-    """None is left fake, and none is taken for a constant, whatever a cache keeps and however it was filled."""
+    """No tensor in a cache is left fake, and none becomes a constant of the graph."""
     model, caches = Cached(), (only_one, several, Cached.scale)
     for each in caches:
         each.cache_clear()
@@ -485,7 +485,7 @@ def test_tensors_in_caches_of_all_kinds(filled: bool) -> None:
 
 
 def test_capturing_without_gradients() -> None:
-    """Every stage trains, and the model's own regions without gradients are still seen."""
+    """Every stage trains, and the model's own `no_grad` regions are recorded."""
 
     class Trap(Two):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What modules keep in Python attributes is seen when it changes, and put back."""
+"""Changes of Python attributes of modules are noticed and restored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipecompile.graph.attributes import ModuleAttributes, attributes_restored
 
 
 def model() -> Any:
-    made: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    made.number, made.items, made.table, made.names = 1, [1], {"a": 1}, {"a"}
-    return made
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.number, module.items, module.table, module.names = 1, [1], {"a": 1}, {"a"}
+    return module
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -35,70 +35,70 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_change_is_seen_and_put_back(name: str) -> None:
+def test_each_change_is_noticed_and_restored(name: str) -> None:
     change, attribute = CHANGES[name]
-    made = model()
-    before = ModuleAttributes.of(made)
-    kept = (
-        dict(vars(made)),
-        list(made.items),
-        dict(made.table),
-        set(made.names),
-        list(made._modules),
+    module = model()
+    before = ModuleAttributes.of(module)
+    snapshot = (
+        dict(vars(module)),
+        list(module.items),
+        dict(module.table),
+        set(module.names),
+        list(module._modules),
     )
-    change(made)
-    assert before.changed(ModuleAttributes.of(made)) == [(made, attribute)]
+    change(module)
+    assert before.changed(ModuleAttributes.of(module)) == [(module, attribute)]
     before.restore()
-    assert before.changed(ModuleAttributes.of(made)) == []
+    assert before.changed(ModuleAttributes.of(module)) == []
     assert (
-        dict(vars(made)),
-        list(made.items),
-        dict(made.table),
-        set(made.names),
-        list(made._modules),
-    ) == kept
+        dict(vars(module)),
+        list(module.items),
+        dict(module.table),
+        set(module.names),
+        list(module._modules),
+    ) == snapshot
 
 
 def test_equal_plain_values_are_no_change() -> None:
-    made = model()
-    before = ModuleAttributes.of(made)
-    made.number, made.items, made.table, made.names = 1, [1], {"a": 1}, {"a"}
-    assert before.changed(ModuleAttributes.of(made)) == []
+    module = model()
+    before = ModuleAttributes.of(module)
+    module.number, module.items, module.table, module.names = 1, [1], {"a": 1}, {"a"}
+    assert before.changed(ModuleAttributes.of(module)) == []
 
 
 def test_another_tensor_is_a_change_even_if_equal() -> None:
-    made = model()
-    made.kept = torch.ones(2)
-    before = ModuleAttributes.of(made)
-    made.kept = torch.ones(2)
-    assert before.changed(ModuleAttributes.of(made)) == [(made, "kept")]
+    module = model()
+    module.snapshot = torch.ones(2)
+    before = ModuleAttributes.of(module)
+    module.snapshot = torch.ones(2)
+    assert before.changed(ModuleAttributes.of(module)) == [(module, "snapshot")]
 
 
-def test_parameters_and_buffers_have_watchers_of_their_own() -> None:
-    made = model()
-    before = ModuleAttributes.of(made)
-    own = made[1].running_mean
-    made[1].running_mean = torch.ones(2)
-    assert before.changed(ModuleAttributes.of(made)) == []
+def test_replaced_parameters_and_buffers_are_no_change() -> None:
+    module = model()
+    before = ModuleAttributes.of(module)
+    own = module[1].running_mean
+    module[1].running_mean = torch.ones(2)
+    assert before.changed(ModuleAttributes.of(module)) == []
     before.restore()
-    assert made[1].running_mean is own
+    assert module[1].running_mean is own
 
 
-def test_the_list_itself_is_put_back_with_its_items() -> None:
-    made = model()
-    held = made.items
-    with attributes_restored(made):
-        made.items.append(2)
-        made.items = "another"
-    assert made.items is held
+def test_a_list_is_restored_with_its_items() -> None:
+    module = model()
+    held = module.items
+    with attributes_restored(module):
+        module.items.append(2)
+        module.items = "another"
+    assert module.items is held
     assert held == [1]
 
 
-def test_an_error_in_the_block_puts_back_too() -> None:
-    made = model()
-    with pytest.raises(ZeroDivisionError), attributes_restored(made):
-        made.number = 1 / 0 if made.table.update(a=3) is None else 2
-    assert made.table == {"a": 1}
+def test_attributes_are_restored_after_an_error() -> None:
+    module = model()
+    with pytest.raises(ZeroDivisionError), attributes_restored(module):
+        module.number = 1 / 0 if module.table.update(a=3) is None else 2
+    assert module.table == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_error_in_the_block_puts_back_too() -> None:
     ],
 )
 def test_values_as_text(value: object, text: str) -> None:
-    made = nn.Identity()
-    assert ModuleAttributes.of(made).described(made, "kept") == "nothing"
-    vars(made)["kept"] = value
-    assert ModuleAttributes.of(made).described(made, "kept") == text
+    module = nn.Identity()
+    assert ModuleAttributes.of(module).described(module, "snapshot") == "nothing"
+    vars(module)["snapshot"] = value
+    assert ModuleAttributes.of(module).described(module, "snapshot") == text

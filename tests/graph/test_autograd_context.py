@@ -1,3 +1,5 @@
+"""Autograd contexts: a cut inside a `with` block changes neither values nor gradients."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ X = torch.randn(4, 8)
 
 
 class NoGrad(nn.Module):
-    """Part of the work is not differentiated, a part of that is again."""
+    """A part without gradients, and in it a part with gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +34,7 @@ class NoGrad(nn.Module):
 
 
 class Autocast(nn.Module):
-    """The middle runs in bfloat16, with an island of full precision."""
+    """A part in bfloat16, and in it a part in full precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +90,8 @@ def same(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> bool:
 @pytest.fixture(params=[NoGrad, Autocast])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     torch.manual_seed(0)
-    made: nn.Module = request.param()
-    return made
+    instance: nn.Module = request.param()
+    return instance
 
 
 def test_a_cut_at_any_place_gives_the_same_values_and_gradients(model: nn.Module) -> None:
@@ -109,7 +111,7 @@ def test_cuts_everywhere_at_once(model: nn.Module) -> None:
     assert same(gradients(model, got), gradients(model, expected))
 
 
-def test_the_state_outside_is_untouched(model: nn.Module) -> None:
+def test_the_context_outside_is_restored(model: nn.Module) -> None:
     before = current_context()
     for stage in stages_of(model, [4, 6]):
         assert stage.module is not None
@@ -124,15 +126,15 @@ def test_nodes_without_gradients_stay_without_them() -> None:
     assert model.third.weight.grad is not None
 
 
-def test_a_region_never_turns_gradients_on() -> None:
+def test_a_context_never_turns_gradients_on() -> None:
     with torch.no_grad():
-        region = EnteredContext(True, ())
+        context = EnteredContext(True, ())
         assert not torch.is_grad_enabled()
-        region.leave()
+        context.leave()
         assert not chained(stages_of(NoGrad(), [4])).requires_grad
 
 
-def test_a_region_is_entered_once_for_a_run_of_nodes() -> None:
+def test_a_context_is_entered_once_for_a_run_of_nodes() -> None:
     (whole,) = stages_of(NoGrad(), [])
     entered = [node.args[0] for node in whole.module.graph.nodes if node.target is EnteredContext]
     assert entered == [False]

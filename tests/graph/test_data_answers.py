@@ -1,4 +1,4 @@
-"""What data answered on real tensors is what fake ones are told."""
+"""Answers of data that a run on real tensors recorded are replayed on fake ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipecompile.graph.data_answers import (
 
 X = torch.tensor([[1.0, -2.0, 3.0], [-4.0, 5.0, 6.0]])
 
-QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
     "branch": lambda x: x.exp() if x.sum() > 0 else x[:1],
     "item": lambda x: torch.ones(int(x.max().item()), 2),
     "float": lambda x: x * float(x[0, 0]),
@@ -34,33 +34,33 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def heard(ask: Callable[[Tensor], Any]) -> tuple[Any, list[DataAnswer]]:
-    with RecordAnswers() as listening:
-        return ask(X), listening.answers
+def with_answers(function: Callable[[Tensor], Any]) -> tuple[Any, list[DataAnswer]]:
+    with RecordAnswers() as record:
+        return function(X), record.answers
 
 
 @pytest.mark.parametrize("symbols", [True, False])
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
 def test_a_fake_run_has_the_shapes_of_the_real_one(name: str, symbols: bool) -> None:
-    real, answers = heard(QUESTIONS[name])
+    real, answers = with_answers(DATA_DEPENDENT[name])
     assert answers
     mode = FakeTensorMode(shape_env=ShapeEnv() if symbols else None)
     fake = mode.from_tensor(X, static_shapes=True)
     with mode, replay_answers(answers):
-        out = QUESTIONS[name](fake)
+        out = DATA_DEPENDENT[name](fake)
     assert len(out.shape) == len(real.shape)
     assert all(bool(left == right) for left, right in zip(out.shape, real.shape, strict=True))
     assert out.dtype == real.dtype
 
 
-def test_what_answers_hold() -> None:
-    assert [answer.number for answer in heard(QUESTIONS["item"])[1]] == [6.0]
-    (mask,) = heard(lambda x: x[x > 0])[1]
+def test_answers_hold_numbers_and_layouts() -> None:
+    assert [answer.number for answer in with_answers(DATA_DEPENDENT["item"])[1]] == [6.0]
+    (mask,) = with_answers(lambda x: x[x > 0])[1]
     assert mask.number is None
     assert [layout[0] for layout in mask.layouts] == [(4, 1)] or mask.layouts[0][0][0] == 4
 
 
-def test_a_question_that_the_sample_was_not_asked_is_an_error() -> None:
+def test_an_operator_without_an_answer_is_an_error() -> None:
     mode = FakeTensorMode()
     fake = mode.from_tensor(X, static_shapes=True)
     with (
@@ -68,10 +68,10 @@ def test_a_question_that_the_sample_was_not_asked_is_an_error() -> None:
         mode,
         replay_answers(()),
     ):
-        QUESTIONS["item"](fake)
+        DATA_DEPENDENT["item"](fake)
 
 
-def test_real_tensors_answer_for_themselves() -> None:
+def test_real_tensors_need_no_answers() -> None:
     with replay_answers(()):
         assert (X.sum() > 0).item() is True
         assert X[X > 0].shape == (4,)
@@ -83,7 +83,7 @@ def test_no_answers_change_nothing() -> None:
         assert not isinstance(mode.from_tensor(X, static_shapes=True).max().item(), float)
 
 
-def test_which_operators_ask() -> None:
+def test_data_dependent_operators() -> None:
     aten = torch.ops.aten
     assert is_data_dependent(aten._local_scalar_dense.default)
     assert is_data_dependent(aten.nonzero.default)

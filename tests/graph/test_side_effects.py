@@ -1,4 +1,4 @@
-"""Fakes under the watch are laid out as real results are: boundaries travel by their layout."""
+"""Fakes under a tracker have the strides of real results, by which boundaries are sent."""
 
 from __future__ import annotations
 

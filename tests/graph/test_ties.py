@@ -1,3 +1,5 @@
+"""Tied parameters: which stages read one, and which stage owns it."""
+
 from __future__ import annotations
 
 import torch
@@ -40,7 +42,7 @@ def tied(stages: dict[str, int]) -> tuple[fx.GraphModule, dict[str, Tie]]:
 CUT = {"norm": 1, "mul_1": 1, "relu": 1, "head": 2, "output": 2}
 
 
-def test_a_tied_parameter_lies_where_any_of_its_names_is_read_and_the_first_owns_it() -> None:
+def test_a_tied_parameter_is_on_all_stages_that_read_it_and_the_first_owns_it() -> None:
     _, ties = tied(CUT)
     assert ties["embedding.weight"] == Tie("embedding.weight", (0, 2))
     assert ties["embedding.weight"].owner == 0
@@ -51,7 +53,7 @@ def test_a_parameter_that_two_stages_read_is_tied_too() -> None:
     assert tied(CUT)[1]["scale"] == Tie("scale", (0, 1))
 
 
-def test_everything_else_has_one_stage_buffers_included() -> None:
+def test_other_parameters_and_buffers_have_one_stage() -> None:
     others = {name: tie.stages for name, tie in tied(CUT)[1].items() if name.startswith("norm.")}
     assert others == dict.fromkeys(
         [
@@ -69,7 +71,7 @@ def test_one_stage_has_no_ties() -> None:
     assert {tie.stages for tie in tied({})[1].values()} == {(0,)}
 
 
-def test_who_reads_what() -> None:
+def test_names_of_read_state() -> None:
     module, _ = tied({})
     reads = {node.name: names_of_read_state(module, node) for node in module.graph.nodes}
     assert reads["head"] == ["head.weight"]

@@ -20,7 +20,7 @@ def grouped(
 
 
 def groups(module: fx.GraphModule) -> dict[str, list[str]]:
-    """Group name → its nodes."""
+    """Return the nodes of each group, by its name."""
     found: dict[str, list[str]] = {}
     for node in module.graph.nodes:
         if node.op != "get_attr" and node.meta["group"] is not None:
@@ -29,7 +29,7 @@ def groups(module: fx.GraphModule) -> dict[str, list[str]]:
 
 
 class Body(nn.Module):
-    """A first and a last operation around `body`, so that the ends do not blur what is tested."""
+    """Operations around `body`, so that it is not grouped with inputs or outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x.sin()).cos()
@@ -58,7 +58,7 @@ def test_all_inputs_are_together() -> None:
     assert groups(grouped(Two(), (X, X)))["inputs"] == ["left", "right", "sin"]
 
 
-def test_a_tuple_stays_with_those_who_take_it_apart() -> None:
+def test_a_tuple_is_grouped_with_the_readers_of_its_items() -> None:
     class Chunks(Body):
         def body(self, x: Tensor) -> Tensor:
             left, right = x.chunk(2, dim=1)
@@ -67,7 +67,7 @@ def test_a_tuple_stays_with_those_who_take_it_apart() -> None:
     assert groups(grouped(Chunks(), X)) == {**ENDS, "chunk": ["chunk", "getitem", "getitem_1"]}
 
 
-def test_a_lstm_stays_with_those_who_take_its_result_apart() -> None:
+def test_an_lstm_is_grouped_with_the_readers_of_its_items() -> None:
     class Recurrent(Body):
         def __init__(self) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ def test_a_lstm_stays_with_those_who_take_its_result_apart() -> None:
     assert len(found) >= 4
 
 
-def test_who_writes_in_place_stays_with_all_who_touched_the_storage_before() -> None:
+def test_a_write_is_grouped_with_all_nodes_that_touched_the_storage_before() -> None:
     class InPlace(Body):
         def body(self, x: Tensor) -> Tensor:
             hidden = x.exp()
@@ -95,7 +95,7 @@ def test_who_writes_in_place_stays_with_all_who_touched_the_storage_before() -> 
     assert found == {**ENDS, "exp": found["exp"]}
 
 
-def test_a_view_of_a_written_storage_stays_too() -> None:
+def test_a_view_of_a_written_storage_is_grouped_too() -> None:
     class View(Body):
         def body(self, x: Tensor) -> Tensor:
             hidden = x.exp()
@@ -108,7 +108,7 @@ def test_a_view_of_a_written_storage_stays_too() -> None:
     assert groups(grouped(View(), X))["exp"] == ["exp", "view", "transpose", "mul_"]
 
 
-def test_a_slice_that_is_assigned_to_stays_with_those_who_read_before_another_is() -> None:
+def test_an_assigned_slice_is_grouped_with_readers_before_the_next_assignment() -> None:
     class SetItem(Body):
         def body(self, x: Tensor) -> Tensor:
             hidden = x.exp()
@@ -120,7 +120,7 @@ def test_a_slice_that_is_assigned_to_stays_with_those_who_read_before_another_is
     assert groups(grouped(SetItem(), X))["exp"] == ["exp", "setitem", "tanh", "setitem_1"]
 
 
-def test_a_buffer_that_is_written_stays_with_its_readers() -> None:
+def test_a_written_buffer_is_grouped_with_its_readers() -> None:
     class Counting(Body):
         def __init__(self) -> None:
             super().__init__()
@@ -133,7 +133,7 @@ def test_a_buffer_that_is_written_stays_with_its_readers() -> None:
     assert groups(grouped(Counting(), X))["add_"] == ["add_", "add"]
 
 
-def test_what_is_not_touched_by_anyone_else_is_free() -> None:
+def test_nodes_that_share_nothing_are_in_no_group() -> None:
     class Free(Body):
         def body(self, x: Tensor) -> Tensor:
             return x.view(4, 3, 2).transpose(1, 2).reshape(4, 6).exp()
@@ -155,7 +155,7 @@ class Blocks(nn.Module):
         return self.head(x.sigmoid())
 
 
-def test_chosen_modules_are_together_with_all_that_lies_in_them() -> None:
+def test_chosen_modules_are_together_with_all_nodes_in_them() -> None:
     found = groups(grouped(Blocks(), X, (("blocks.1",),)))
     assert found["blocks_1_0"] == ["blocks_1_0", "blocks_1_1"], "and not those of blocks.10"
 
@@ -170,7 +170,7 @@ def test_groups_that_touch_the_ends_keep_the_name_of_the_end() -> None:
     assert found["inputs"] == ["x", "stem", "blocks_0_0", "blocks_0_1"]
 
 
-def test_a_module_stays_with_those_who_write_to_its_state() -> None:
+def test_a_module_is_grouped_with_nodes_that_write_to_its_state() -> None:
     class Scale(nn.Identity):
         def __init__(self) -> None:
             super().__init__()
@@ -193,7 +193,7 @@ def test_a_module_stays_with_those_who_write_to_its_state() -> None:
 
 
 class Readers(Body):
-    """A weight of each kind with two readers, under autocast; `table` is read by an embedding and by a layer."""
+    """Weights with two readers under autocast; an embedding and a layer read `table`."""
 
     def __init__(self, *, cache: bool = True, apart: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ CAST_ONCE = {
 
 
 def test_readers_of_a_weight_that_autocast_casts_once_are_together() -> None:
-    """Not so an embedding, a norm, and who reads a view: they read the weight itself, or cast for themselves."""
+    """Embeddings and norms read the weight itself; readers of a view cast for themselves."""
     assert groups(grouped(Readers(), X)) == {**ENDS, **CAST_ONCE}
 
 

@@ -17,7 +17,7 @@ def combine(left: Tensor, right: Tensor) -> Tensor:
 
 
 def dag(sources: list[tuple[int, int]]) -> fx.GraphModule:
-    """An input, then one node per pair, which combines the nodes at these positions; all ends are outputs."""
+    """Return a graph: an input, then a node for each pair of positions of its sources."""
     graph = fx.Graph()
     nodes = [graph.placeholder("x")]
     for left, right in sources:
@@ -31,7 +31,7 @@ def dag(sources: list[tuple[int, int]]) -> fx.GraphModule:
 
 
 def placed(module: fx.GraphModule, stages: list[int]) -> fx.GraphModule:
-    """The graph after place and relay; `stages` are those of its nodes in order, the output's included."""
+    """Return the graph after Place and Relay; `stages` has an entry for each node in order."""
     assignment = {node.name: stage for node, stage in zip(module.graph.nodes, stages, strict=True)}
     apply_passes(module.graph, [Place(assignment), Relay()])
     module.recompile()
@@ -39,7 +39,7 @@ def placed(module: fx.GraphModule, stages: list[int]) -> fx.GraphModule:
 
 
 def relays(module: fx.GraphModule) -> list[tuple[str, int]]:
-    """Whose value is relayed, and in which stage."""
+    """Return the origin and the stage of each relay."""
     return [
         (origin_of(node), stage_of(node)) for node in module.graph.nodes if node.target is relay
     ]
@@ -99,10 +99,10 @@ def test_a_relay_is_known_by_the_value_it_carries() -> None:
     assert all(node.meta["origin"] == "x" for node in module.graph.nodes if node.target is relay)
 
 
-def test_a_relay_neither_draws_nor_writes_nor_runs_in_a_region() -> None:
+def test_a_relay_has_no_side_effects_and_no_context() -> None:
     module = dag([(0, 0), (1, 1), (2, 0)])
     for node in module.graph.nodes:
-        node.meta.update(random=True, autograd_context="region")
+        node.meta.update(random=True, autograd_context="context")
     (hop,) = [node for node in placed(module, [0, 1, 1, 2, 2]).graph.nodes if node.target is relay]
     assert (hop.meta["random"], hop.meta["mutates"], hop.meta["autograd_context"]) == (
         False,

@@ -42,7 +42,7 @@ def unsplit(model: nn.Module) -> fx.GraphModule:
 
 
 def chained(model: nn.Module, cuts: Sequence[int], key: StreamKey = NOW) -> Tensor:
-    """What the stages give whose first nodes are at these positions."""
+    """Return the result of the stages whose first nodes are at these positions."""
     module = graph(model)
     nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
     stages = emit(
@@ -87,19 +87,19 @@ def test_nodes_draw_from_streams_of_their_own(model: Random) -> None:
     assert not torch.equal(first, second)
 
 
-def test_what_was_drawn_outside_does_not_matter(model: Random) -> None:
+def test_draws_outside_do_not_matter(model: Random) -> None:
     first = chained(model, [3])
     torch.rand(100)
     assert torch.equal(chained(model, [3]), first)
 
 
-def test_the_generator_is_as_before_afterwards(model: Random) -> None:
+def test_the_generator_is_restored(model: Random) -> None:
     before = torch.get_rng_state()
     chained(model, [3])
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_generator_is_as_before_after_a_failure() -> None:
+def test_the_generator_is_restored_after_a_failure() -> None:
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError), use_stream(NOW):
         reseed("node") or torch.dropout(X, 2.0, True)

@@ -30,6 +30,7 @@ class EnterContexts:
         entered: fx.Node | None = None
         for node in list(graph.nodes):
             context = node.meta["autograd_context"]
+            # Inputs and reads of parameters compute nothing, so they do not end a run of nodes.
             if node.op not in ("placeholder", "get_attr") and context != current:
                 entered = _switch_context(graph, node, entered, context)
                 current = context

@@ -54,6 +54,7 @@ def _insert_check(graph: fx.Graph, node: fx.Node) -> None:
         before = graph.call_function(tensor_versions, (arguments,))
     with graph.inserting_after(node):
         check = graph.call_function(check_still_pure, (str(node.target), before, node, arguments))
+    # Both run where the node runs, and under its context; only the node itself draws.
     for call in (before, check):
         call.meta.update(node.meta, data_answers=None, random=False, mutates=(), val=None)
 
@@ -78,6 +79,7 @@ def check_still_pure(path: str, before: list[int], result: Any, arguments: list[
     storages = {
         value.untyped_storage().data_ptr() for value in tensor_leaves(arguments) if value.numel()
     }
+    # By address, since what the module returns may be a view of its argument.
     is_returned = any(
         value.untyped_storage().data_ptr() in storages for value in tensor_leaves(result)
     )

@@ -45,6 +45,7 @@ class Group:
 
     def __call__(self, graph: fx.Graph) -> None:
         """Set `meta["group"]`."""
+        # Reads of parameters are not placed: `Place` puts one into each stage that needs it.
         nodes = [node for node in graph.nodes if node.op != "get_attr"]
         order = {node: index for index, node in enumerate(nodes)}
         # A rule yields members of one group. Rules overlap: groups are the connected components
@@ -54,6 +55,7 @@ class Group:
         for members in self._connected(nodes):
             nx.add_path(links, members)
         for component in nx.connected_components(links):
+            # A group is named by its first node, so that the name does not depend on set order.
             first = min(component, key=order.__getitem__)
             name = _name(component, first) if len(component) > 1 else None
             for node in component:

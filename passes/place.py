@@ -36,10 +36,12 @@ class Place:
             node.meta["order"] = order
             if node.op != "get_attr":
                 node.meta["stage"] = self.assignment[node.name]
+        # A list: reads are split, and so replaced, while they are visited.
         for node in [node for node in graph.nodes if node.op == "get_attr"]:
             _split_read(graph, node)
         *nodes, output = graph.nodes
-        for node in sorted(nodes, key=stage_of):  # stable: within a stage the order stays
+        # Each node in turn is moved to the end. The sort is stable: within a stage the order stays.
+        for node in sorted(nodes, key=stage_of):
             output.prepend(node)
 
     def ensures(self, graph: fx.Graph) -> None:

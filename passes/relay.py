@@ -42,6 +42,7 @@ class Relay:
         for node in list(graph.nodes):
             last = max((stage_of(user) for user in node.users), default=0)
             current = node
+            # The last reader's own stage needs no relay: it receives from the stage before.
             for stage in range(stage_of(node) + 1, last):
                 current = _insert_relay(graph, current, first[stage], stage, node)
 
@@ -60,6 +61,7 @@ def _insert_relay(
     """Return a relay of `current` in `stage`; all later stages read the relay instead."""
     with graph.inserting_before(before):
         hop = graph.call_function(relay, (current,))
+    # It has the value and shape of its origin, but no side effects: it computes nothing.
     hop.meta.update(origin.meta, stage=stage, origin=origin.name)
     hop.meta.update(random=False, mutates=(), autograd_context=None)
     current.replace_all_uses_with(

@@ -27,6 +27,7 @@ class Seed:
         """Insert the calls."""
         for node in [node for node in graph.nodes if node.meta["random"]]:
             with graph.inserting_before(node):
+                # By the name in the whole graph, which is the same for every cut.
                 call = graph.call_function(reseed, (origin_of(node),))
             call.meta.update(node.meta, random=False, mutates=(), val=None)
 

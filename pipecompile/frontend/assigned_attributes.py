@@ -53,6 +53,7 @@ def refuse_lasting_state(
     after_second = ModuleAttributes.of(model)
     for attribute in changed:
         where = _attribute_text(first, attribute)
+        # As text: the tensors of two forwards are two objects, but of the same shape and type.
         left, left_again = after_first.described(*attribute), after_second.described(*attribute)
         if left != left_again:
             raise CaptureError(

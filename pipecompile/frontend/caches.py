@@ -33,6 +33,7 @@ class CacheUse:
     """
 
     def __init__(self) -> None:
+        # `cache_info` counts hits and misses: if it changed, the cache was used.
         self._before = [
             (cache, cache.cache_info(), _holds_tensors(cache)) for cache in _all_caches()
         ]

@@ -17,6 +17,7 @@ from pipecompile.graph.side_effects import SideEffectTracker
 __all__ = ["RecordedCall", "apply_target", "call_target", "has_recorded_values", "hook_target"]
 
 METHOD_TYPES = (types.MethodDescriptorType, types.WrapperDescriptorType)
+# Methods of tensors may be Python functions; their qualified names begin with these.
 METHOD_OWNERS = ("Tensor.", "TensorBase.", "_TensorBase.")
 
 
@@ -39,6 +40,7 @@ class RecordedCall:
         self._tracker = tracker
         self._args, self._kwargs = tuple(args), dict(kwargs)
         arguments = tensors_in((self._args, self._kwargs))
+        # By id: a tensor may be there several times, and tensors have no useful equality.
         touched = {id(tensor): tensor for tensor in (*arguments, *state)}
         self._versions = [(tensor, tensor._version) for tensor in touched.values()]
         self.is_random = self._updates_statistics = False
@@ -117,6 +119,7 @@ def has_recorded_values(function: Any) -> bool:
             return True
         if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
             return True
+        # A module's own tensors are fakes only while the forward is recorded.
         is_searched = not isinstance(value, (nn.Module, Tensor, type, types.ModuleType))
         if is_searched and id(value) not in seen:
             seen.add(id(value))

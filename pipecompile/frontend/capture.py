@@ -101,8 +101,10 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
     failures: list[CaptureError] = []
     has_capture = False
     for method in METHODS:
+        # The probe needs real values, which a model on the meta device does not have.
         if method.allows_data and not model_has_values:
             continue
+        # One probe serves all methods.
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
         options = RecordingOptions(

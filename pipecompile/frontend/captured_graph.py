@@ -78,6 +78,7 @@ class Capture:
         tensors = self.inputs.flatten(call)
         batch = batch_size(tensors)
         self._check_modes()
+        # The graph may be wrong here: the forward would have taken another branch.
         if self.guards.violation(batch):
             return self._recapture(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
@@ -118,6 +119,7 @@ class Capture:
     def _set_answers(self, graph: fx.Graph, call: Arguments) -> None:
         """Give data-dependent modules the answers of a run on `call`, for their fake runs."""
         nodes = [node for node in graph.nodes if node.meta.get("call_number") is not None]
+        # A probe runs the whole model on real tensors, so it is left out if no node needs it.
         answers = probe_data(self.model, call) if nodes else {}
         for node in nodes:
             node.meta["data_answers"] = answers[str(node.target), node.meta["call_number"]]
@@ -182,6 +184,7 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
     Random nodes are kept even if no node reads them, so that the nodes after them draw the same
     numbers as in the model.
     """
+    # Backwards, so that the sources of an erased node become unread in turn.
     for node in reversed(list(graph.nodes)):
         has_side_effect = (
             node.meta["random"]

@@ -54,6 +54,7 @@ def probe_data(model: nn.Module, call: Arguments) -> ProbedAnswers:
     nn.Module.__call__ = probed_call  # type: ignore[method-assign]
     try:
         with _on_copies(model), record:
+            # The forward may write to its inputs, which are the user's.
             args, kwargs = tree_map_only(Tensor, Tensor.clone, (call.args, call.kwargs))
             model(*args, **kwargs)
     finally:

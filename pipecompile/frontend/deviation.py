@@ -61,6 +61,7 @@ def _results_by_leaf(
     results: dict[nn.Module, list[list[Tensor]]] = defaultdict(list)
 
     def note(leaf: nn.Module, _: Any, result: Any) -> None:
+        # A copy, because a later node may write to the result.
         results[leaf].append([value.detach().clone() for value in tensor_leaves(result)])
 
     leaves = {
@@ -92,6 +93,7 @@ class _ComparingInterpreter(fx.Interpreter):
         result = super().run_node(n)
         if n.op == "call_module":
             self.current = n
+            # A module may be called several times: its results are compared in order.
             calls = self.expected[self.fetch_attr(str(n.target))]
             wanted = calls.pop(0) if calls else []
             values = tensor_leaves(result)

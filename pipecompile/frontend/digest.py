@@ -51,6 +51,7 @@ def _argument_text(arguments: Any) -> str:
     """
 
     def plain(item: Any) -> Any:
+        # An address differs between processes, a device between machines.
         if " at 0x" in repr(item) or isinstance(item, torch.device):
             return qualified_name(type(item))
         return item

@@ -161,16 +161,19 @@ def _annotated_graph(module: fx.GraphModule, inputs: InputStructure) -> fx.Graph
     """Return the graph of `module` with our names of inputs and our notes on nodes."""
     graph = fx.Graph()
     names = iter(inputs.tensor_names)
+    # Our graphs begin with their inputs.
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     others = [node for node in module.graph.nodes if node.op != "placeholder"]
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*placeholders, *others):
+        # The exported graph reads all parameters, unused ones included.
         if node.op == "get_attr" and not node.users:
             continue
-        if node.op == "placeholder":
-            new = graph.placeholder(next(names))
-        else:
-            new = graph.node_copy(node, copies.__getitem__)
+        new = (
+            graph.placeholder(next(names))
+            if node.op == "placeholder"
+            else graph.node_copy(node, copies.__getitem__)
+        )
         stack = list(node.meta.get("nn_module_stack", {}).values())
         new.meta = {
             "module": stack[-1][0] if stack else "",
@@ -216,6 +219,7 @@ def _take_outputs(graph: fx.Graph, spec: pytree.TreeSpec) -> OutputStructure:
     leaves = output.args[0]
     is_tensor = tuple(isinstance(leaf, fx.Node) for leaf in leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node))
+    # Constants are put back by `OutputStructure.unflatten`; only tensors leave a stage.
     output.args = (tensors,)
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     return OutputStructure(spec, is_tensor, constants, tuple(False for _ in tensors))

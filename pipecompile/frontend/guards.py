@@ -67,6 +67,7 @@ class Guards:
         if self.symbol is None:
             return None if batch == self.batch else f"it is for batches of {self.batch} only"
         for expression, line in self.assumptions:
+            # A relation between numbers is sympy's `true` or `false`.
             if expression.xreplace({self.symbol: sympy.Integer(batch)}) != sympy.true:
                 return f"{expression} does not hold ({line})"
         return None

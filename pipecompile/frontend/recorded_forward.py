@@ -73,9 +73,11 @@ def _record_once(
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
+    # Inputs that are the same tensor get a fake each, since each is a placeholder.
     fakes = [fake_input(tensor, mode, symbolic=symbolic) for tensor in distinct_tensors(tensors)]
     for name, fake in zip(inputs.tensor_names, fakes, strict=True):
         recorder.recording.placeholder(name, fake)
+    # Before the run, in which a guard may replace the symbol by a number.
     symbol = batch_symbol(fakes)
     outputs = _run_model(recorder, model, inputs.unflatten(fakes))
     eliminate_dead_code(recorder.recording.graph)

@@ -106,6 +106,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
         self._paths: dict[nn.Module, str] = {}
+        # A shared module has several paths; the first one names its node and its parameters.
         for path, module in root.named_modules():
             self._paths.setdefault(module, path)
         self._state = state
@@ -122,6 +123,7 @@ class ForwardRecorder(TorchFunctionMode):
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """Record the forward in the block, under all patches of torch that it needs."""
+        # The tracker is entered after the fake mode, so that it sees each operator first.
         with (
             require_torch_randomness(),
             redirect_calls(self.call_module, self.call_autograd_function, self._note_assignment),
@@ -150,6 +152,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_assignment(self, module: nn.Module, name: str, value: Any) -> None:
         self.assignments[module, name] = current_line()
         path = self._paths.get(module)
+        # Attributes of modules that are recorded inside are compared after the forward instead.
         if path is None or not self._is_active or not self._is_leaf(module, path):
             return
         if name not in vars(module) or not is_same_value(vars(module)[name], value):
@@ -173,6 +176,7 @@ class ForwardRecorder(TorchFunctionMode):
             )
         if name == "__get__":
             return self._read_attribute(func, args)
+        # To the iterator that `__iter__` returns no tensors could be bound.
         if func is Tensor.__iter__:
             return iter(self._call(Tensor.unbind, "unbind", (args[0], 0), {}))
         return self._call(func, name, args, kwargs)
@@ -182,9 +186,11 @@ class ForwardRecorder(TorchFunctionMode):
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         self._refuse_data(result, name)
+        # Plain results, such as sizes, need no node: the guards say when they hold.
         if contains_tensor(result) or call.mutates:
             self._record(*call_target(func, name), call, result)
         elif func is Tensor.register_hook:
+            # It returns a handle and no tensor, but the gradient depends on it.
             self._record_hook(*args)
         elif func is torch._assert_async:
             self._record(*call_target(func, name), call, None, has_effect=True)
@@ -226,6 +232,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _refuse_data(self, result: Any, name: str) -> None:
         """Raise DataDependentError if `result` of the call `name` depends on values of data."""
+        # An unbacked symbol stands for a number that fake tensors do not have.
         if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
             raise DataDependentError(
                 f"{self.recording.where()}: {name} reads a number out of a tensor, so the graph "
@@ -248,6 +255,7 @@ class ForwardRecorder(TorchFunctionMode):
             # A region that the model itself recomputes: its values are those of its forward.
             run, _, *inputs = args
             return run(*inputs)
+        # Calls inside the function are part of its node, so the recorder does not see them.
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         with _pop_mode_temporarily():
             result = call.run(lambda: original(function, *args, **kwargs))
@@ -263,6 +271,7 @@ class ForwardRecorder(TorchFunctionMode):
         path = self._paths.get(module)
         if path is None:
             return original(module, *args, **kwargs)
+        # Calls inside leaves are counted too: the data probe counts all calls.
         call_number = self.recording.count_call(path)
         if not self._is_active:
             return original(module, *args, **kwargs)
@@ -310,6 +319,7 @@ class ForwardRecorder(TorchFunctionMode):
 
         With `call_number` its data gives the answers that it gave in this call of the probe.
         """
+        # torch.func.functional_call swaps tensors; the node would run with the module's own.
         for part in module.modules():
             expected = self._expected_state.get(part)
             if expected is not None and not is_same_value(_own_state(part), expected):

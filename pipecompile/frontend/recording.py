@@ -82,6 +82,7 @@ class Recording:
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
+                        # Tied tensors go by the name under which `named_modules` meets them first.
                         names.setdefault(id(self._state[id(tensor)]), f"{path}.{key}".lstrip("."))
         return names
 
@@ -154,6 +155,7 @@ class Recording:
         Each item of a collection that holds tensors is bound to a node of its own, which reads it.
         """
         node.meta["val"] = value
+        # An in-place call returns its argument: the tensor is bound anew, to the later node.
         if isinstance(value, Tensor):
             self._bindings.append((id(value), self._nodes.get(id(value))))
             self._nodes[id(value)] = node
@@ -172,6 +174,7 @@ class Recording:
         match value:
             case Tensor():
                 return self._node_of(value)
+            # A named tuple takes its items as separate arguments.
             case tuple() if hasattr(value, "_fields"):
                 return type(value)(*map(self.argument, value))
             case tuple() | list():
@@ -239,18 +242,21 @@ class Recording:
 
     def undo(self, mark: RecordingMark) -> None:
         """Undo what was recorded since `mark`: nodes, bindings, reads, constants and calls."""
+        # Backwards, since a tensor may have been bound several times.
         for tensor, node in reversed(self._bindings[mark.bindings :]):
             if node is None:
                 del self._nodes[tensor]
             else:
                 self._nodes[tensor] = node
         del self._bindings[mark.bindings :]
+        # The module is called once more as one node; inside it calls are counted anew.
         self.call_counts.subtract(self._called[mark.calls :])
         del self._called[mark.calls :]
         while len(self._reads) > mark.reads:
             self._reads.popitem()
         while len(self.constants) > mark.constants:
             self.constants.popitem()
+        # Backwards, since fx erases only nodes without users.
         for node in reversed(self.graph.nodes):
             if node is mark.last:
                 break
@@ -287,6 +293,7 @@ class Recording:
         if new is slot.tensor or not isinstance(new, Tensor):
             return False
         is_recorded = id(new) in self._nodes or id(new) in self._names
+        # Other holders of a tied buffer would see a write, but the forward replaced it in one only.
         is_tied = sum(other.tensor is slot.tensor for other in self._slots) > 1
         is_alike = (new.shape, new.dtype) == (slot.tensor.shape, slot.tensor.dtype)
         return is_recorded and not is_tied and is_alike
@@ -294,6 +301,7 @@ class Recording:
     def _write(self, slot: _BufferSlot, new: Tensor) -> tuple[fx.Node, fx.Node]:
         """Record the write of `new`; return the nodes that read and write the buffer."""
         slot.table[slot.key] = slot.tensor
+        # The buffer must not carry this step's autograd graph into the next step.
         value = self.create("call_method", "detach", (self.argument(new),), {})
         read = self._read(slot.name, slot.tensor)
         write = self.create("call_method", "copy_", (read, value), {})

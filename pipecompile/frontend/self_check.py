@@ -106,6 +106,7 @@ def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
     batch = batch_size(capture.inputs.flatten(call))
     others = [
         size
+        # Half the batch is the cheapest. Guards that exclude it may allow a neighbour.
         for size in (batch // 2, batch - 1, batch + 1)
         if size and not capture.guards.violation(size)
     ]
@@ -133,6 +134,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
         with_autograd_contexts(module),
         _written_parameters(module),
     )
+    # The model's own step comes first: if it fails, the graph is not to blame.
     original = _original_step(model, written, call)
     _refuse_sparse(original.gradients)
     captured = _training_step(model, written, lambda: runnable(*capture.inputs.flatten(call)))
@@ -165,6 +167,7 @@ def _where(
         node = first_reader(module, name)
     if node is None:
         operations = [node for node in module.graph.nodes if node.op not in ("output", "get_attr")]
+        # No single node is known to deviate: the last operation stands for the forward.
         node = operations[-1]
     path = node.meta.get("module") or "the model's forward"
     line = f" ({node.meta['source']})" if node.meta.get("source") else ""
@@ -235,6 +238,7 @@ def _training_step(
     `written` are parameters that the forward writes to. The state of `model` is restored.
     """
     with _restored_state(model, written):
+        # Graph and model draw in the same order, so one global seed gives both the same numbers.
         torch.manual_seed(0)
         outputs = tensor_leaves(run())
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -263,6 +267,7 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
             if own_hooks:
                 parameter._post_accumulate_grad_hooks.clear()
         if differentiable:
+            # `abs` makes complex outputs real; `float` gives all sums one type, to be stacked.
             squares = [value.abs().square().sum().float() for value in differentiable]
             torch.stack(squares).sum().backward()
         return [parameter.grad for parameter in parameters]
@@ -279,6 +284,7 @@ def _written_parameters(module: fx.GraphModule) -> list[Tensor]:
         storage_key(tensor) for node in module.graph.nodes for tensor in node.meta["mutates"]
     }
     suspected: list[Tensor] = []
+    # The meta holds fakes; which parameters they stand for is unknown, so all are suspected.
     for node in module.graph.nodes:
         if node.op == "call_module" and node.meta["mutates"]:
             suspected.extend(module.get_submodule(str(node.target)).parameters())
@@ -303,6 +309,7 @@ def _restored_state(model: nn.Module, written: Sequence[Tensor]) -> Iterator[Non
         try:
             yield
         finally:
+            # In place, since the model's tables, and optimizers, refer to these tensors.
             with torch.no_grad():
                 for tensor, before in state:
                     tensor.copy_(before)

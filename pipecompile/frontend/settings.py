@@ -93,6 +93,7 @@ class _Describer:
             case tuple() | list():
                 return f"{type(value).__name__}({', '.join(map(self.text, value))})"
             case set() | frozenset():
+                # The order of a set differs between processes.
                 return f"set({', '.join(sorted(map(self.text, value)))})"
             case Mapping():
                 items = [f"{self.text(key)}: {self.text(item)}" for key, item in value.items()]
@@ -126,6 +127,7 @@ class _Describer:
 
     def _layer(self, module: nn.Module) -> str:
         """Describe a module without its submodules."""
+        # Two versions of a class may have the same name and settings, but other code.
         methods = list(map(self.text, _methods(type(module)))) if self.code else []
         state = [
             f"{name}:{layout_text(value)}"
@@ -134,6 +136,7 @@ class _Describer:
             if value is not None
         ]
         settings = {name: value for name, value in vars(module).items() if name not in INTERNAL}
+        # `extra_repr` may print a function with its address.
         extra = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
         name = qualified_name(type(module))
         return f"{name}({extra}) {methods} training={module.training} {state} {self.text(settings)}"
@@ -167,6 +170,7 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
     """Yield the globals that a function may read: plain values, and functions of its own module."""
     for name in function.__code__.co_names:
+        # `co_names` holds names of attributes too; most are no globals, and so None here.
         value = function.__globals__.get(name)
         if isinstance(value, PLAIN) or getattr(value, "__globals__", None) is function.__globals__:
             yield name, value

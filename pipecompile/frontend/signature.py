@@ -51,6 +51,7 @@ def arguments_of(
     else:
         call = Arguments(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), extra)
     try:
+        # A wrong call would otherwise fail deep inside the capture.
         inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise InputError(
@@ -115,6 +116,7 @@ class InputStructure:
                 raise InputError(
                     f"{name} is a {type(leaf).__name__}, but the plan was made for a tensor"
                 )
+            # The types are compared too, since True equals 1.
             if name is None and (type(leaf) is not type(constant) or leaf != constant):
                 raise InputError(
                     f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again"
@@ -189,6 +191,7 @@ def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
 
     With parameters (x, mask), the leaf at args[1]["left"] is named "mask_left".
     """
+    # Each kind of key in a pytree's path has an attribute of its own: `key`, `idx` or `name`.
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
     if keys[0] == 0 and keys[1] < len(parameters):
         keys[1] = parameters[keys[1]]

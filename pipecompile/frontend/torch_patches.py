@@ -160,6 +160,7 @@ class _InferenceAsNoGrad:
 
     def __init__(self, mode: bool) -> None:
         self._grad = torch.set_grad_enabled(not mode)
+        # `set_grad_enabled` takes effect at once; the guard must do so when it is entered.
         self._grad.__exit__(None, None, None)
 
     def __enter__(self) -> None:

@@ -70,6 +70,7 @@ class ModuleAttributes:
             if not _has_same_entries(current, attributes):
                 current.clear()
                 current.update(attributes)
+        # Containers are refilled in place, since other objects may refer to them.
         for container, items in self.contents:
             _restore_items(container, items)
 
@@ -91,6 +92,7 @@ class ModuleAttributes:
         return _described(self._comparable(module, name))
 
     def _comparable(self, module: nn.Module, name: str) -> Any:
+        # The copies, since a container may have changed in the meantime.
         value = self.copies[module].get(name, self.values[module].get(name, ABSENT))
         return list(value) if name in REGISTERED_TABLES else value
 
@@ -123,6 +125,7 @@ def _deep_copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _deep_copy(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, deque)):
+        # A list stands for every sequence: it is only compared with another copy.
         return [_deep_copy(item) for item in value]
     return set(value) if isinstance(value, set) else value
 
@@ -157,6 +160,7 @@ def is_same_value(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(is_same_value, left, right))
     if isinstance(left, dict):
+        # The order of keys counts: a forward may iterate over them.
         return list(left) == list(right) and all(map(is_same_value, left.values(), right.values()))
     return isinstance(left, (*PLAIN, set)) and bool(left == right)
 

@@ -75,6 +75,7 @@ class EnteredContext:
         # A context never turns gradients on: under `evaluate` they stay off.
         self._stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
         for device, enabled, dtype in autocast:
+            # A plan that was made on a machine with GPUs may run on one without.
             if torch.amp.is_autocast_available(device):
                 self._stack.enter_context(
                     torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=caches_casts)

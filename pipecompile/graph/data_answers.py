@@ -76,6 +76,7 @@ class RecordAnswers(TorchDispatchMode):
         self._item_by_item = _ListItemByItem()
 
     def __enter__(self) -> RecordAnswers:
+        # `tolist` of a real tensor calls no operator, so only a function mode sees it.
         self._item_by_item.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -161,6 +162,7 @@ def _set_symbol(environment: ShapeEnv, symbolic: Any, value: Any) -> None:
 
     Torch has this for its own runs of fake tensors beside real ones; releases name it differently.
     """
+    # A size that does not depend on data is a plain integer.
     if not isinstance(symbolic, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return
     names = ("set_real_tensor_prop_unbacked_vals", "set_unbacked_var_to_val")

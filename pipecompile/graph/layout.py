@@ -14,6 +14,7 @@ def dense_order(value: Tensor) -> tuple[int, ...]:
     (0, 2, 3, 1). A tensor that is contiguous as it is, or in no order, has the order (0, 1, …).
     """
     own_order = tuple(range(value.dim()))
+    # From the widest stride to the narrowest; equal strides keep their order.
     order = tuple(sorted(own_order, key=lambda dimension: -value.stride()[dimension]))
     if value.permute(order).is_contiguous() and not value.is_contiguous():
         return order

@@ -67,6 +67,7 @@ def swapped_state(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator
         yield lost
     finally:
         for path, table, key, tensor in slots:
+            # The block put another tensor there.
             if table.get(key) is not replacement[id(tensor)]:
                 lost.append(f"{path}.{key}".lstrip("."))
             table[key] = tensor

@@ -67,6 +67,7 @@ class _PinnedCopy:
         self._returning: tuple[Tensor, torch.cuda.Event] | None = None
         self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         stream, _ = _streams(flat.device)
+        # The elements may still be being computed.
         stream.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(stream):
             self._host.copy_(flat, non_blocking=True)
@@ -84,9 +85,11 @@ class _PinnedCopy:
                 member._copy_back()
         self._group.clear()
         value, copied_back = self._copy_back()
+        # The caller owns the copy on the device; it is freed after its use.
         self._returning = None
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied_back)
+        # It was allocated on the stream of copies back, but the backward's stream reads it.
         value.record_stream(stream)
         return value
 

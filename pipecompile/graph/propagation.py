@@ -78,6 +78,7 @@ def propagate(
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(module, mode)
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct_tensors(inputs)]
+    # The graph may seed the generator, or draw on tensors that are not fake.
     random_state = torch.get_rng_state()
     try:
         with mode, attributes_restored(module), swapped_state(module, state):

@@ -64,6 +64,7 @@ def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
     Requires an instantiated capture with `meta["group"]` (Group).
     """
     nodes = _operations(module.graph)
+    # A node without a group may write to a buffer that no other node touches.
     singles = [[node] for node in nodes if node.meta["group"] is None]
     sizes: dict[str, tuple[int, ...]] = {}
     for members in (*_groups(nodes), *singles):

@@ -53,6 +53,7 @@ class RecomputedRegion:
 
     def __call__(self, *values: Any) -> Any:
         """Return the tuple that the body returns."""
+        # Without gradients there is no backward, and so nothing to recompute.
         if not torch.is_grad_enabled():
             return self.compute(values)
         runs = _RegionRuns(self, values)
@@ -83,6 +84,7 @@ class _RegionRuns:
             self._copies = _copied([*self._buffers, *self._writers.buffers()])
         self._stream_key = current_stream_key() if region.random else None
         self._versions = _parameter_versions(values)
+        # `checkpoint` calls this object in the forward and again in the backward.
         self._is_first = True
 
     def __call__(self, *values: Any) -> Any:

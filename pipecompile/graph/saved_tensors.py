@@ -84,6 +84,7 @@ class EncodedStorages:
 
         None if `encoder` cannot encode it.
         """
+        # Offloading moves bytes, so views of several types share one copy.
         dtype = torch.uint8 if policy == "offload" else value.dtype
         key = policy, StorageWeakRef(value.untyped_storage()), value._version, dtype
         if (shared := self._shared.get(key)) is not None:
@@ -126,6 +127,7 @@ class _SavedTensor:
         self._dtype, self._device = value.dtype, value.device
         self._view = value.storage_offset(), value.shape, value.stride()
         self._shared = shared
+        # Assigning `data` keeps the version counter that the alias shares with the tensor.
         value.data = _NO_MEMORY
 
     def unpack(self) -> Tensor:
@@ -205,6 +207,7 @@ class _SavingBlock:
         """Return what autograd saves instead of `value`: this is the hook of saving."""
         saved = _SavedTensor(value)
         self._note_nodes([value])
+        # Pending tensors keep their memory until the end of the block.
         if _is_plain(value) and storage_key(value) not in self._exempt:
             if self._policies_by_use:
                 self._pending.append(saved)

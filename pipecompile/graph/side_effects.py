@@ -54,6 +54,7 @@ class SideEffectTracker(TorchDispatchMode):
             self.running_statistics.extend(
                 _updated_statistics(_arguments_by_name(func, args, kwargs))
             )
+            # Only the result is corrected; saved statistics are one-dimensional.
             if isinstance(result, tuple):
                 return (_with_cpu_strides(result[0], args[0]), *result[1:])
         return result

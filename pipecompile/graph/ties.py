@@ -38,6 +38,7 @@ def ties_of(module: nn.Module, graph: fx.Graph, canonical: Mapping[str, str]) ->
 
     `canonical` maps every name of a tensor to its first name. Requires `meta["stage"]` (Place).
     """
+    # A tensor that one stage alone reads has an entry too, since it has an owner.
     stages: dict[str, set[int]] = {}
     for node in graph.nodes:
         for name in names_of_read_state(module, node):

@@ -223,9 +223,6 @@ class _Tiling:
             given=tuple(
                 tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given
             ),
-            turned=tuple(
-                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.turned
-            ),
             continues=None
             if before is None
             else self._gradient_places[self._from(self._gradient_homes[before], layer, to)],

@@ -81,7 +81,6 @@ class Footprint(Value, frozen=True, kw_only=True):
     handed_on: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
     relayed: tuple[str, ...] = ()
-    forwarded: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()
     shared: tuple[Shared, ...] = ()
 

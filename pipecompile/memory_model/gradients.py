@@ -12,7 +12,7 @@ from itertools import accumulate
 from operator import add
 
 from pipecompile.ir.graph import Parameter, Tensor
-from pipecompile.memory_model.live_ranges import ORDERLY, GradientLife
+from pipecompile.memory_model.live_ranges import GradientLife
 from pipecompile.memory_model.subgraph import Change, Section
 
 __all__ = ["Gradients"]
@@ -52,85 +52,56 @@ class Gradients:
         if not self.section.splits or self.section.halves.begins_at_outputs:
             yield from (tensor.producer for tensor in self.section.leaving)
         else:
-            held = ((each, (*each.captured, *each.joined)) for each in self._held_as_received())
-            yield from dict.fromkeys(
-                name for each, users in held for name in self._came_for(each, users)
-            )
+            held = self._held_as_received()
+            yield from dict.fromkeys(name for each in held for name in self._came_for(each))
 
     def _held_as_received(self) -> Iterator[GradientLife]:
         found = {
             id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
         }
-        copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
         for key, each in found.items():
-            places = self.section.halves.captured_at(each)
-            if key not in self._own and any((key, place) not in copied for place in places):
+            if key not in self._own and self.section.halves.captured_at(each):
                 yield each
 
-    def _came_for(self, received: GradientLife, places: Iterable[int]) -> list[str]:
-        """The leaving tensors whose gradient it may be, as which it comes to these nodes: all if none is seen to be."""
+    def _came_for(self, received: GradientLife) -> list[str]:
+        """The leaving tensors whose gradient it may be that is captured: all if none is seen to be."""
         names = {
             tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
         }
-        users = set(places)
+        users = {*received.captured, *received.joined}
         met = [
-            n
-            for n, sent in names.items()
+            name
+            for name, sent in names.items()
             if not users.isdisjoint({sent, *self.lives.reached(received, sent)})
         ]
         return met or list(names)
 
     def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
-        """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
+        """In which gradient of the stage that of each input lies as it is returned; None where it is a copy.
 
-        A whole backward copies what others have too, except what it made itself and has through a view; a first half
-        (`hold`) does not.
+        A whole backward copies what others have too, except what it has through a view; a first half (`hold`) does
+        not.
         """
-        return self._held_homes if hold else self._taken_homes
-
-    @cached_property
-    def _held_homes(self) -> Sequence[GradientLife | None]:
-        return self._matched(list(self._given_homes))
+        return self._own_homes if hold else self._taken_homes
 
     @cached_property
     def _taken_homes(self) -> Sequence[GradientLife | None]:
         views = self.lives.viewed
-        seen = [
-            tensor.permuted or self.lives.place[tensor.producer] in views
-            for tensor, _ in self.section.given
+        pairs = zip(self.section.given, self._own_homes, strict=True)
+        return [
+            home if tensor.permuted or self.lives.place[tensor.producer] in views else None
+            for (tensor, _), home in pairs
         ]
-        pairs = zip(seen, self._given_homes, strict=True)
-        return self._matched(
-            [home if is_seen and id(home) in self._own else None for is_seen, home in pairs]
-        )
 
     @cached_property
-    def _given_homes(self) -> Sequence[GradientLife | None]:
-        return [self._only_given(tensor, place) for tensor, place in self.section.given]
-
-    def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
-        """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
-        taken = set(map(id, homes))
-        for gradient in self.own:
-            if gradient.last not in self.inside and id(gradient) not in taken:
-                index = next(
-                    (i for i, home in enumerate(homes) if home is None and self._fits(gradient, i)),
-                    None,
-                )
-                if index is not None:
-                    homes[index] = gradient
-        return homes
-
-    def _fits(self, gradient: GradientLife, index: int) -> bool:
-        tensor, place = self.section.given[index]
-        return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
-
-    def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
-        """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
-        found = self._sole(tensor, place)
-        if found is None or found.bytes != tensor.gradient_bytes:
-            return None
-        return None if self._is_turned(tensor, place, found) else found
+    def _own_homes(self) -> Sequence[GradientLife | None]:
+        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
+        return [
+            found
+            if found is not None and found.bytes == tensor.gradient_bytes and id(found) in self._own
+            else None
+            for tensor, found in pairs
+        ]
 
     def _sole(self, tensor: Tensor, place: int) -> GradientLife | None:
         """In what the gradient of an input lies if its one reader is at `place`."""
@@ -141,45 +112,15 @@ class Gradients:
             else None
         )
 
-    def _parts(self, *, hold: bool) -> list[tuple[Tensor, GradientLife]]:
-        """The inputs whose gradients are parts of larger ones until the end; a whole backward copies gaps at once."""
-        pairs = [(tensor, place, self._sole(tensor, place)) for tensor, place in self.section.given]
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, GradientLife]]:
+        """The inputs whose gradients are parts of larger ones until a first half ends; a whole backward copies them."""
+        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             (tensor, found)
-            for tensor, place, found in pairs
+            for tensor, found in pairs
             if found is not None and found.bytes > tensor.gradient_bytes and not tensor.spread_bytes
-            if hold or (self.lives.place[tensor.producer], place) not in self.lives.turned
         ]
-
-    def _is_turned(self, tensor: Tensor, place: int, found: GradientLife) -> bool:
-        """Whether a gradient comes to an input, read at `place`, in another order than that has.
-
-        What the cut behind lays out anew has the order of what was sent, and so of what that is a view of; if that is
-        not dense, its dimensions' own.
-        """
-        producer, is_received = self.lives.place[tensor.producer], id(found) not in self._own
-        anew = (sender for gradient, sender in self._laid_out_anew if gradient is found)
-        senders = [sender for sender in anew if producer in self.lives.reached(found, sender)]
-        if not all(self._is_one_storage(producer, sender) for sender in senders):
-            return True
-        if senders and all(
-            self.lives.values[self.graph.nodes[sender].name].dense for sender in senders
-        ):
-            return False
-        return (producer, place) in self.lives.turned or (
-            is_received and self._turns(tensor, place)
-        )
-
-    def _turns(self, tensor: Tensor, place: int) -> bool:
-        """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
-
-        A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
-        it was given is not in order; so the gradient would not be.
-        """
-        reader = self.graph.nodes[place]
-        value = self.lives.values.get(reader.name)
-        is_view = value is not None and value.storage == tensor.storage
-        return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
 
     def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
         """The gradients of inputs that take memory as a whole backward returns them, or a first half (`hold`).
@@ -189,28 +130,18 @@ class Gradients:
         """
         held = {id(gradient) for gradient, _ in self._captured if hold and self.section.splits}
         for home, tensors in self._by_home(hold=hold):
-            if home is None or id(home) in self._own:
-                yield (
-                    tuple(tensor.producer for tensor in tensors),
-                    tensors[-1].gradient_bytes,
-                    id(home) in held,
-                )
+            names = tuple(tensor.producer for tensor in tensors)
+            yield names, tensors[-1].gradient_bytes, id(home) in held
         for tensor in self._zeros:
             yield (tensor.producer,), tensor.gradient_bytes, False
 
-    def relayed(self, *, hold: bool) -> Iterator[str]:
-        """What leaves and in whose gradient, as it came, lies that of an input."""
-        yield from (
-            tensor.producer
-            for tensor, _ in self.section.arriving
-            if not self.section.giving(tensor)
-        )
+    @property
+    def relayed(self) -> Iterator[str]:
+        """What leaves and whose gradient, as it came, is that of an input."""
+        for tensor, _ in self.section.arriving:
+            if not self.section.giving(tensor):
+                yield tensor.producer
         yield from filter(None, (self._sent_view_of(tensor) for tensor, _ in self.section.given))
-        for home, tensors in self._by_home(hold=hold):
-            if home is not None and id(home) not in self._own:
-                yield from self._came_for(
-                    home, (self.lives.place[tensor.producer] for tensor in tensors)
-                )
 
     @property
     def _zeros(self) -> Iterator[Tensor]:
@@ -234,10 +165,7 @@ class Gradients:
         return list(found.values())
 
     def _sent_view_of(self, tensor: Tensor) -> str | None:
-        """The view that the stage takes of it only for later ones, if what these give is in its order.
-
-        A view that is not dense is sent in its dimensions' own order, which has to be that of all before it.
-        """
+        """The view that the stage takes of it only for later ones, if that is sent as it is."""
         places = list(self.lives.views_of(tensor.producer, self.inside))
         if not places:
             return None
@@ -248,17 +176,11 @@ class Gradients:
             or any(self.lives.place[name] in self.inside for name in last.consumers)
         ):
             return None
-        orderly = all(self.graph.nodes[place].operator in ORDERLY for place in places)
-        return last.producer if orderly or (tensor.dense and last.dense) else None
+        return last.producer if tensor.dense and last.dense else None
 
     @cached_property
     def own(self) -> list[GradientLife]:
-        """Those that are made here, with copies that only a cut brings about."""
-        return [*self.uncut, *(copy for _, copy in self._brought_in_order)]
-
-    @cached_property
-    def uncut(self) -> list[GradientLife]:
-        """Those that the whole model has too; what comes from later stages is in order, and needs no copy."""
+        """Those that are made here; what comes from later stages is in order, and needs no copy."""
         made = (
             gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())
         )
@@ -267,48 +189,6 @@ class Gradients:
             for gradient in made
             if not (gradient.copy and gradient.producer in self._sent_as_is)
         ]
-
-    @cached_property
-    def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
-        """What the cut laid out anew, each with its copy for a node that makes a parameter's gradient of it.
-
-        Linear layers and products copy it, since they take its leading dimensions as one; others may.
-        """
-        found = []
-        for gradient, sender in self._laid_out_anew:
-            for place, reader in self.lives.reached(gradient, sender).items():
-                is_taken = place in self.inside and place in gradient.captured
-                if is_taken and not self._is_one_storage(place, sender):
-                    users = (), (place,), ()
-                    copy = GradientLife(
-                        reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None
-                    )
-                    found.append((gradient, copy))
-        return found
-
-    @cached_property
-    def _laid_out_anew(self) -> list[tuple[GradientLife, int]]:
-        """Gradients of what is sent that the whole model has in another order than messages, and who sends that."""
-        found = []
-        for tensor in self.section.leaving:
-            pairs = [
-                (self.lives.place[tensor.producer], self.lives.place[name])
-                for name in tensor.consumers
-            ]
-            gradient = self.lives.given.get(pairs[0]) if len(pairs) == 1 else None
-            if (
-                gradient is not None
-                and pairs[0] in self.lives.turned
-                and self.section.is_later(pairs[0][1])
-            ):
-                found.append((gradient, pairs[0][0]))
-        return found
-
-    def _is_one_storage(self, one: int, other: int) -> bool:
-        first, second = (
-            self.lives.values.get(self.graph.nodes[place].name) for place in (one, other)
-        )
-        return first is not None and second is not None and first.storage == second.storage
 
     @cached_property
     def _own(self) -> set[int]:
@@ -326,7 +206,7 @@ class Gradients:
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes, parts = self.homes(hold=hold), self._parts(hold=hold)
+        homes, parts = self.homes(hold=hold), self._parts if hold else []
         held = {id(gradient) for gradient, _ in self.captured if hold}
         parted = {id(found) for _, found in parts} - held
         stay = held.union(map(id, homes))
@@ -343,19 +223,19 @@ class Gradients:
         for tensor in self._zeros:
             yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
 
-    def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
-        """`sums`, and at the end what lives while parts are copied one by one, and so many bytes were `dropped`."""
-        parts, stay = (
-            self._parts(hold=hold),
-            {id(gradient) for gradient, _ in self.captured if hold},
-        )
-        going = self._own - stay.union(map(id, self.homes(hold=hold)))
+    def first_sums(self, dropped: int) -> dict[int, int]:
+        """`sums` of a first half, and at its end what lives while parts are copied one by one.
+
+        So many bytes were `dropped` by then.
+        """
+        parts, stay = self._parts, {id(gradient) for gradient, _ in self.captured}
+        going = self._own - stay.union(map(id, self.homes(hold=True)))
         left = [
             sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values())
             for i in range(len(parts))
         ]
         copied = list(accumulate(tensor.gradient_bytes for tensor, _ in parts))
-        sums, end = self.sums(hold=hold), self.nodes[0]
+        sums, end = self.sums(hold=True), self.nodes[0]
         if parts:
             before = sums.get(end, 0) + left[0]
             meanwhile = max(map(add, left, copied)) - dropped
@@ -429,7 +309,7 @@ class Gradients:
     def second_rises(self) -> Iterator[int]:
         """By node what it makes live in the second half, which runs those that lead to parameters."""
         halves, others = self.section.halves, defaultdict[int, int](int)
-        for gradient in self.uncut:
+        for gradient in self.own:
             made = self._is_at_once(gradient.producer) or halves.is_aside(gradient)
             others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
         for parameter, places in self.early:
@@ -450,9 +330,8 @@ class Gradients:
         """
         sums: dict[int, int] = defaultdict(int)
         held = {id(each) for each, _ in self._captured if hold}
-        stay = held.union(
-            map(id, self.homes(hold=hold)), (id(found) for _, found in self._parts(hold=hold))
-        )
+        parts = (id(found) for _, found in self._parts if hold)
+        stay = held.union(map(id, self.homes(hold=hold)), parts)
         for gradient in self.own:
             before = gradient.continues
             if gradient.sum and (

@@ -65,8 +65,8 @@ def _gradients(before: Footprint, behind: Footprint, turn: Turn) -> Amount:
     }[turn.behind]
     wanted = {
         "forward": {name for parcel in made for name in parcel.names},
-        "half": {*before.forwarded, *before.retained},
-        "halves": {*before.forwarded},
+        "half": {*before.relayed, *before.retained},
+        "halves": {*before.relayed},
         "whole": {*before.relayed},
     }[turn.before]
     return size_of(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipecompile.ir.encodings import Use
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
 
-__all__ = ["ORDERLY", "GradientLife", "Lives", "Storage"]
+__all__ = ["GradientLife", "Lives", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,6 @@ class GradientLife(NamedTuple):
     sum: bool
     copy: bool
     continues: GradientLife | None
-
-
-ORDERLY = {
-    f"{library}.{name}"
-    for library in ("Tensor", "torch")
-    for name in ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
-}
-"""Operators whose results have all elements in the order of what they view."""
 
 
 @dataclass(frozen=True)
@@ -233,16 +225,16 @@ class Lives:
                 found[self.place[name], self.place[reader]].append(life)
         return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
 
-    def reached(self, gradient: GradientLife, start: int) -> dict[int, int]:
-        """The nodes before the one at `start` whose gradients lie in this, each with the last reader that gives it."""
-        found: dict[int, int] = {}
+    def reached(self, gradient: GradientLife, start: int) -> set[int]:
+        """The nodes before the one at `start` whose gradients lie in this."""
+        found: set[int] = set()
         waiting = [start]
         while waiting:
             reader = waiting.pop()
             for place in self.sources.get(reader, ()):
-                if self.given.get((place, reader)) is gradient:
-                    waiting += [] if place in found else [place]
-                    found[place] = max(reader, found.get(place, reader))
+                if place not in found and self.given.get((place, reader)) is gradient:
+                    found.add(place)
+                    waiting.append(place)
         return found
 
     @cached_property
@@ -266,12 +258,6 @@ class Lives:
             for place in {*life.captured, *life.joined}:
                 found[place].append(life)
         return found
-
-    @cached_property
-    def turned(self) -> frozenset[tuple[int, int]]:
-        """The pairs of a node and a reader whose gradient lies otherwise than the node's value."""
-        pairs = (pair for gradient in self.graph.gradients for pair in gradient.turned)
-        return frozenset((self.place[name], self.place[reader]) for name, reader in pairs)
 
     @cached_property
     def _every_gradient(self) -> list[GradientLife]:

@@ -95,7 +95,7 @@ class _Stage(Part):
         first, later = (
             list(ways(half=True)) for ways in (self.gradients.making, self.gradients.adding)
         )
-        sums = self.gradients.last_sums()
+        sums = self.gradients.sums()
         last = self.gradients.second_sums() if self.splits else sums
         return Footprint(
             parameters=amount(
@@ -139,8 +139,7 @@ class _Stage(Part):
             passed=tuple(self._given_back(hold=True)),
             handed_on=tuple(self.handed_on),
             wanted=tuple(self._wanted()),
-            relayed=tuple(self.gradients.relayed(hold=False)),
-            forwarded=tuple(self.gradients.relayed(hold=True)),
+            relayed=tuple(self.gradients.relayed),
             retained=tuple(self.gradients.retained),
             shared=tuple(self._shared()),
         )
@@ -384,7 +383,7 @@ class _Stage(Part):
         return self._peak(
             changes,
             list(self.gradients.first_rises()),
-            self.gradients.last_sums(hold=True, dropped=dropped),
+            self.gradients.first_sums(dropped),
             scratch=lambda node: (Scratch.of_backward if node.name in whole else Scratch.of_input)(
                 node
             ),

@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from pipecompile.graph.storages import tensors
+from pipecompile.graph.storages import size_bytes, tensors
 from pipecompile.profiling.storage_tracker import Ledger
 
 __all__ = ["Destinations"]
@@ -22,12 +22,11 @@ Strides = tuple[tuple[int, int], ...]
 
 
 class Destinations:
-    """By storage of a ledger: the nodes that it is `captured` or `joined` at, what is `given` by it, and `turned`.
+    """By storage of a ledger: the nodes that it is `captured` or `joined` at, and what is `given` by it.
 
     It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
     what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
-    gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
-    value, the pair is turned.
+    gradient that the latter has for the former lies in it, with the strides of the former's value or as a part.
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
     `early` are those whose gradients a first half of a backward makes, since they hang off several autograd nodes on
@@ -38,7 +37,6 @@ class Destinations:
         self.captured: dict[int, list[str]] = defaultdict(list)
         self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.readers: dict[str, set[str]] = defaultdict(set)
         self.expanded: set[tuple[str, str]] = set()
         self.given_as_views: dict[str, list[int]] = defaultdict(list)
@@ -123,9 +121,12 @@ class Destinations:
                 self.expanded.update(own)
             for index in self._ledger.known(tensors(gradient)):
                 assert gradient is not None
-                self.given[index] += own
-                self.turned[index] += [
-                    pair for pair in own if self._strides.get(pair[0]) != _strides(gradient)
+                is_part = self._ledger.lives[index].bytes > size_bytes([gradient])
+                self.given[index] += [
+                    (source, reader)
+                    for source, reader in own
+                    if source in self._strides
+                    and (is_part or self._strides[source] == _strides(gradient))
                 ]
 
 

@@ -76,7 +76,7 @@ class GradientLife:
 
     `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
     it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
-    other strides than the value if it is `turned`. A `sum` is one of gradients of several readers; `continues` is the
+    the strides of its value or as a part of it. A `sum` is one of gradients of several readers; `continues` is the
     index of the one to which others were added in place to make it.
     """
 
@@ -87,7 +87,6 @@ class GradientLife:
     captured: tuple[str, ...]
     joined: tuple[str, ...]
     given: tuple[tuple[str, str], ...]
-    turned: tuple[tuple[str, str], ...]
     sum: bool
     copy: bool
     continues: int | None
@@ -345,10 +344,7 @@ class _Observer(Caller):
                 tuple(dict.fromkeys(where.captured[index])),
                 tuple(dict.fromkeys(where.joined[index])),
             )
-            given, turned = (
-                tuple(dict.fromkeys(where.given[index])),
-                tuple(dict.fromkeys(where.turned[index])),
-            )
+            given = tuple(dict.fromkeys(where.given[index]))
             if (
                 life.born >= count
                 and life.died is not None
@@ -360,7 +356,7 @@ class _Observer(Caller):
                 )
                 places[index] = len(found)
                 kinds = life.sum, index in self.ledger.copies
-                users = readers, captured, joined, given, turned
+                users = readers, captured, joined, given
                 found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
         return tuple(found)
 

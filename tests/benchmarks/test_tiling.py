@@ -86,7 +86,6 @@ def anonymous(graph: CostGraph) -> CostGraph:
             captured=named(g.captured),
             joined=named(g.joined),
             given=tuple(named(pair) for pair in g.given),
-            turned=tuple(named(pair) for pair in g.turned),
         )
         for g in graph.gradients
     )

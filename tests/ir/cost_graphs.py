@@ -166,7 +166,6 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
                 captured=tuple(captured),
                 joined=tuple(joined),
                 given=tuple(given),
-                turned=tuple(pair for pair in given if draw(st.booleans())),
                 sum=is_sum,
                 copy=draw(st.booleans()),
                 continues=continues,

@@ -122,9 +122,8 @@ class Gradient(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
     `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
-    they make gradients of parameters; a split backward holds it there until its second half. A captured one may live in
-    one node alone. Where it is `joined`, gradients of several of the nodes that are read branch off instead: a split
-    backward holds it there if some of these lead to parameters alone. Pairs of what is `given` by it are a node and a
+    they make gradients of parameters, or of several of the nodes that they read, some of which may lead to parameters
+    alone; a split backward holds it there until its second half. A captured one may live in one node alone. Pairs of what is `given` by it are a node and a
     reader: the gradient that the reader's backward has for the node lies in it, with the strides of the node's value or
     as a part of it.
 
@@ -138,7 +137,6 @@ class Gradient(Value, frozen=True, kw_only=True):
     bytes: NonNegative
     readers: tuple[str, ...] = ()
     captured: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     sum: bool = False
     copy: bool = False
@@ -201,7 +199,6 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             known_at = (
                 *gradient.readers,
                 *gradient.captured,
-                *gradient.joined,
                 *chain(*gradient.given),
             )
             for name in (gradient.producer, gradient.last, *known_at):

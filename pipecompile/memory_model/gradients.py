@@ -68,7 +68,7 @@ class Gradients:
         names = {
             tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
         }
-        users = {*received.captured, *received.joined}
+        users = set(received.captured)
         met = [
             name
             for name, sent in names.items()
@@ -244,7 +244,7 @@ class Gradients:
 
     def _last(self, gradient: GradientLife) -> int:
         """The node of the stage in whose backward it is let go."""
-        users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
+        users = self.inside.intersection((*gradient.readers, *gradient.captured))
         return (
             gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
         )

@@ -36,9 +36,8 @@ class Storage:
 class GradientLife(NamedTuple):
     """A storage of the backward: made in that of `producer`, let go in that of `last`.
 
-    A `sum` of others is new unless these were added in place to one that it `continues`. It is `captured` by the nodes
-    that make gradients of parameters of it, and `joined` where it may be, see the cost graph. A `copy` brings another
-    in order.
+    A `sum` of others is new unless these were added in place to one that it `continues`. It is `captured` where
+    gradients of parameters branch off, see the cost graph. A `copy` brings another in order.
     """
 
     producer: int
@@ -46,7 +45,6 @@ class GradientLife(NamedTuple):
     bytes: int
     readers: tuple[int, ...]
     captured: tuple[int, ...]
-    joined: tuple[int, ...]
     sum: bool
     copy: bool
     continues: GradientLife | None
@@ -252,10 +250,10 @@ class Lives:
 
     @cached_property
     def capturing(self) -> Mapping[int, Sequence[GradientLife]]:
-        """By node what is captured there, or joined."""
+        """By node what is captured there."""
         found = defaultdict[int, list[GradientLife]](list)
         for life in self._every_gradient:
-            for place in {*life.captured, *life.joined}:
+            for place in life.captured:
                 found[place].append(life)
         return found
 
@@ -265,12 +263,12 @@ class Lives:
         for gradient in self.graph.gradients:
             before = None if gradient.continues is None else every[gradient.continues]
             producer, last = self.place[gradient.producer], self.place[gradient.last]
-            readers, captured, joined = (
+            readers, captured = (
                 tuple(self.place[name] for name in names)
-                for names in (gradient.readers, gradient.captured, gradient.joined)
+                for names in (gradient.readers, gradient.captured)
             )
             kinds = gradient.sum, gradient.copy
-            users = readers, captured, joined
+            users = readers, captured
             every.append(GradientLife(producer, last, gradient.bytes, *users, *kinds, before))
         return every
 

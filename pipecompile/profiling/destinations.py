@@ -22,10 +22,10 @@ Strides = tuple[tuple[int, int], ...]
 
 
 class Destinations:
-    """By storage of a ledger: the nodes that it is `captured` or `joined` at, and what is `given` by it.
+    """By storage of a ledger: the nodes that it is `captured` at, and what is `given` by it.
 
-    It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
-    what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
+    It is captured where gradients of parameters branch off the way to a node's inputs, or those of several inputs,
+    which may lead to parameters: there a split backward holds what flows in. Given are pairs of a node and a reader: the
     gradient that the latter has for the former lies in it, with the strides of the former's value or as a part.
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
@@ -35,7 +35,6 @@ class Destinations:
 
     def __init__(self, ledger: Ledger) -> None:
         self.captured: dict[int, list[str]] = defaultdict(list)
-        self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.readers: dict[str, set[str]] = defaultdict(set)
         self.expanded: set[tuple[str, str]] = set()
@@ -56,12 +55,11 @@ class Destinations:
             # One that returns what it was given: who reads it has a gradient for both.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
         reached = _reached(made, sources)
-        capturing, joining = _branching(made, reached)
         self.early[name] = list(_early(made, reached))
-        for kind, nodes in ((self.captured, capturing), (self.joined, joining)):
-            self._hooks += [
-                node.register_prehook(partial(self._note, kind, name)) for node in nodes
-            ]
+        self._hooks += [
+            node.register_prehook(partial(self._capture, name))
+            for node in _branching(made, reached)
+        ]
         for node in made:
             children = {
                 place: child
@@ -89,11 +87,9 @@ class Destinations:
         self._hooks.clear()
         self._aliases.clear()
 
-    def _note(
-        self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _capture(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         for index in self._ledger.known(tensors(gradients)):
-            kind[index].append(name)
+            self.captured[index].append(name)
 
     def _give_views(
         self,
@@ -147,17 +143,17 @@ def _reached(made: Iterable[Node], sources: Sources) -> dict[Node, set[Node | No
     return {node: ends for node, ends in reached.items() if node is not None}
 
 
-def _branching(
-    made: Iterable[Node], reached: Mapping[Node, set[Node | None]]
-) -> tuple[list[Node], list[Node]]:
+def _branching(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> Iterator[Node]:
     """Where parameters branch off the way to what a call was given, or several ways.
 
     None of custom Functions, which make all of their gradients at once (runtime/split_backward.py).
     """
-    own = [node for node in made if node in reached and not isinstance(node, BackwardCFunction)]
-    capturing = [node for node in own if any(child not in reached for child in _children(node))]
-    several = [node for node in own if sum(child in reached for child in _children(node)) > 1]
-    return capturing, [node for node in several if len(reached[node]) > 1]
+    for node in made:
+        children = _children(node)
+        if node in reached and not isinstance(node, BackwardCFunction):
+            ways = len(children & reached.keys())
+            if ways < len(children) or (ways > 1 and len(reached[node]) > 1):
+                yield node
 
 
 def _early(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> Iterator[int]:

@@ -74,8 +74,8 @@ class Facts:
 class GradientLife:
     """A storage of the backward: made in that of node `producer`, freed in that of `last`.
 
-    `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
-    it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
+    `readers` are the nodes in between whose backwards take it, `captured` those at which
+    gradients of parameters, or of several nodes, branch off. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
     the strides of its value or as a part of it. A `sum` is one of gradients of several readers; `continues` is the
     index of the one to which others were added in place to make it.
     """
@@ -85,7 +85,6 @@ class GradientLife:
     last: str
     readers: tuple[str, ...]
     captured: tuple[str, ...]
-    joined: tuple[str, ...]
     given: tuple[tuple[str, str], ...]
     sum: bool
     copy: bool
@@ -340,23 +339,16 @@ class _Observer(Caller):
         for index, life in enumerate(self.ledger.lives):
             before = places.get(life.continues)
             places[index] = before
-            captured, joined = (
-                tuple(dict.fromkeys(where.captured[index])),
-                tuple(dict.fromkeys(where.joined[index])),
-            )
+            captured = tuple(dict.fromkeys(where.captured[index]))
             given = tuple(dict.fromkeys(where.given[index]))
-            if (
-                life.born >= count
-                and life.died is not None
-                and (life.died > life.born or captured or joined)
-            ):
+            if life.born >= count and life.died is not None and (life.died > life.born or captured):
                 producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(
                     self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died
                 )
                 places[index] = len(found)
                 kinds = life.sum, index in self.ledger.copies
-                users = readers, captured, joined, given
+                users = readers, captured, given
                 found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
         return tuple(found)
 

@@ -84,7 +84,6 @@ def anonymous(graph: CostGraph) -> CostGraph:
             last=names[g.last],
             readers=named(g.readers),
             captured=named(g.captured),
-            joined=named(g.joined),
             given=tuple(named(pair) for pair in g.given),
         )
         for g in graph.gradients

@@ -439,7 +439,7 @@ class _Stage:
                 last = None
             elif self.of[gradient.last] != self.index:
                 last = next(
-                    iter(self.inside([*gradient.readers, *gradient.captured, *gradient.joined])),
+                    iter(self.inside([*gradient.readers, *gradient.captured])),
                     gradient.producer,
                 )
             yield (
@@ -654,7 +654,7 @@ class _Stage:
     def came_for(self, number: int) -> list[str]:
         """The leaving tensors whose gradient a received one may be that is captured; all if none is known."""
         gradient = self.graph.gradients[number]
-        users = {*gradient.captured, *gradient.joined}
+        users = set(gradient.captured)
         names = [t.producer for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
         met = [name for name in names if {name, *self.ways(number, name)} & users]
         return met or names
@@ -709,9 +709,11 @@ class _Stage:
 
     def captors(self, gradient: Gradient) -> list[str]:
         """Where the second half begins with it."""
-        reading = [name for name in gradient.captured if self.begins_by_its_own(name)]
-        joining = [name for name in gradient.joined if self.begins_by_others(name)]
-        return self.inside([*reading, *joining])
+        return self.inside(filter(self.begins, gradient.captured))
+
+    def begins(self, name: str) -> bool:
+        """Whether the second half begins at a node on the way to inputs."""
+        return self.begins_by_its_own(name) or self.begins_by_others(name)
 
     def begins_by_its_own(self, name: str) -> bool:
         """Whether the second half begins at a node on the way to inputs, for a parameter that it reads."""
@@ -796,8 +798,7 @@ class _Stage:
         found: set[str] = set()
         for node in reversed(self.nodes):
             readers = [r for t in self.graph.tensors if t.producer == node.name for r in t.givers]
-            begins = self.begins_by_its_own(node.name) or self.begins_by_others(node.name)
-            if begins or not found.isdisjoint(readers):
+            if self.begins(node.name) or not found.isdisjoint(readers):
                 found.add(node.name)
         return found
 
@@ -1055,10 +1056,7 @@ class _Rank:
         made += sum(
             stage.size(parameter) for parameter in stage.early() if parameter in node.parameters
         )
-        name = node.name
-        runs = (
-            stage.begins_by_its_own(name) or (name in stage.aside) or stage.begins_by_others(name)
-        )
+        runs = stage.begins(node.name) or node.name in stage.aside
         return max(0, node.backward_peak_bytes - made) if runs else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:

@@ -940,7 +940,8 @@ class _Rank:
                         self.live.sizes[stage.index, microbatch, "early", name] = stage.size(name)
             if second:
                 self._sum(stage, node, whole=whole)
-                is_stripped = kind is Kind.BACKWARD_WEIGHT and self._is_stripped(stage, microbatch)
+                again = (stage.index, microbatch) in self.recomputed
+                is_stripped = kind is Kind.BACKWARD_WEIGHT and again
                 for storage in stage.own():
                     goes = is_stripped or not stage.sent(storage)
                     if goes and stage.holders(storage)[:1] == [node.name]:
@@ -1128,19 +1129,6 @@ class _Rank:
     def _is_passed(stage: _Stage, savers: Sequence[str]) -> bool:
         at_outputs = stage.begun_at_outputs or not stage.splits
         return bool(savers) and (at_outputs or any(saver in stage.passed for saver in savers))
-
-    def _is_stripped(self, stage: _Stage, microbatch: int) -> bool:
-        """Whether outputs go as what else was kept: they are no messages, or all of them do."""
-        if (stage.index, microbatch) in self.recomputed:
-            return True
-        here = (
-            key
-            for key in stage.messages
-            if (stage.index, microbatch, "kept", *key) in self.live.sizes
-        )
-        return stage.index + 1 in self.stages and not any(
-            self._is_wanted(stage, microbatch, key) for key in here
-        )
 
     def _is_wanted(self, stage: _Stage, microbatch: int, key: Key) -> bool:
         """Whether the next stage of the rank needs an output in its second half, or sends it on."""

@@ -6,13 +6,12 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from pipecompile.ir.graph import Parameter, Tensor
-from pipecompile.memory_model.live_ranges import GradientLife
+from pipecompile.ir.graph import Gradient, Parameter, Tensor
 from pipecompile.memory_model.subgraph import Change, Section
 
 __all__ = ["Gradients"]
@@ -28,9 +27,10 @@ class Gradients:
         self.section = section
         self.lives, self.graph = section.lives, section.graph
         self.nodes, self.inside = section.nodes, section.inside
+        self.place = section.lives.place
 
     @cached_property
-    def captured(self) -> list[tuple[GradientLife, int]]:
+    def captured(self) -> list[tuple[Gradient, int]]:
         """What the first half of a split backward holds, each with the node where the second lets it go.
 
         Those that are returned lie in the message.
@@ -42,7 +42,7 @@ class Gradients:
         ]
 
     @cached_property
-    def _captured(self) -> list[tuple[GradientLife, set[int]]]:
+    def _captured(self) -> list[tuple[Gradient, set[int]]]:
         pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
         return [(each, places) for each, places in pairs if places]
 
@@ -55,7 +55,7 @@ class Gradients:
             held = self._held_as_received()
             yield from dict.fromkeys(name for each in held for name in self._came_for(each))
 
-    def _held_as_received(self) -> Iterator[GradientLife]:
+    def _held_as_received(self) -> Iterator[Gradient]:
         found = {
             id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
         }
@@ -63,12 +63,12 @@ class Gradients:
             if key not in self._own and self.section.halves.captured_at(each):
                 yield each
 
-    def _came_for(self, received: GradientLife) -> list[str]:
+    def _came_for(self, received: Gradient) -> list[str]:
         """The leaving tensors whose gradient it may be that is captured: all if none is seen to be."""
         names = {
             tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
         }
-        users = set(received.captured)
+        users = {self.place[name] for name in received.captured}
         met = [
             name
             for name, sent in names.items()
@@ -76,7 +76,7 @@ class Gradients:
         ]
         return met or list(names)
 
-    def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
+    def homes(self, *, hold: bool) -> Sequence[Gradient | None]:
         """In which gradient of the stage that of each input lies as it is returned; None where it is a copy.
 
         A whole backward copies what others have too, except what it has through a view; a first half (`hold`) does
@@ -85,7 +85,7 @@ class Gradients:
         return self._own_homes if hold else self._taken_homes
 
     @cached_property
-    def _taken_homes(self) -> Sequence[GradientLife | None]:
+    def _taken_homes(self) -> Sequence[Gradient | None]:
         views = self.lives.viewed
         pairs = zip(self.section.given, self._own_homes, strict=True)
         return [
@@ -94,7 +94,7 @@ class Gradients:
         ]
 
     @cached_property
-    def _own_homes(self) -> Sequence[GradientLife | None]:
+    def _own_homes(self) -> Sequence[Gradient | None]:
         pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             found
@@ -103,7 +103,7 @@ class Gradients:
             for tensor, found in pairs
         ]
 
-    def _sole(self, tensor: Tensor, place: int) -> GradientLife | None:
+    def _sole(self, tensor: Tensor, place: int) -> Gradient | None:
         """In what the gradient of an input lies if its one reader is at `place`."""
         givers = {self.lives.place[name] for name in tensor.givers} - self.section.before
         return (
@@ -113,7 +113,7 @@ class Gradients:
         )
 
     @cached_property
-    def _parts(self) -> list[tuple[Tensor, GradientLife]]:
+    def _parts(self) -> list[tuple[Tensor, Gradient]]:
         """The inputs whose gradients are parts of larger ones until a first half ends; a whole backward copies them."""
         pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
@@ -152,9 +152,9 @@ class Gradients:
         unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
         return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
 
-    def _by_home(self, *, hold: bool) -> list[tuple[GradientLife | None, list[Tensor]]]:
+    def _by_home(self, *, hold: bool) -> list[tuple[Gradient | None, list[Tensor]]]:
         """The inputs that are read, with what their gradients lie in, if that is no copy."""
-        found: dict[int, tuple[GradientLife | None, list[Tensor]]] = {}
+        found: dict[int, tuple[Gradient | None, list[Tensor]]] = {}
         for index, ((tensor, _), home) in enumerate(
             zip(self.section.given, self.homes(hold=hold), strict=True)
         ):
@@ -179,15 +179,13 @@ class Gradients:
         return last.producer if tensor.dense and last.dense else None
 
     @cached_property
-    def own(self) -> list[GradientLife]:
+    def own(self) -> list[Gradient]:
         """Those that are made here; what comes from later stages is in order, and needs no copy."""
-        made = (
-            gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())
-        )
         return [
             gradient
-            for gradient in made
-            if not (gradient.copy and gradient.producer in self._sent_as_is)
+            for place in self.nodes
+            for gradient in self.lives.gradients.get(place, ())
+            if not (gradient.copy and place in self._sent_as_is)
         ]
 
     @cached_property
@@ -211,7 +209,7 @@ class Gradients:
         parted = {id(found) for _, found in parts} - held
         stay = held.union(map(id, homes))
         for gradient in self.own:
-            yield Change(gradient.producer, gradient.bytes, begins=True)
+            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
             if id(gradient) not in stay:
                 last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
                 yield Change(last, gradient.bytes, begins=False)
@@ -242,12 +240,13 @@ class Gradients:
             sums[end] = max(0, max(before, meanwhile) - copied[-1])
         return sums
 
-    def _last(self, gradient: GradientLife) -> int:
+    def _last(self, gradient: Gradient) -> int:
         """The node of the stage in whose backward it is let go."""
-        users = self.inside.intersection((*gradient.readers, *gradient.captured))
-        return (
-            gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
-        )
+        last = self.place[gradient.last]
+        if last in self.inside:
+            return last
+        users = (self.place[name] for name in (*gradient.readers, *gradient.captured))
+        return min(self.inside.intersection(users), default=self.place[gradient.producer])
 
     @property
     def early(self) -> list[tuple[Parameter, list[int]]]:
@@ -293,8 +292,8 @@ class Gradients:
         for gradient, place in self.captured:
             yield Change(place, gradient.bytes, begins=False)
         for gradient in filter(self.section.halves.is_aside, self.own):
-            yield Change(gradient.producer, gradient.bytes, begins=True)
-            yield Change(gradient.last, gradient.bytes, begins=False)
+            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
+            yield Change(self.place[gradient.last], gradient.bytes, begins=False)
 
     def first_rises(self) -> Iterator[int]:
         """By node what it makes live in the first half, which makes few gradients of parameters."""
@@ -310,8 +309,9 @@ class Gradients:
         """By node what it makes live in the second half, which runs those that lead to parameters."""
         halves, others = self.section.halves, defaultdict[int, int](int)
         for gradient in self.own:
-            made = self._is_at_once(gradient.producer) or halves.is_aside(gradient)
-            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
+            place = self.place[gradient.producer]
+            made = self._is_at_once(place) or halves.is_aside(gradient)
+            others[place] += 0 if gradient.sum or made else gradient.bytes
         for parameter, places in self.early:
             for place in places:
                 others[place] += 0 if self._is_at_once(place) else parameter.bytes
@@ -332,15 +332,11 @@ class Gradients:
         held = {id(each) for each, _ in self._captured if hold}
         parts = (id(found) for _, found in self._parts if hold)
         stay = held.union(map(id, self.homes(hold=hold)), parts)
-        for gradient in self.own:
-            before = gradient.continues
-            if gradient.sum and (
-                before is None or self.section.is_later(before.producer) or id(before) in held
-            ):
-                sums[gradient.producer] += gradient.bytes
-        apart = {
-            each.producer: each.bytes for each in self.own if each.sum and each.continues is None
-        }
+        new = [gradient for gradient in self.own if gradient.sum]
+        for gradient in new:
+            if not self._is_in_place(gradient, held):
+                sums[self.place[gradient.producer]] += gradient.bytes
+        apart = {self.place[each.producer]: each.bytes for each in new if each.continues is None}
         for place, size in apart.items():
             others = (
                 each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay
@@ -351,6 +347,13 @@ class Gradients:
         for place, size in self._added_anew(self.early if hold else self.section.trained):
             sums[place] += size
         return sums
+
+    def _is_in_place(self, gradient: Gradient, held: Collection[int]) -> bool:
+        """Whether a sum lies in what the first of its summands lay in, which is none that is `held`."""
+        if gradient.continues is None:
+            return False
+        before = self.graph.gradients[gradient.continues]
+        return not self.section.is_later(self.place[before.producer]) and id(before) not in held
 
     def second_sums(self) -> dict[int, int]:
         """The same of the second half of a split backward, which makes but gradients of parameters."""

@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from pipecompile.memory_model.live_ranges import GradientLife, Lives
+from pipecompile.ir.graph import Gradient
+from pipecompile.memory_model.live_ranges import Lives
 
 __all__ = ["Halves"]
 
@@ -32,9 +33,9 @@ class Halves:
     readers: Mapping[str, Collection[int]]
     sent: frozenset[int]
 
-    def captured_at(self, gradient: GradientLife) -> set[int]:
+    def captured_at(self, gradient: Gradient) -> set[int]:
         """Where the second half begins with it."""
-        return self._capturing.intersection(gradient.captured)
+        return self._capturing.intersection(map(self.lives.place.__getitem__, gradient.captured))
 
     def end_of_second(self, place: int) -> int:
         """The last node that the second half runs of what it begins at `place`."""
@@ -45,9 +46,9 @@ class Halves:
             found = found | waiting
         return min(found)
 
-    def is_aside(self, gradient: GradientLife) -> bool:
+    def is_aside(self, gradient: Gradient) -> bool:
         """Whether it leads to parameters alone, whose gradients are made in the second half, as it is."""
-        return gradient.last in self._later and not self.captured_at(gradient)
+        return self.lives.place[gradient.last] in self._later and not self.captured_at(gradient)
 
     @cached_property
     def early(self) -> frozenset[str]:

@@ -25,8 +25,9 @@ class Destinations:
     """By storage of a ledger: the nodes that it is `captured` at, and what is `given` by it.
 
     It is captured where gradients of parameters branch off the way to a node's inputs, or those of several inputs,
-    which may lead to parameters: there a split backward holds what flows in. Given are pairs of a node and a reader: the
-    gradient that the latter has for the former lies in it, with the strides of the former's value or as a part.
+    which may lead to parameters: there a split backward holds what flows in. Given are pairs of a node and a
+    reader: the gradient that the latter has for the former lies in it, with the strides of the former's value or as a
+    part.
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
     `early` are those whose gradients a first half of a backward makes, since they hang off several autograd nodes on

@@ -20,14 +20,14 @@ from pipecompile.graph.propagation import named_state
 from pipecompile.graph.saved_tensors import known_uses, made_since
 from pipecompile.graph.storages import size_bytes, tensors
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
-from pipecompile.ir.graph import Content, Packs
+from pipecompile.ir.graph import Content, Gradient, Packs
 from pipecompile.profiling.caller import Caller
 from pipecompile.profiling.destinations import Destinations, Sources
 from pipecompile.profiling.kernel_scratch import Scratch
 from pipecompile.profiling.storage_tracker import Ledger
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["Facts", "GradientLife", "Observation", "observe"]
+__all__ = ["Facts", "Observation", "observe"]
 
 
 @dataclass(frozen=True)
@@ -71,27 +71,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class GradientLife:
-    """A storage of the backward: made in that of node `producer`, freed in that of `last`.
-
-    `readers` are the nodes in between whose backwards take it, `captured` those at which
-    gradients of parameters, or of several nodes, branch off. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
-    the strides of its value or as a part of it. A `sum` is one of gradients of several readers; `continues` is the
-    index of the one to which others were added in place to make it.
-    """
-
-    bytes: int
-    producer: str
-    last: str
-    readers: tuple[str, ...]
-    captured: tuple[str, ...]
-    given: tuple[tuple[str, str], ...]
-    sum: bool
-    copy: bool
-    continues: int | None
-
-
-@dataclass(frozen=True)
 class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
@@ -103,7 +82,7 @@ class Observation:
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
-    gradients: tuple[GradientLife, ...]
+    gradients: tuple[Gradient, ...]
     expanded: Mapping[str, str]
 
 
@@ -328,10 +307,10 @@ class _Observer(Caller):
             self.workload.names[each] for each in dict.fromkeys(ids) if each in self.workload.names
         )
 
-    def _gradients(self) -> tuple[GradientLife, ...]:
+    def _gradients(self) -> tuple[Gradient, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""
         count, last = len(self.facts), 2 * len(self.facts) - 1
-        found: list[GradientLife] = []
+        found: list[Gradient] = []
         where = self.destinations
         places: dict[int | None, int | None] = {
             None: None
@@ -347,9 +326,19 @@ class _Observer(Caller):
                     self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died
                 )
                 places[index] = len(found)
-                kinds = life.sum, index in self.ledger.copies
-                users = readers, captured, given
-                found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
+                found.append(
+                    Gradient(
+                        producer=producer,
+                        last=end,
+                        bytes=life.bytes,
+                        readers=readers,
+                        captured=captured,
+                        given=given,
+                        sum=life.sum,
+                        copy=index in self.ledger.copies,
+                        continues=before,
+                    )
+                )
         return tuple(found)
 
 

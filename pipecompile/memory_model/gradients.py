@@ -114,7 +114,7 @@ class Gradients:
 
     @cached_property
     def _parts(self) -> list[tuple[Tensor, Gradient]]:
-        """The inputs whose gradients are parts of larger ones until a first half ends; a whole backward copies them."""
+        """The inputs whose gradients are parts of larger ones, which live until the backward ends."""
         pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             (tensor, found)
@@ -204,7 +204,7 @@ class Gradients:
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes, parts = self.homes(hold=hold), self._parts if hold else []
+        homes, parts = self.homes(hold=hold), self._parts
         held = {id(gradient) for gradient, _ in self.captured if hold}
         parted = {id(found) for _, found in parts} - held
         stay = held.union(map(id, homes))
@@ -213,7 +213,7 @@ class Gradients:
             if id(gradient) not in stay:
                 last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
                 yield Change(last, gradient.bytes, begins=False)
-        late = {tensor.producer for tensor, _ in parts}
+        late = {tensor.producer for tensor, _ in parts if hold}
         for (tensor, place), home in zip(self.section.given, homes, strict=True):
             if home is None:  # it lies in what others hold, or not in order: autograd copies it
                 at = self.nodes[0] if tensor.producer in late else place
@@ -221,20 +221,20 @@ class Gradients:
         for tensor in self._zeros:
             yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
 
-    def first_sums(self, dropped: int) -> dict[int, int]:
-        """`sums` of a first half, and at its end what lives while parts are copied one by one.
+    def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
+        """`sums`, and what lives at the end with parts that stay until then.
 
-        So many bytes were `dropped` by then.
+        A first half copies them one by one, when so many bytes were `dropped`.
         """
-        parts, stay = self._parts, {id(gradient) for gradient, _ in self.captured}
-        going = self._own - stay.union(map(id, self.homes(hold=True)))
+        parts, stay = self._parts, {id(gradient) for gradient, _ in self.captured if hold}
+        going = self._own - stay.union(map(id, self.homes(hold=hold)))
         left = [
             sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values())
             for i in range(len(parts))
         ]
-        copied = list(accumulate(tensor.gradient_bytes for tensor, _ in parts))
-        sums, end = self.sums(hold=True), self.nodes[0]
+        sums, end = self.sums(hold=hold), self.nodes[0]
         if parts:
+            copied = list(accumulate(tensor.gradient_bytes if hold else 0 for tensor, _ in parts))
             before = sums.get(end, 0) + left[0]
             meanwhile = max(map(add, left, copied)) - dropped
             sums[end] = max(0, max(before, meanwhile) - copied[-1])
@@ -330,7 +330,7 @@ class Gradients:
         """
         sums: dict[int, int] = defaultdict(int)
         held = {id(each) for each, _ in self._captured if hold}
-        parts = (id(found) for _, found in self._parts if hold)
+        parts = (id(found) for _, found in self._parts)
         stay = held.union(map(id, self.homes(hold=hold)), parts)
         new = [gradient for gradient in self.own if gradient.sum]
         for gradient in new:

@@ -180,7 +180,7 @@ def _gradient_levels(
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
     now = 0
-    sums = part.gradients.sums()
+    sums = part.gradients.last_sums()
     by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
     for at, size, begins in changes:
         by_place[at].append((level.size_of(size), size, begins))

@@ -95,7 +95,7 @@ class _Stage(Part):
         first, later = (
             list(ways(half=True)) for ways in (self.gradients.making, self.gradients.adding)
         )
-        sums = self.gradients.sums()
+        sums = self.gradients.last_sums()
         last = self.gradients.second_sums() if self.splits else sums
         return Footprint(
             parameters=amount(
@@ -383,7 +383,7 @@ class _Stage(Part):
         return self._peak(
             changes,
             list(self.gradients.first_rises()),
-            self.gradients.first_sums(dropped),
+            self.gradients.last_sums(hold=True, dropped=dropped),
             scratch=lambda node: (Scratch.of_backward if node.name in whole else Scratch.of_input)(
                 node
             ),

@@ -431,11 +431,11 @@ class _Stage:
 
         Without the latter where it is returned; a first half, which is to `hold`, returns also what others have.
         """
-        homes, parts = self.homes(hold=hold), self.parts(hold=hold)
+        homes = self.homes(hold=hold)
         for number, gradient in self.gradients():
             last: str | None = gradient.last
             is_held = hold and self.splits and self.captors(gradient)
-            if number in homes.values() or (number in parts.values() and not is_held):
+            if number in homes.values() or (number in self.parts.values() and not is_held):
                 last = None
             elif self.of[gradient.last] != self.index:
                 last = next(
@@ -456,7 +456,7 @@ class _Stage:
                 None,
             )
         for tensor in self.given():
-            if tensor.producer not in homes and tensor.producer not in parts:
+            if tensor.producer not in homes and not (hold and tensor.producer in self.parts):
                 reader = self.completing(tensor)
                 yield ("complete", "copy", tensor.producer), tensor.gradient_bytes, reader, None
 
@@ -510,12 +510,13 @@ class _Stage:
             if sizes.get(number) == tensor.gradient_bytes
         }
 
-    def parts(self, *, hold: bool) -> dict[str, int]:
-        """By input the larger gradient of which its own is a part until a first half is done, which copies it then."""
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """By input the larger gradient of which its own is a part; that lives until the backward is done."""
         return {
             tensor.producer: number
             for tensor in sorted(self.given(), key=lambda each: self.order.index(each.producer))
-            if hold and not tensor.spread_bytes
+            if not tensor.spread_bytes
             for number in self.sole(tensor)
             if self.graph.gradients[number].bytes > tensor.gradient_bytes
         }
@@ -588,7 +589,7 @@ class _Stage:
             for _, g in self.gradients()
             if g.producer == node and g.sum and g.continues is None
         ]
-        staying = waiting.union(self.homes(hold=hold).values(), self.parts(hold=hold).values())
+        staying = waiting.union(self.homes(hold=hold).values(), self.parts.values())
         read = {t.producer for t in self.graph.tensors if node in t.givers}
         first = sum(
             gradient.bytes
@@ -1141,7 +1142,7 @@ class _Rank:
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""
-        parts = stage.parts(hold=hold)
+        parts = stage.parts if hold else {}
         sizes = {tensor.producer: tensor.gradient_bytes for tensor in stage.graph.tensors}
         for index, (name, number) in enumerate(parts.items()):
             self.live.hold((stage.index, microbatch, "part", name), sizes[name])

@@ -219,12 +219,8 @@ class _Tiling:
             last=self._named(gradient.last, layer, to),
             readers=tuple(self._named(name, layer, to) for name in gradient.readers),
             captured=tuple(self._named(name, layer, to) for name in gradient.captured),
-            joined=tuple(self._named(name, layer, to) for name in gradient.joined),
             given=tuple(
                 tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given
-            ),
-            turned=tuple(
-                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.turned
             ),
             continues=None
             if before is None

@@ -46,8 +46,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     `inputs`, `received` and `received_gradients` are buffers of one microbatch.
 
     By name, for a neighbour on the same rank: what is `handed_on` of what arrived, as it came; what a second half has
-    `wanted` of that; of what leaves, the tensors whose gradients are `relayed` as they came by a whole backward, or
-    `forwarded` by a first half, or `retained` from the first half to the second.
+    `wanted` of that; of what leaves, the tensors whose gradients are `relayed` as they came, or `retained` from the
+    first half to the second.
 
     `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
     keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
@@ -81,7 +81,6 @@ class Footprint(Value, frozen=True, kw_only=True):
     handed_on: tuple[str, ...] = ()
     wanted: tuple[str, ...] = ()
     relayed: tuple[str, ...] = ()
-    forwarded: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()
     shared: tuple[Shared, ...] = ()
 

@@ -125,11 +125,10 @@ class Gradient(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
     `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
-    they make gradients of parameters; a split backward holds it there until its second half. A captured one may live in
-    one node alone. Where it is `joined`, gradients of several of the nodes that are read branch off instead: a split
-    backward holds it there if some of these lead to parameters alone. Pairs of what is `given` by it are a node and a
-    reader: the gradient that the reader's backward has for the node lies in it, in those that are `turned` with other
-    strides than the node's value.
+    they make gradients of parameters, or of several of the nodes that they read, some of which may lead to parameters
+    alone; a split backward holds it there until its second half. A captured one may live in one node alone. Pairs of what is `given` by it are a node and a
+    reader: the gradient that the reader's backward has for the node lies in it, with the strides of the node's value or
+    as a part of it.
 
     A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
     gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
@@ -141,9 +140,7 @@ class Gradient(Value, frozen=True, kw_only=True):
     bytes: NonNegative
     readers: tuple[str, ...] = ()
     captured: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
-    turned: tuple[tuple[str, str], ...] = ()
     sum: bool = False
     copy: bool = False
     continues: NonNegative | None = None
@@ -206,14 +203,11 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             known_at = (
                 *gradient.readers,
                 *gradient.captured,
-                *gradient.joined,
                 *chain(*gradient.given),
             )
             for name in (gradient.producer, gradient.last, *known_at):
                 if name not in names:
                     raise ValueError(f"a gradient names {name!r}, which is not a node")
-            if not set(gradient.turned) <= set(gradient.given):
-                raise ValueError(f"gradient {index} is turned for pairs that it is not given for")
             before = gradient.continues
             if before is not None and (
                 before >= index or self.gradients[before].last != gradient.producer

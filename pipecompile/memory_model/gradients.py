@@ -6,13 +6,12 @@ Part of the memory model, see memory.py.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from pipecompile.ir.graph import Parameter, Tensor
-from pipecompile.memory_model.live_ranges import ORDERLY, GradientLife
+from pipecompile.ir.graph import Gradient, Parameter, Tensor
 from pipecompile.memory_model.subgraph import Change, Section
 
 __all__ = ["Gradients"]
@@ -28,9 +27,10 @@ class Gradients:
         self.section = section
         self.lives, self.graph = section.lives, section.graph
         self.nodes, self.inside = section.nodes, section.inside
+        self.place = section.lives.place
 
     @cached_property
-    def captured(self) -> list[tuple[GradientLife, int]]:
+    def captured(self) -> list[tuple[Gradient, int]]:
         """What the first half of a split backward holds, each with the node where the second lets it go.
 
         Those that are returned lie in the message.
@@ -42,7 +42,7 @@ class Gradients:
         ]
 
     @cached_property
-    def _captured(self) -> list[tuple[GradientLife, set[int]]]:
+    def _captured(self) -> list[tuple[Gradient, set[int]]]:
         pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
         return [(each, places) for each, places in pairs if places]
 
@@ -52,87 +52,58 @@ class Gradients:
         if not self.section.splits or self.section.halves.begins_at_outputs:
             yield from (tensor.producer for tensor in self.section.leaving)
         else:
-            held = ((each, (*each.captured, *each.joined)) for each in self._held_as_received())
-            yield from dict.fromkeys(
-                name for each, users in held for name in self._came_for(each, users)
-            )
+            held = self._held_as_received()
+            yield from dict.fromkeys(name for each in held for name in self._came_for(each))
 
-    def _held_as_received(self) -> Iterator[GradientLife]:
+    def _held_as_received(self) -> Iterator[Gradient]:
         found = {
             id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
         }
-        copied = {(id(each), copy.last) for each, copy in self._brought_in_order}
         for key, each in found.items():
-            places = self.section.halves.captured_at(each)
-            if key not in self._own and any((key, place) not in copied for place in places):
+            if key not in self._own and self.section.halves.captured_at(each):
                 yield each
 
-    def _came_for(self, received: GradientLife, places: Iterable[int]) -> list[str]:
-        """The leaving tensors whose gradient it may be, as which it comes to these nodes: all if none is seen to be."""
+    def _came_for(self, received: Gradient) -> list[str]:
+        """The leaving tensors whose gradient it may be that is captured: all if none is seen to be."""
         names = {
             tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
         }
-        users = set(places)
+        users = {self.place[name] for name in received.captured}
         met = [
-            n
-            for n, sent in names.items()
+            name
+            for name, sent in names.items()
             if not users.isdisjoint({sent, *self.lives.reached(received, sent)})
         ]
         return met or list(names)
 
-    def homes(self, *, hold: bool) -> Sequence[GradientLife | None]:
-        """In what the gradient of each input that is read lies as it is returned; None where that is a copy.
+    def homes(self, *, hold: bool) -> Sequence[Gradient | None]:
+        """In which gradient of the stage that of each input lies as it is returned; None where it is a copy.
 
-        A whole backward copies what others have too, except what it made itself and has through a view; a first half
-        (`hold`) does not.
+        A whole backward copies what others have too, except what it has through a view; a first half (`hold`) does
+        not.
         """
-        return self._held_homes if hold else self._taken_homes
+        return self._own_homes if hold else self._taken_homes
 
     @cached_property
-    def _held_homes(self) -> Sequence[GradientLife | None]:
-        return self._matched(list(self._given_homes))
-
-    @cached_property
-    def _taken_homes(self) -> Sequence[GradientLife | None]:
+    def _taken_homes(self) -> Sequence[Gradient | None]:
         views = self.lives.viewed
-        seen = [
-            tensor.permuted or self.lives.place[tensor.producer] in views
-            for tensor, _ in self.section.given
+        pairs = zip(self.section.given, self._own_homes, strict=True)
+        return [
+            home if tensor.permuted or self.lives.place[tensor.producer] in views else None
+            for (tensor, _), home in pairs
         ]
-        pairs = zip(seen, self._given_homes, strict=True)
-        return self._matched(
-            [home if is_seen and id(home) in self._own else None for is_seen, home in pairs]
-        )
 
     @cached_property
-    def _given_homes(self) -> Sequence[GradientLife | None]:
-        return [self._only_given(tensor, place) for tensor, place in self.section.given]
+    def _own_homes(self) -> Sequence[Gradient | None]:
+        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
+        return [
+            found
+            if found is not None and found.bytes == tensor.gradient_bytes and id(found) in self._own
+            else None
+            for tensor, found in pairs
+        ]
 
-    def _matched(self, homes: list[GradientLife | None]) -> list[GradientLife | None]:
-        """With own gradients that go on to earlier stages, each for an input of its size that is complete there."""
-        taken = set(map(id, homes))
-        for gradient in self.own:
-            if gradient.last not in self.inside and id(gradient) not in taken:
-                index = next(
-                    (i for i, home in enumerate(homes) if home is None and self._fits(gradient, i)),
-                    None,
-                )
-                if index is not None:
-                    homes[index] = gradient
-        return homes
-
-    def _fits(self, gradient: GradientLife, index: int) -> bool:
-        tensor, place = self.section.given[index]
-        return (gradient.producer, gradient.bytes) == (place, tensor.gradient_bytes)
-
-    def _only_given(self, tensor: Tensor, place: int) -> GradientLife | None:
-        """That of which the gradient of an input with one reader, at `place`, is: made here, or what was received."""
-        found = self._sole(tensor, place)
-        if found is None or found.bytes != tensor.gradient_bytes:
-            return None
-        return None if self._is_turned(tensor, place, found) else found
-
-    def _sole(self, tensor: Tensor, place: int) -> GradientLife | None:
+    def _sole(self, tensor: Tensor, place: int) -> Gradient | None:
         """In what the gradient of an input lies if its one reader is at `place`."""
         givers = {self.lives.place[name] for name in tensor.givers} - self.section.before
         return (
@@ -141,45 +112,15 @@ class Gradients:
             else None
         )
 
-    def _parts(self, *, hold: bool) -> list[tuple[Tensor, GradientLife]]:
-        """The inputs whose gradients are parts of larger ones until the end; a whole backward copies gaps at once."""
-        pairs = [(tensor, place, self._sole(tensor, place)) for tensor, place in self.section.given]
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, Gradient]]:
+        """The inputs whose gradients are parts of larger ones, which live until the backward ends."""
+        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             (tensor, found)
-            for tensor, place, found in pairs
+            for tensor, found in pairs
             if found is not None and found.bytes > tensor.gradient_bytes and not tensor.spread_bytes
-            if hold or (self.lives.place[tensor.producer], place) not in self.lives.turned
         ]
-
-    def _is_turned(self, tensor: Tensor, place: int, found: GradientLife) -> bool:
-        """Whether a gradient comes to an input, read at `place`, in another order than that has.
-
-        What the cut behind lays out anew has the order of what was sent, and so of what that is a view of; if that is
-        not dense, its dimensions' own.
-        """
-        producer, is_received = self.lives.place[tensor.producer], id(found) not in self._own
-        anew = (sender for gradient, sender in self._laid_out_anew if gradient is found)
-        senders = [sender for sender in anew if producer in self.lives.reached(found, sender)]
-        if not all(self._is_one_storage(producer, sender) for sender in senders):
-            return True
-        if senders and all(
-            self.lives.values[self.graph.nodes[sender].name].dense for sender in senders
-        ):
-            return False
-        return (producer, place) in self.lives.turned or (
-            is_received and self._turns(tensor, place)
-        )
-
-    def _turns(self, tensor: Tensor, place: int) -> bool:
-        """Whether the reader changes the order of elements: then a copy of a gradient that came in order is sent.
-
-        A view does that unless its operator keeps the order. One that keeps it and is no view had to copy, since what
-        it was given is not in order; so the gradient would not be.
-        """
-        reader = self.graph.nodes[place]
-        value = self.lives.values.get(reader.name)
-        is_view = value is not None and value.storage == tensor.storage
-        return reader.operator not in ORDERLY if is_view else reader.operator in ORDERLY
 
     def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
         """The gradients of inputs that take memory as a whole backward returns them, or a first half (`hold`).
@@ -189,28 +130,18 @@ class Gradients:
         """
         held = {id(gradient) for gradient, _ in self._captured if hold and self.section.splits}
         for home, tensors in self._by_home(hold=hold):
-            if home is None or id(home) in self._own:
-                yield (
-                    tuple(tensor.producer for tensor in tensors),
-                    tensors[-1].gradient_bytes,
-                    id(home) in held,
-                )
+            names = tuple(tensor.producer for tensor in tensors)
+            yield names, tensors[-1].gradient_bytes, id(home) in held
         for tensor in self._zeros:
             yield (tensor.producer,), tensor.gradient_bytes, False
 
-    def relayed(self, *, hold: bool) -> Iterator[str]:
-        """What leaves and in whose gradient, as it came, lies that of an input."""
-        yield from (
-            tensor.producer
-            for tensor, _ in self.section.arriving
-            if not self.section.giving(tensor)
-        )
+    @property
+    def relayed(self) -> Iterator[str]:
+        """What leaves and whose gradient, as it came, is that of an input."""
+        for tensor, _ in self.section.arriving:
+            if not self.section.giving(tensor):
+                yield tensor.producer
         yield from filter(None, (self._sent_view_of(tensor) for tensor, _ in self.section.given))
-        for home, tensors in self._by_home(hold=hold):
-            if home is not None and id(home) not in self._own:
-                yield from self._came_for(
-                    home, (self.lives.place[tensor.producer] for tensor in tensors)
-                )
 
     @property
     def _zeros(self) -> Iterator[Tensor]:
@@ -221,9 +152,9 @@ class Gradients:
         unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
         return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
 
-    def _by_home(self, *, hold: bool) -> list[tuple[GradientLife | None, list[Tensor]]]:
+    def _by_home(self, *, hold: bool) -> list[tuple[Gradient | None, list[Tensor]]]:
         """The inputs that are read, with what their gradients lie in, if that is no copy."""
-        found: dict[int, tuple[GradientLife | None, list[Tensor]]] = {}
+        found: dict[int, tuple[Gradient | None, list[Tensor]]] = {}
         for index, ((tensor, _), home) in enumerate(
             zip(self.section.given, self.homes(hold=hold), strict=True)
         ):
@@ -234,10 +165,7 @@ class Gradients:
         return list(found.values())
 
     def _sent_view_of(self, tensor: Tensor) -> str | None:
-        """The view that the stage takes of it only for later ones, if what these give is in its order.
-
-        A view that is not dense is sent in its dimensions' own order, which has to be that of all before it.
-        """
+        """The view that the stage takes of it only for later ones, if that is sent as it is."""
         places = list(self.lives.views_of(tensor.producer, self.inside))
         if not places:
             return None
@@ -248,67 +176,17 @@ class Gradients:
             or any(self.lives.place[name] in self.inside for name in last.consumers)
         ):
             return None
-        orderly = all(self.graph.nodes[place].operator in ORDERLY for place in places)
-        return last.producer if orderly or (tensor.dense and last.dense) else None
+        return last.producer if tensor.dense and last.dense else None
 
     @cached_property
-    def own(self) -> list[GradientLife]:
-        """Those that are made here, with copies that only a cut brings about."""
-        return [*self.uncut, *(copy for _, copy in self._brought_in_order)]
-
-    @cached_property
-    def uncut(self) -> list[GradientLife]:
-        """Those that the whole model has too; what comes from later stages is in order, and needs no copy."""
-        made = (
-            gradient for place in self.nodes for gradient in self.lives.gradients.get(place, ())
-        )
+    def own(self) -> list[Gradient]:
+        """Those that are made here; what comes from later stages is in order, and needs no copy."""
         return [
             gradient
-            for gradient in made
-            if not (gradient.copy and gradient.producer in self._sent_as_is)
+            for place in self.nodes
+            for gradient in self.lives.gradients.get(place, ())
+            if not (gradient.copy and place in self._sent_as_is)
         ]
-
-    @cached_property
-    def _brought_in_order(self) -> list[tuple[GradientLife, GradientLife]]:
-        """What the cut laid out anew, each with its copy for a node that makes a parameter's gradient of it.
-
-        Linear layers and products copy it, since they take its leading dimensions as one; others may.
-        """
-        found = []
-        for gradient, sender in self._laid_out_anew:
-            for place, reader in self.lives.reached(gradient, sender).items():
-                is_taken = place in self.inside and place in gradient.captured
-                if is_taken and not self._is_one_storage(place, sender):
-                    users = (), (place,), ()
-                    copy = GradientLife(
-                        reader, place, gradient.bytes, *users, sum=False, copy=True, continues=None
-                    )
-                    found.append((gradient, copy))
-        return found
-
-    @cached_property
-    def _laid_out_anew(self) -> list[tuple[GradientLife, int]]:
-        """Gradients of what is sent that the whole model has in another order than messages, and who sends that."""
-        found = []
-        for tensor in self.section.leaving:
-            pairs = [
-                (self.lives.place[tensor.producer], self.lives.place[name])
-                for name in tensor.consumers
-            ]
-            gradient = self.lives.given.get(pairs[0]) if len(pairs) == 1 else None
-            if (
-                gradient is not None
-                and pairs[0] in self.lives.turned
-                and self.section.is_later(pairs[0][1])
-            ):
-                found.append((gradient, pairs[0][0]))
-        return found
-
-    def _is_one_storage(self, one: int, other: int) -> bool:
-        first, second = (
-            self.lives.values.get(self.graph.nodes[place].name) for place in (one, other)
-        )
-        return first is not None and second is not None and first.storage == second.storage
 
     @cached_property
     def _own(self) -> set[int]:
@@ -326,16 +204,16 @@ class Gradients:
 
     def flowing(self, *, hold: bool = False) -> Iterator[Change]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes, parts = self.homes(hold=hold), self._parts(hold=hold)
+        homes, parts = self.homes(hold=hold), self._parts
         held = {id(gradient) for gradient, _ in self.captured if hold}
         parted = {id(found) for _, found in parts} - held
         stay = held.union(map(id, homes))
         for gradient in self.own:
-            yield Change(gradient.producer, gradient.bytes, begins=True)
+            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
             if id(gradient) not in stay:
                 last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
                 yield Change(last, gradient.bytes, begins=False)
-        late = {tensor.producer for tensor, _ in parts}
+        late = {tensor.producer for tensor, _ in parts if hold}
         for (tensor, place), home in zip(self.section.given, homes, strict=True):
             if home is None:  # it lies in what others hold, or not in order: autograd copies it
                 at = self.nodes[0] if tensor.producer in late else place
@@ -344,30 +222,31 @@ class Gradients:
             yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
 
     def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
-        """`sums`, and at the end what lives while parts are copied one by one, and so many bytes were `dropped`."""
-        parts, stay = (
-            self._parts(hold=hold),
-            {id(gradient) for gradient, _ in self.captured if hold},
-        )
+        """`sums`, and what lives at the end with parts that stay until then.
+
+        A first half copies them one by one, when so many bytes were `dropped`.
+        """
+        parts, stay = self._parts, {id(gradient) for gradient, _ in self.captured if hold}
         going = self._own - stay.union(map(id, self.homes(hold=hold)))
         left = [
             sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values())
             for i in range(len(parts))
         ]
-        copied = list(accumulate(tensor.gradient_bytes for tensor, _ in parts))
         sums, end = self.sums(hold=hold), self.nodes[0]
         if parts:
+            copied = list(accumulate(tensor.gradient_bytes if hold else 0 for tensor, _ in parts))
             before = sums.get(end, 0) + left[0]
             meanwhile = max(map(add, left, copied)) - dropped
             sums[end] = max(0, max(before, meanwhile) - copied[-1])
         return sums
 
-    def _last(self, gradient: GradientLife) -> int:
+    def _last(self, gradient: Gradient) -> int:
         """The node of the stage in whose backward it is let go."""
-        users = self.inside.intersection((*gradient.readers, *gradient.captured, *gradient.joined))
-        return (
-            gradient.last if gradient.last in self.inside else min(users, default=gradient.producer)
-        )
+        last = self.place[gradient.last]
+        if last in self.inside:
+            return last
+        users = (self.place[name] for name in (*gradient.readers, *gradient.captured))
+        return min(self.inside.intersection(users), default=self.place[gradient.producer])
 
     @property
     def early(self) -> list[tuple[Parameter, list[int]]]:
@@ -413,8 +292,8 @@ class Gradients:
         for gradient, place in self.captured:
             yield Change(place, gradient.bytes, begins=False)
         for gradient in filter(self.section.halves.is_aside, self.own):
-            yield Change(gradient.producer, gradient.bytes, begins=True)
-            yield Change(gradient.last, gradient.bytes, begins=False)
+            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
+            yield Change(self.place[gradient.last], gradient.bytes, begins=False)
 
     def first_rises(self) -> Iterator[int]:
         """By node what it makes live in the first half, which makes few gradients of parameters."""
@@ -429,9 +308,10 @@ class Gradients:
     def second_rises(self) -> Iterator[int]:
         """By node what it makes live in the second half, which runs those that lead to parameters."""
         halves, others = self.section.halves, defaultdict[int, int](int)
-        for gradient in self.uncut:
-            made = self._is_at_once(gradient.producer) or halves.is_aside(gradient)
-            others[gradient.producer] += 0 if gradient.sum or made else gradient.bytes
+        for gradient in self.own:
+            place = self.place[gradient.producer]
+            made = self._is_at_once(place) or halves.is_aside(gradient)
+            others[place] += 0 if gradient.sum or made else gradient.bytes
         for parameter, places in self.early:
             for place in places:
                 others[place] += 0 if self._is_at_once(place) else parameter.bytes
@@ -450,18 +330,13 @@ class Gradients:
         """
         sums: dict[int, int] = defaultdict(int)
         held = {id(each) for each, _ in self._captured if hold}
-        stay = held.union(
-            map(id, self.homes(hold=hold)), (id(found) for _, found in self._parts(hold=hold))
-        )
-        for gradient in self.own:
-            before = gradient.continues
-            if gradient.sum and (
-                before is None or self.section.is_later(before.producer) or id(before) in held
-            ):
-                sums[gradient.producer] += gradient.bytes
-        apart = {
-            each.producer: each.bytes for each in self.own if each.sum and each.continues is None
-        }
+        parts = (id(found) for _, found in self._parts)
+        stay = held.union(map(id, self.homes(hold=hold)), parts)
+        new = [gradient for gradient in self.own if gradient.sum]
+        for gradient in new:
+            if not self._is_in_place(gradient, held):
+                sums[self.place[gradient.producer]] += gradient.bytes
+        apart = {self.place[each.producer]: each.bytes for each in new if each.continues is None}
         for place, size in apart.items():
             others = (
                 each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay
@@ -472,6 +347,13 @@ class Gradients:
         for place, size in self._added_anew(self.early if hold else self.section.trained):
             sums[place] += size
         return sums
+
+    def _is_in_place(self, gradient: Gradient, held: Collection[int]) -> bool:
+        """Whether a sum lies in what the first of its summands lay in, which is none that is `held`."""
+        if gradient.continues is None:
+            return False
+        before = self.graph.gradients[gradient.continues]
+        return not self.section.is_later(self.place[before.producer]) and id(before) not in held
 
     def second_sums(self) -> dict[int, int]:
         """The same of the second half of a split backward, which makes but gradients of parameters."""

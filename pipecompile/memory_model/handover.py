@@ -24,17 +24,12 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.footprint import Footprint, Parcel, size_of
 from pipecompile.memory_model.snapshots import Phase, Turn
 
-__all__ = ["handed_over", "most_handed_over", "staying"]
+__all__ = ["handed_over", "most_handed_over"]
 
 
 def handed_over(before: Footprint, behind: Footprint, turn: Turn) -> Amount:
     """What a microbatch holds of it, besides what the stage `before` has kept for its own backward."""
     return _values(before, behind, turn) + _gradients(before, behind, turn)
-
-
-def staying(before: Footprint, behind: Footprint, turn: Turn) -> Amount:
-    """What the stage `before` has kept for its second half, and does not let go with that."""
-    return _values(before, behind, turn._replace(before="halves")) - _values(before, behind, turn)
 
 
 def most_handed_over(before: Footprint, behind: Footprint) -> Amount:
@@ -65,8 +60,8 @@ def _gradients(before: Footprint, behind: Footprint, turn: Turn) -> Amount:
     }[turn.behind]
     wanted = {
         "forward": {name for parcel in made for name in parcel.names},
-        "half": {*before.forwarded, *before.retained},
-        "halves": {*before.forwarded},
+        "half": {*before.relayed, *before.retained},
+        "halves": {*before.relayed},
         "whole": {*before.relayed},
     }[turn.before]
     return size_of(

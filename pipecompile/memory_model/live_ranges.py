@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 from pipecompile.ir.encodings import Use
 from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
 
-__all__ = ["ORDERLY", "GradientLife", "Lives", "Storage"]
+__all__ = ["Lives", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -31,33 +30,6 @@ class Storage:
     content: Content | None = None
     uses: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
     takers: tuple[tuple[int, int], ...] = ()
-
-
-class GradientLife(NamedTuple):
-    """A storage of the backward: made in that of `producer`, let go in that of `last`.
-
-    A `sum` of others is new unless these were added in place to one that it `continues`. It is `captured` by the nodes
-    that make gradients of parameters of it, and `joined` where it may be, see the cost graph. A `copy` brings another
-    in order.
-    """
-
-    producer: int
-    last: int
-    bytes: int
-    readers: tuple[int, ...]
-    captured: tuple[int, ...]
-    joined: tuple[int, ...]
-    sum: bool
-    copy: bool
-    continues: GradientLife | None
-
-
-ORDERLY = {
-    f"{library}.{name}"
-    for library in ("Tensor", "torch")
-    for name in ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze")
-}
-"""Operators whose results have all elements in the order of what they view."""
 
 
 @dataclass(frozen=True)
@@ -213,80 +185,57 @@ class Lives:
         )
 
     @cached_property
-    def gradients(self) -> dict[int, tuple[GradientLife, ...]]:
+    def gradients(self) -> dict[int, tuple[Gradient, ...]]:
         """By the node in whose backward they are made, without summands of a parameter's gradient."""
-        made = defaultdict[int, list[GradientLife]](list)
-        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
+        made = defaultdict[int, list[Gradient]](list)
+        for gradient in self.graph.gradients:
             if not self._is_summand(gradient):
-                made[life.producer].append(life)
+                made[self.place[gradient.producer]].append(gradient)
         return {place: tuple(rows) for place, rows in made.items()}
 
     @cached_property
-    def given(self) -> dict[tuple[int, int], GradientLife]:
+    def given(self) -> dict[tuple[int, int], Gradient]:
         """In what lies the gradient that a reader has for a node, by the places of the node and the reader.
 
         Without those that lie in several, of which a sum is made.
         """
-        found = defaultdict[tuple[int, int], list[GradientLife]](list)
-        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
+        found = defaultdict[tuple[int, int], list[Gradient]](list)
+        for gradient in self.graph.gradients:
             for name, reader in gradient.given:
-                found[self.place[name], self.place[reader]].append(life)
-        return {pair: lives[0] for pair, lives in found.items() if len(lives) == 1}
+                found[self.place[name], self.place[reader]].append(gradient)
+        return {pair: every[0] for pair, every in found.items() if len(every) == 1}
 
-    def reached(self, gradient: GradientLife, start: int) -> dict[int, int]:
-        """The nodes before the one at `start` whose gradients lie in this, each with the last reader that gives it."""
-        found: dict[int, int] = {}
+    def reached(self, gradient: Gradient, start: int) -> set[int]:
+        """The nodes before the one at `start` whose gradients lie in this."""
+        found: set[int] = set()
         waiting = [start]
         while waiting:
             reader = waiting.pop()
             for place in self.sources.get(reader, ()):
-                if self.given.get((place, reader)) is gradient:
-                    waiting += [] if place in found else [place]
-                    found[place] = max(reader, found.get(place, reader))
+                if place not in found and self.given.get((place, reader)) is gradient:
+                    found.add(place)
+                    waiting.append(place)
         return found
 
     @cached_property
-    def summed(self) -> Mapping[int, Sequence[GradientLife]]:
+    def summed(self) -> Mapping[int, Sequence[Gradient]]:
         """By reader what others gave before for a node that it reads, and what ends when its own is added to that."""
-        found = defaultdict[int, list[GradientLife]](list)
-        for gradient, life in zip(self.graph.gradients, self._every_gradient, strict=True):
-            pairs = ((self.place[name], self.place[reader]) for name, reader in gradient.given)
-            if any(
-                name in self.sources.get(life.last, ()) and reader != life.last
-                for name, reader in pairs
-            ):
-                found[life.last].append(life)
-        return found
-
-    @cached_property
-    def capturing(self) -> Mapping[int, Sequence[GradientLife]]:
-        """By node what is captured there, or joined."""
-        found = defaultdict[int, list[GradientLife]](list)
-        for life in self._every_gradient:
-            for place in {*life.captured, *life.joined}:
-                found[place].append(life)
-        return found
-
-    @cached_property
-    def turned(self) -> frozenset[tuple[int, int]]:
-        """The pairs of a node and a reader whose gradient lies otherwise than the node's value."""
-        pairs = (pair for gradient in self.graph.gradients for pair in gradient.turned)
-        return frozenset((self.place[name], self.place[reader]) for name, reader in pairs)
-
-    @cached_property
-    def _every_gradient(self) -> list[GradientLife]:
-        every: list[GradientLife] = []
+        found = defaultdict[int, list[Gradient]](list)
         for gradient in self.graph.gradients:
-            before = None if gradient.continues is None else every[gradient.continues]
-            producer, last = self.place[gradient.producer], self.place[gradient.last]
-            readers, captured, joined = (
-                tuple(self.place[name] for name in names)
-                for names in (gradient.readers, gradient.captured, gradient.joined)
-            )
-            kinds = gradient.sum, gradient.copy
-            users = readers, captured, joined
-            every.append(GradientLife(producer, last, gradient.bytes, *users, *kinds, before))
-        return every
+            last = self.place[gradient.last]
+            others = (name for name, reader in gradient.given if reader != gradient.last)
+            if not set(self.sources.get(last, ())).isdisjoint(map(self.place.__getitem__, others)):
+                found[last].append(gradient)
+        return found
+
+    @cached_property
+    def capturing(self) -> Mapping[int, Sequence[Gradient]]:
+        """By node what is captured there."""
+        found = defaultdict[int, list[Gradient]](list)
+        for gradient in self.graph.gradients:
+            for name in gradient.captured:
+                found[self.place[name]].append(gradient)
+        return found
 
     def _is_summand(self, gradient: Gradient) -> bool:
         """Whether it goes from one reader of a parameter to another: it counts with the parameter."""

@@ -32,7 +32,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
-from pipecompile.memory_model.handover import handed_over, most_handed_over, staying
+from pipecompile.memory_model.handover import handed_over, most_handed_over
 from pipecompile.memory_model.snapshots import Held, Moment, moments, states
 
 __all__ = [
@@ -210,21 +210,11 @@ def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocat
             return stage.backward_peak if summed else stage.first_backward_peak
         case Kind.BACKWARD_INPUT:
             return stage.input_peak
-        case Kind.BACKWARD_WEIGHT if moment.stripped and not _stays(stages, moment):
+        case Kind.BACKWARD_WEIGHT if moment.stripped:
             return stage.stripped_peak if summed else stage.first_stripped_peak
         case Kind.BACKWARD_WEIGHT:
             return stage.weight_peak if summed else stage.first_weight_peak
     return _scratch(stages, allocator)
-
-
-def _stays(stages: Mapping[int, Footprint], moment: Moment) -> bool:
-    """Whether something is handed over that its second half needs and does not let go: then all outputs stay."""
-    before, behind = stages[moment.stage], stages.get(moment.stage + 1)
-    return (
-        moment.turn is not None
-        and behind is not None
-        and staying(before, behind, moment.turn) != ZERO
-    )
 
 
 def _peers(stages: Mapping[int, Footprint]) -> int:

@@ -56,15 +56,13 @@ class Held(NamedTuple):
 class Moment(NamedTuple):
     """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages.
 
-    The microbatch of a second half may be `stripped`, as in `Held`; `turn` is where it is if the next stage is on the
-    same rank.
+    The microbatch of a second half may be `stripped`, as in `Held`: but not of outputs that it hands over.
     """
 
     kind: Kind
     stage: int
     held: Mapping[int, Held]
     stripped: bool = False
-    turn: Turn | None = None
 
 
 class _Span(NamedTuple):
@@ -116,7 +114,6 @@ def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
             moment.stage,
             moment.held[moment.stage].summed,
             moment.stripped,
-            moment.turn,
         )
         rivals = found.setdefault(key, [])
         if not any(_covers(other, moment) for other in rivals):
@@ -146,10 +143,8 @@ def _all_moments(row: Sequence[Action]) -> Iterator[Moment]:
             now = {**before, action.stage: own._replace(copied=copied)}
             is_second = action.kind is Kind.BACKWARD_WEIGHT
             left = (turn for turn, count in own.turns.items() if after.turns.get(turn, 0) < count)
-            turn = next(left, None) if is_second else None
-            yield Moment(
-                action.kind, action.stage, now, is_second and after.stripped < own.stripped, turn
-            )
+            strips = after.stripped < own.stripped and all(turn.again for turn in left)
+            yield Moment(action.kind, action.stage, now, is_second and strips)
         before = held
     if any(action.kind in BACKWARDS for action in row):
         yield Moment(Kind.STEP, min(before), {stage: Held(summed=1) for stage in before})

@@ -11,7 +11,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from pipecompile.memory_model.live_ranges import GradientLife, Lives
+from pipecompile.ir.graph import Gradient
+from pipecompile.memory_model.live_ranges import Lives
 
 __all__ = ["Halves"]
 
@@ -32,12 +33,9 @@ class Halves:
     readers: Mapping[str, Collection[int]]
     sent: frozenset[int]
 
-    def captured_at(self, gradient: GradientLife) -> set[int]:
+    def captured_at(self, gradient: Gradient) -> set[int]:
         """Where the second half begins with it."""
-        return {
-            *self._capturing.intersection(gradient.captured),
-            *self._joining.intersection(gradient.joined),
-        }
+        return self._capturing.intersection(map(self.lives.place.__getitem__, gradient.captured))
 
     def end_of_second(self, place: int) -> int:
         """The last node that the second half runs of what it begins at `place`."""
@@ -48,9 +46,9 @@ class Halves:
             found = found | waiting
         return min(found)
 
-    def is_aside(self, gradient: GradientLife) -> bool:
+    def is_aside(self, gradient: Gradient) -> bool:
         """Whether it leads to parameters alone, whose gradients are made in the second half, as it is."""
-        return gradient.last in self._later and not self.captured_at(gradient)
+        return self.lives.place[gradient.last] in self._later and not self.captured_at(gradient)
 
     @cached_property
     def early(self) -> frozenset[str]:
@@ -63,14 +61,14 @@ class Halves:
     @cached_property
     def run_twice(self) -> set[int]:
         """The nodes of which the second half runs something."""
-        return {*self._capturing, *self._joining, *self._later}
+        return {*self._capturing, *self._later}
 
     @cached_property
     def passed_twice(self) -> set[int]:
         """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
         if self.begins_at_outputs:
             return set(self.nodes)
-        found = {*self._capturing, *self._joining}
+        found = set(self._capturing)
         waiting = list(found)
         while waiting:
             before = self._inside.intersection(self.lives.sources[waiting.pop()]) - found
@@ -145,17 +143,18 @@ class Halves:
 
     @cached_property
     def _capturing(self) -> set[int]:
-        """Where the second half begins with the gradients of parameters that the node reads."""
-        return {
+        """Where the second half begins: for parameters that the node reads, or for nodes aside that it does."""
+        own = {
             place
             for name, places in self.readers.items()
             for place in places
             if self._begins[name] == place
         }
+        return own | self._joining
 
     @cached_property
     def _joining(self) -> set[int]:
-        """Where it begins with those of nodes aside."""
+        """Where it begins for nodes aside."""
         return {
             place
             for place in self._on_the_way

@@ -139,8 +139,7 @@ class _Stage(Part):
             passed=tuple(self._given_back(hold=True)),
             handed_on=tuple(self.handed_on),
             wanted=tuple(self._wanted()),
-            relayed=tuple(self.gradients.relayed(hold=False)),
-            forwarded=tuple(self.gradients.relayed(hold=True)),
+            relayed=tuple(self.gradients.relayed),
             retained=tuple(self.gradients.retained),
             shared=tuple(self._shared()),
         )

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.storages import size_bytes
 from pipecompile.profiling.storage_tracker import Ledger
 
 __all__ = ["Destinations"]
@@ -22,12 +23,12 @@ Strides = tuple[tuple[int, int], ...]
 
 
 class Destinations:
-    """By storage of a ledger: the nodes that it is `captured` or `joined` at, what is `given` by it, and `turned`.
+    """By storage of a ledger: the nodes that it is `captured` at, and what is `given` by it.
 
-    It is captured where gradients of parameters branch off the way to a node's inputs: there a split backward holds
-    what flows in. It is joined where those of several inputs branch off. Given are pairs of a node and a reader: the
-    gradient that the latter has for the former lies in it. Where its strides are others than those of the former's
-    value, the pair is turned.
+    It is captured where gradients of parameters branch off the way to a node's inputs, or those of several inputs,
+    which may lead to parameters: there a split backward holds what flows in. Given are pairs of a node and a
+    reader: the gradient that the latter has for the former lies in it, with the strides of the former's value or as a
+    part.
     By node `readers` are those that give a gradient at all, `expanded` the pairs whose gradient repeats elements, and
     `given_as_views` the parameters, by id, whose gradients a node gives as views: nothing is added to these in place.
     `early` are those whose gradients a first half of a backward makes, since they hang off several autograd nodes on
@@ -36,9 +37,7 @@ class Destinations:
 
     def __init__(self, ledger: Ledger) -> None:
         self.captured: dict[int, list[str]] = defaultdict(list)
-        self.joined: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
-        self.turned: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.readers: dict[str, set[str]] = defaultdict(set)
         self.expanded: set[tuple[str, str]] = set()
         self.given_as_views: dict[str, list[int]] = defaultdict(list)
@@ -58,12 +57,11 @@ class Destinations:
             # One that returns what it was given: who reads it has a gradient for both.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
         reached = _reached(made, sources)
-        capturing, joining = _branching(made, reached)
         self.early[name] = list(_early(made, reached))
-        for kind, nodes in ((self.captured, capturing), (self.joined, joining)):
-            self._hooks += [
-                node.register_prehook(partial(self._note, kind, name)) for node in nodes
-            ]
+        self._hooks += [
+            node.register_prehook(partial(self._capture, name))
+            for node in _branching(made, reached)
+        ]
         for node in made:
             children = {
                 place: child
@@ -91,11 +89,9 @@ class Destinations:
         self._hooks.clear()
         self._aliases.clear()
 
-    def _note(
-        self, kind: dict[int, list[str]], name: str, gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _capture(self, name: str, gradients: Sequence[Tensor | None]) -> None:
         for index in self._ledger.known(tensor_leaves(gradients)):
-            kind[index].append(name)
+            self.captured[index].append(name)
 
     def _give_views(
         self,
@@ -123,9 +119,12 @@ class Destinations:
                 self.expanded.update(own)
             for index in self._ledger.known(tensor_leaves(gradient)):
                 assert gradient is not None
-                self.given[index] += own
-                self.turned[index] += [
-                    pair for pair in own if self._strides.get(pair[0]) != _strides(gradient)
+                is_part = self._ledger.lives[index].bytes > size_bytes([gradient])
+                self.given[index] += [
+                    (source, reader)
+                    for source, reader in own
+                    if source in self._strides
+                    and (is_part or self._strides[source] == _strides(gradient))
                 ]
 
 
@@ -146,17 +145,17 @@ def _reached(made: Iterable[Node], sources: Sources) -> dict[Node, set[Node | No
     return {node: ends for node, ends in reached.items() if node is not None}
 
 
-def _branching(
-    made: Iterable[Node], reached: Mapping[Node, set[Node | None]]
-) -> tuple[list[Node], list[Node]]:
+def _branching(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> Iterator[Node]:
     """Where parameters branch off the way to what a call was given, or several ways.
 
     None of custom Functions, which make all of their gradients at once (runtime/split_backward.py).
     """
-    own = [node for node in made if node in reached and not isinstance(node, BackwardCFunction)]
-    capturing = [node for node in own if any(child not in reached for child in _children(node))]
-    several = [node for node in own if sum(child in reached for child in _children(node)) > 1]
-    return capturing, [node for node in several if len(reached[node]) > 1]
+    for node in made:
+        children = _children(node)
+        if node in reached and not isinstance(node, BackwardCFunction):
+            ways = len(children & reached.keys())
+            if ways < len(children) or (ways > 1 and len(reached[node]) > 1):
+                yield node
 
 
 def _early(made: Iterable[Node], reached: Mapping[Node, set[Node | None]]) -> Iterator[int]:

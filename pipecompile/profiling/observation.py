@@ -21,14 +21,14 @@ from pipecompile.graph.autograd_nodes import known_uses, autograd_nodes_since
 from pipecompile.graph.storages import size_bytes
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
-from pipecompile.ir.graph import Content, Packs
+from pipecompile.ir.graph import Content, Gradient, Packs
 from pipecompile.profiling.caller import Caller
 from pipecompile.profiling.destinations import Destinations, Sources
 from pipecompile.profiling.kernel_scratch import Scratch
 from pipecompile.profiling.storage_tracker import Ledger
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["Facts", "GradientLife", "Observation", "observe"]
+__all__ = ["Facts", "Observation", "observe"]
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class GradientLife:
-    """A storage of the backward: made in that of node `producer`, freed in that of `last`.
-
-    `readers` are the nodes in between whose backwards take it, `captured` those that make gradients of parameters of
-    it. Of each pair `given`, a node and one that reads it, the gradient of the former by the latter lies in it, with
-    other strides than the value if it is `turned`. A `sum` is one of gradients of several readers; `continues` is the
-    index of the one to which others were added in place to make it.
-    """
-
-    bytes: int
-    producer: str
-    last: str
-    readers: tuple[str, ...]
-    captured: tuple[str, ...]
-    joined: tuple[str, ...]
-    given: tuple[tuple[str, str], ...]
-    turned: tuple[tuple[str, str], ...]
-    sum: bool
-    copy: bool
-    continues: int | None
-
-
-@dataclass(frozen=True)
 class Observation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
@@ -106,7 +83,7 @@ class Observation:
     nodes: dict[str, Facts]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
-    gradients: tuple[GradientLife, ...]
+    gradients: tuple[Gradient, ...]
     expanded: Mapping[str, str]
 
 
@@ -336,10 +313,10 @@ class _Observer(Caller):
             self.workload.names[each] for each in dict.fromkeys(ids) if each in self.workload.names
         )
 
-    def _gradients(self) -> tuple[GradientLife, ...]:
+    def _gradients(self) -> tuple[Gradient, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""
         count, last = len(self.facts), 2 * len(self.facts) - 1
-        found: list[GradientLife] = []
+        found: list[Gradient] = []
         where = self.destinations
         places: dict[int | None, int | None] = {
             None: None
@@ -347,27 +324,27 @@ class _Observer(Caller):
         for index, life in enumerate(self.ledger.lives):
             before = places.get(life.continues)
             places[index] = before
-            captured, joined = (
-                tuple(dict.fromkeys(where.captured[index])),
-                tuple(dict.fromkeys(where.joined[index])),
-            )
-            given, turned = (
-                tuple(dict.fromkeys(where.given[index])),
-                tuple(dict.fromkeys(where.turned[index])),
-            )
-            if (
-                life.born >= count
-                and life.died is not None
-                and (life.died > life.born or captured or joined)
-            ):
+            captured = tuple(dict.fromkeys(where.captured[index]))
+            given = tuple(dict.fromkeys(where.given[index]))
+            if life.born >= count and life.died is not None and (life.died > life.born or captured):
                 producer, end = (self.facts[last - tick][0] for tick in (life.born, life.died))
                 readers = tuple(
                     self.facts[last - tick][0] for tick in sorted(life.read) if tick < life.died
                 )
                 places[index] = len(found)
-                kinds = life.sum, index in self.ledger.copies
-                users = readers, captured, joined, given, turned
-                found.append(GradientLife(life.bytes, producer, end, *users, *kinds, before))
+                found.append(
+                    Gradient(
+                        producer=producer,
+                        last=end,
+                        bytes=life.bytes,
+                        readers=readers,
+                        captured=captured,
+                        given=given,
+                        sum=life.sum,
+                        copy=index in self.ledger.copies,
+                        continues=before,
+                    )
+                )
         return tuple(found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 
 import torch
 from torch import Tensor, fx, nn
@@ -61,7 +60,7 @@ def profile(
         storages=tuple(observation.storages[storage] for storage in known),
         contents=tuple(observation.contents.get(storage) for storage in known),
         parameters=tuple(_parameters(graph_module)),
-        gradients=tuple(ir.Gradient(**asdict(gradient)) for gradient in observation.gradients),
+        gradients=observation.gradients,
     )
 
 

@@ -84,9 +84,7 @@ def anonymous(graph: CostGraph) -> CostGraph:
             last=names[g.last],
             readers=named(g.readers),
             captured=named(g.captured),
-            joined=named(g.joined),
             given=tuple(named(pair) for pair in g.given),
-            turned=tuple(named(pair) for pair in g.turned),
         )
         for g in graph.gradients
     )

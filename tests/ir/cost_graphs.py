@@ -152,9 +152,9 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
             last = draw(st.integers(0, producer))
         is_sum = continues is not None or draw(st.booleans())
         places = names[producer], names[last]
-        between, captured, joined = (
+        between, captured = (
             draw(st.lists(st.sampled_from(names[last : producer + 1]), max_size=2, unique=True))
-            for _ in range(3)
+            for _ in range(2)
         )
         given = draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))
         made.append(
@@ -164,9 +164,7 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
                 bytes=draw(SIZES),
                 readers=tuple(between),
                 captured=tuple(captured),
-                joined=tuple(joined),
                 given=tuple(given),
-                turned=tuple(pair for pair in given if draw(st.booleans())),
                 sum=is_sum,
                 copy=draw(st.booleans()),
                 continues=continues,

@@ -431,15 +431,15 @@ class _Stage:
 
         Without the latter where it is returned; a first half, which is to `hold`, returns also what others have.
         """
-        homes, parts = self.homes(hold=hold), self.parts(hold=hold)
+        homes = self.homes(hold=hold)
         for number, gradient in self.gradients():
             last: str | None = gradient.last
             is_held = hold and self.splits and self.captors(gradient)
-            if number in homes.values() or (number in parts.values() and not is_held):
+            if number in homes.values() or (number in self.parts.values() and not is_held):
                 last = None
             elif self.of[gradient.last] != self.index:
                 last = next(
-                    iter(self.inside([*gradient.readers, *gradient.captured, *gradient.joined])),
+                    iter(self.inside([*gradient.readers, *gradient.captured])),
                     gradient.producer,
                 )
             yield (
@@ -456,7 +456,7 @@ class _Stage:
                 None,
             )
         for tensor in self.given():
-            if tensor.producer not in homes and tensor.producer not in parts:
+            if tensor.producer not in homes and not (hold and tensor.producer in self.parts):
                 reader = self.completing(tensor)
                 yield ("complete", "copy", tensor.producer), tensor.gradient_bytes, reader, None
 
@@ -465,58 +465,20 @@ class _Stage:
         own = [
             (n, g) for n, g in enumerate(self.graph.gradients) if self.of[g.producer] == self.index
         ]
-        copies = [copy for _, copy in self.brought_in_order]
-        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))] + list(
-            enumerate(copies, len(self.graph.gradients))
-        )
+        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))]
 
-    @cached_property
-    def brought_in_order(self) -> list[tuple[int, Gradient]]:
-        """Copies for those that capture what the cut lays out anew, each with the number of what it is a copy of."""
-        found = []
-        for number, tensor in self.anew:
-            for name, reader in self.ways(number, tensor.producer).items():
-                (own,) = [t for t in self.graph.tensors if t.producer == name]
-                is_taken = (
-                    name in self.graph.gradients[number].captured and self.of[name] == self.index
-                )
-                if is_taken and (own.storage != tensor.storage):
-                    size = self.graph.gradients[number].bytes
-                    copy = Gradient(
-                        producer=reader, last=name, bytes=size, captured=(name,), copy=True
-                    )
-                    found.append((number, copy))
-        return found
-
-    @cached_property
-    def anew(self) -> list[tuple[int, Tensor]]:
-        """Sent tensors with one reader whose gradient the whole model has in another order, with the number of that."""
-        found = []
+    def ways(self, number: int, name: str) -> set[str]:
+        """Whose gradients lie in the same storage as that of a node, up from it."""
+        found: set[str] = set()
         for tensor in self.graph.tensors:
-            pair = (tensor.producer, *tensor.consumers)
-            lying = [
-                number
-                for number, gradient in enumerate(self.graph.gradients)
-                if pair in gradient.given
-            ]
-            is_turned = any(pair in gradient.turned for gradient in self.graph.gradients)
-            if self.leaves(tensor.producer, tensor.consumers) and len(lying) == 1 and is_turned:
-                found.append((lying[0], tensor))
+            is_read = name in tensor.consumers and tensor.gradient_bytes
+            if is_read and self.lying((tensor.producer, name)) == [number]:
+                found |= {tensor.producer, *self.ways(number, tensor.producer)}
         return found
 
-    def ways(self, number: int, name: str) -> dict[str, str]:
-        """Whose gradients lie in the same storage as that of a node, up from it, with the last reader of each."""
-        found: dict[str, str] = {}
-        for tensor in self.graph.tensors:
-            pair = (tensor.producer, name)
-            lying = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
-            if name in tensor.consumers and tensor.gradient_bytes and lying == [number]:
-                for source, reader in [
-                    (tensor.producer, name),
-                    *self.ways(number, tensor.producer).items(),
-                ]:
-                    found[source] = max(found.get(source, reader), reader, key=self.order.index)
-        return found
+    def lying(self, pair: tuple[str, str]) -> list[int]:
+        """The storages in which the gradient of a node by a reader lies."""
+        return [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
 
     def from_later(self, name: str) -> bool:
         """Whether all of a node's gradient comes from later stages, through views at the most."""
@@ -539,65 +501,30 @@ class _Stage:
 
     def homes(self, *, hold: bool) -> dict[str, int]:
         """By input that is read the gradient of this stage in which its own lies; others are copies."""
-        found: dict[str, int] = {}
-        own = self.gradients()
-        for tensor in self.given():
-            if not (hold or tensor.permuted or self.is_seen(tensor)):
-                continue
-            pair = (tensor.producer, self.completing(tensor))
-            in_whole = [
-                n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given
-            ]
-            fits = [n for n in in_whole if self.graph.gradients[n].bytes == tensor.gradient_bytes]
-            is_own = fits in [[n] for n, _ in own]
-            if not (hold or is_own):
-                continue
-            cuts = [
-                sent
-                for n, sent in self.anew
-                if [n] == fits and tensor.producer in self.ways(n, sent.producer)
-            ]
-            turned = any(pair in g.turned for g in self.graph.gradients) or (
-                not is_own and self.is_turned(tensor, pair[1])
-            )
-            if cuts and all(sent.storage != tensor.storage or sent.dense for sent in cuts):
-                turned = False
-            turned = turned or any(sent.storage != tensor.storage for sent in cuts)
-            if fits == in_whole and len(fits) == 1 and not turned and self.is_sole(tensor):
-                found[tensor.producer] = fits[0]
-        free = [
-            n
-            for n, gradient in own
-            if n not in found.values() and self.of[gradient.last] != self.index
-        ]
-        for number in free:
-            wanted = dict(own)[number].producer, dict(own)[number].bytes
-            for tensor in self.given():
-                is_open = tensor.producer not in found and number not in found.values()
-                if is_open and (self.completing(tensor), tensor.gradient_bytes) == wanted:
-                    found[tensor.producer] = number
-        return found
+        sizes = {number: gradient.bytes for number, gradient in self.gradients()}
+        return {
+            tensor.producer: number
+            for tensor in self.given()
+            if hold or tensor.permuted or self.is_seen(tensor)
+            for number in self.sole(tensor)
+            if sizes.get(number) == tensor.gradient_bytes
+        }
 
-    def parts(self, *, hold: bool) -> dict[str, int]:
-        """By input the larger gradient of which its own is a part until the backward is done, which copies it then.
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """By input the larger gradient of which its own is a part; that lives until the backward is done."""
+        return {
+            tensor.producer: number
+            for tensor in sorted(self.given(), key=lambda each: self.order.index(each.producer))
+            if not tensor.spread_bytes
+            for number in self.sole(tensor)
+            if self.graph.gradients[number].bytes > tensor.gradient_bytes
+        }
 
-        A whole backward copies at once what has gaps.
-        """
-        found: dict[str, int] = {}
-        for tensor in sorted(self.given(), key=lambda tensor: self.order.index(tensor.producer)):
-            pair = (tensor.producer, self.completing(tensor))
-            lying = [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
-            turned = any(pair in gradient.turned for gradient in self.graph.gradients)
-            larger = [n for n in lying if self.graph.gradients[n].bytes > tensor.gradient_bytes]
-            if (
-                self.is_sole(tensor)
-                and lying == larger
-                and len(lying) == 1
-                and not tensor.spread_bytes
-                and (hold or not turned)
-            ):
-                found[tensor.producer] = lying[0]
-        return found
+    def sole(self, tensor: Tensor) -> list[int]:
+        """That in which the gradient of an input lies, if there is one and one node alone gives it."""
+        found = self.lying((tensor.producer, self.completing(tensor)))
+        return found if len(found) == 1 and self.is_sole(tensor) else []
 
     def is_seen(self, tensor: Tensor) -> bool:
         """Whether its one reader is a view of all of it."""
@@ -633,25 +560,20 @@ class _Stage:
         """What arrives and is given a gradient."""
         return [tensor for tensor in self.read() if self.inside(tensor.givers)]
 
-    def is_turned(self, tensor: Tensor, reader: str) -> bool:
-        """Whether a view is read that is not known to be in order, or what should be one is none."""
-        views = [
-            t for t in self.graph.tensors if t.producer == reader and t.storage == tensor.storage
-        ]
-        should_be = self.graph.by_name[reader].operator == "Tensor.view"
-        return not should_be if views else should_be
-
-    def only_views(self, tensor: Tensor, *, ordered: bool = True, dense: bool = True) -> bool:
-        """Whether later stages read views of views of it alone, all of it in its order; its gradient is one too."""
-        dense = dense and (tensor.dense or tensor.producer in self.inside([tensor.producer]))
-        for view in self.graph.tensors:
-            same = (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
-            sole = list(tensor.consumers) == [view.producer] and tensor.storage is not None and same
-            if sole and self.inside([view.producer]) and view.consumers:
-                ordered = ordered and self.graph.by_name[view.producer].operator == "Tensor.view"
-                if not self.inside(view.consumers):
-                    return ordered or (dense and view.dense)
-                return self.only_views(view, ordered=ordered, dense=dense)
+    def only_views(self, tensor: Tensor) -> bool:
+        """Whether later stages read views of views of it alone, which are sent as it is; its gradient is one too."""
+        is_dense = tensor.dense
+        while len(tensor.consumers) == 1 and tensor.storage is not None:
+            (reader,) = tensor.consumers
+            views = [
+                t for t in self.graph.tensors if t.producer == reader and self.inside([reader])
+            ]
+            same = [t for t in views if t.storage == tensor.storage]
+            if [t.gradient_bytes for t in same] != [tensor.gradient_bytes]:
+                return False
+            (tensor,) = same
+            if not self.inside(tensor.consumers):
+                return bool(tensor.consumers) and is_dense and tensor.dense
         return False
 
     def met(self, node: str, *, hold: bool) -> int:
@@ -667,7 +589,7 @@ class _Stage:
             for _, g in self.gradients()
             if g.producer == node and g.sum and g.continues is None
         ]
-        staying = waiting.union(self.homes(hold=hold).values(), self.parts(hold=hold).values())
+        staying = waiting.union(self.homes(hold=hold).values(), self.parts.values())
         read = {t.producer for t in self.graph.tensors if node in t.givers}
         first = sum(
             gradient.bytes
@@ -725,40 +647,25 @@ class _Stage:
         if not self.splits or self.begun_at_outputs:
             return True
         own = {number for number, _ in self.gradients()}
-        copied = {(number, copy.last) for number, copy in self.brought_in_order}
-        for number, gradient in enumerate(self.graph.gradients):
-            captors = self.captors(gradient)
-            is_held = number not in own and any(
-                (number, captor) not in copied for captor in captors
-            )
-            if is_held and name in self.came_for(number, [*gradient.captured, *gradient.joined]):
-                return True
-        return False
+        return any(
+            number not in own and self.captors(gradient) and name in self.came_for(number)
+            for number, gradient in enumerate(self.graph.gradients)
+        )
 
-    def came_for(self, number: int, users: Sequence[str]) -> list[str]:
-        """The leaving tensors whose gradient a received one may be that comes to these nodes; all if none is known."""
+    def came_for(self, number: int) -> list[str]:
+        """The leaving tensors whose gradient a received one may be that is captured; all if none is known."""
+        gradient = self.graph.gradients[number]
+        users = set(gradient.captured)
         names = [t.producer for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
-        met = [name for name in names if {name, *self.ways(number, name)} & set(users)]
+        met = [name for name in names if {name, *self.ways(number, name)} & users]
         return met or names
 
-    def relays(self, name: str, *, hold: bool) -> bool:
+    def relays(self, name: str) -> bool:
         """Whether an input's gradient is what was received of what leaves."""
-        own = {number for number, _ in self.gradients()}
-        homes = {who: home for who, home in self.homes(hold=hold).items() if home not in own}
-        for tensor in self.graph.tensors:
-            if not self.arrives(tensor.producer, tensor.consumers):
-                continue
-            if not self.inside(tensor.givers):
-                lying = [tensor.producer]
-            elif self.only_views(tensor):
-                lying = [self.last_view(tensor)]
-            elif tensor.producer in homes:
-                lying = self.came_for(homes[tensor.producer], [tensor.producer])
-            else:
-                lying = []
-            if name in lying:
-                return True
-        return False
+        arriving = [t for t in self.graph.tensors if self.arrives(t.producer, t.consumers)]
+        passing = [tensor.producer for tensor in arriving if not self.inside(tensor.givers)]
+        viewed = [t for t in arriving if self.inside(t.givers) and self.only_views(t)]
+        return name in [*passing, *map(self.last_view, viewed)]
 
     def last_view(self, tensor: Tensor) -> str:
         """Of what only views are taken of for later stages, the one that is sent."""
@@ -771,11 +678,10 @@ class _Stage:
     def given_back(self, *, hold: bool) -> dict[Any, tuple[int, list[str]]]:
         """The gradients of inputs that are memory of their own: size, and the inputs whose gradients lie in it."""
         homes = self.homes(hold=hold)
-        received = set(homes.values()) - {number for number, _ in self.gradients()}
         found: dict[Any, tuple[int, list[str]]] = {}
         for tensor in self.given():
             home = homes.get(tensor.producer, tensor.producer)
-            if home not in received and not self.only_views(tensor):
+            if not self.only_views(tensor):
                 _, names = found.get(home, (0, []))
                 found[home] = tensor.gradient_bytes, [*names, tensor.producer]
         return found | {
@@ -804,9 +710,11 @@ class _Stage:
 
     def captors(self, gradient: Gradient) -> list[str]:
         """Where the second half begins with it."""
-        reading = [name for name in gradient.captured if self.begins_by_its_own(name)]
-        joining = [name for name in gradient.joined if self.begins_by_others(name)]
-        return self.inside([*reading, *joining])
+        return self.inside(filter(self.begins, gradient.captured))
+
+    def begins(self, name: str) -> bool:
+        """Whether the second half begins at a node on the way to inputs."""
+        return self.begins_by_its_own(name) or self.begins_by_others(name)
 
     def begins_by_its_own(self, name: str) -> bool:
         """Whether the second half begins at a node on the way to inputs, for a parameter that it reads."""
@@ -891,8 +799,7 @@ class _Stage:
         found: set[str] = set()
         for node in reversed(self.nodes):
             readers = [r for t in self.graph.tensors if t.producer == node.name for r in t.givers]
-            begins = self.begins_by_its_own(node.name) or self.begins_by_others(node.name)
-            if begins or not found.isdisjoint(readers):
+            if self.begins(node.name) or not found.isdisjoint(readers):
                 found.add(node.name)
         return found
 
@@ -1034,7 +941,8 @@ class _Rank:
                         self.live.sizes[stage.index, microbatch, "early", name] = stage.size(name)
             if second:
                 self._sum(stage, node, whole=whole)
-                is_stripped = kind is Kind.BACKWARD_WEIGHT and self._is_stripped(stage, microbatch)
+                again = (stage.index, microbatch) in self.recomputed
+                is_stripped = kind is Kind.BACKWARD_WEIGHT and again
                 for storage in stage.own():
                     goes = is_stripped or not stage.sent(storage)
                     if goes and stage.holders(storage)[:1] == [node.name]:
@@ -1150,10 +1058,7 @@ class _Rank:
         made += sum(
             stage.size(parameter) for parameter in stage.early() if parameter in node.parameters
         )
-        name = node.name
-        runs = (
-            stage.begins_by_its_own(name) or (name in stage.aside) or stage.begins_by_others(name)
-        )
+        runs = stage.begins(node.name) or node.name in stage.aside
         return max(0, node.backward_peak_bytes - made) if runs else 0
 
     def _flow(self, stage: _Stage, microbatch: int, node: str, *, hold: bool) -> None:
@@ -1226,19 +1131,6 @@ class _Rank:
         at_outputs = stage.begun_at_outputs or not stage.splits
         return bool(savers) and (at_outputs or any(saver in stage.passed for saver in savers))
 
-    def _is_stripped(self, stage: _Stage, microbatch: int) -> bool:
-        """Whether outputs go as what else was kept: they are no messages, or all of them do."""
-        if (stage.index, microbatch) in self.recomputed:
-            return True
-        here = (
-            key
-            for key in stage.messages
-            if (stage.index, microbatch, "kept", *key) in self.live.sizes
-        )
-        return stage.index + 1 in self.stages and not any(
-            self._is_wanted(stage, microbatch, key) for key in here
-        )
-
     def _is_wanted(self, stage: _Stage, microbatch: int, key: Key) -> bool:
         """Whether the next stage of the rank needs an output in its second half, or sends it on."""
         behind = self.stages[stage.index + 1]
@@ -1250,7 +1142,7 @@ class _Rank:
 
     def _return(self, stage: _Stage, microbatch: int, *, hold: bool) -> None:
         """The gradients of what is read are memory of its own, others lie in what was received."""
-        parts = stage.parts(hold=hold)
+        parts = stage.parts if hold else {}
         sizes = {tensor.producer: tensor.gradient_bytes for tensor in stage.graph.tensors}
         for index, (name, number) in enumerate(parts.items()):
             self.live.hold((stage.index, microbatch, "part", name), sizes[name])
@@ -1276,7 +1168,7 @@ class _Rank:
             if self._is_wanted(before, microbatch, key) and not is_own:
                 self.live.hold((*here, "handed", *key), size)
         for home, (_, names) in behind.given_back(hold=there in self.split).items():
-            relayed = any(before.relays(name, hold=here in self.split) for name in names)
+            relayed = any(before.relays(name) for name in names)
             retained = here in self.halved and any(map(before.retains, names))
             if not (relayed or retained or (there in self.halved and behind.lends(home))):
                 self.live.drop(*there, "returned", home)

@@ -300,7 +300,7 @@ MORE = {
     "parts": VALUE,
     "several": VALUE,
     "straight": VALUE,
-    "lstm": 1 << 12,
+    "lstm": 1 << 14,
 }
 LESS = {"attention": 2 * VALUE, "mixed": VALUE, "turned": VALUE, "lstm": 1 << 12}
 # A gradient that is not in order is there, for a moment, beside the copy that is sent of it. In second halves a node's

@@ -81,8 +81,8 @@ def requested_options(**choices: Any) -> Options:
     """Return the options of a plan as far as they are known without the model.
 
     `choices` are the keywords of `pipecompile.Choices`, k and costs. Microbatches are k if they are not given; an
-    optimizer that the target brings, and the CPU's instructions, are left to `options_for`. InputError names what was
-    given and what there is.
+    optimizer that the target brings is left to `options_for`. InputError names what was given and
+    what there is.
     """
     given = {option.name: choices.pop(option.name, option.default) for option in OPTIONS}
     check_names(choices)

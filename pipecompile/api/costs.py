@@ -28,9 +28,7 @@ from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
-from pipecompile.ir.amount import Instructions
 from pipecompile.ir.graph import CostGraph, TimeUnit
-from pipecompile.profiling.kernel_scratch import own_instructions
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 from pipecompile.runtime.microbatch import split
@@ -99,12 +97,11 @@ def cost_graph(
     captured: Captured,
     *,
     fresh: bool = False,
-    instructions: Instructions | None = None,
 ) -> CostGraph:
     """Return what one microbatch costs; with the loss if a target is given or the model has its own loss.
 
     Measured costs come from the cache if they were measured under the same conditions, unless `fresh` ones are asked
-    for. On a CPU, kernel scratch is that of kernels with these `instructions`, by default this CPU's.
+    for.
     """
     model = cost_model(costs, target.costs, target.device)
     if isinstance(model, Table):
@@ -113,7 +110,7 @@ def cost_graph(
         target.check_values(f"costs={costs!r}")
 
     def profiled(model: CostModel) -> CostGraph:
-        return _profiled(target, microbatches, captured, model, instructions or own_instructions())
+        return _profiled(target, microbatches, captured, model)
 
     if not isinstance(model, Measured):
         return profiled(model)
@@ -139,13 +136,7 @@ def _operations(captured: Captured) -> Iterable[fx.Node]:
     return (node for node in captured.module.graph.nodes if node.op != "get_attr")
 
 
-def _profiled(
-    target: Target,
-    microbatches: int,
-    captured: Captured,
-    model: CostModel,
-    instructions: Instructions,
-) -> CostGraph:
+def _profiled(target: Target, microbatches: int, captured: Captured, model: CostModel) -> CostGraph:
     """The cost graph by `model`: under the original parameter names, and with what may not be recomputed."""
     inputs = captured.capture.inputs.flatten(captured.sample)
     loss, targets = loss_of(target, microbatches, captured)
@@ -155,7 +146,6 @@ def _profiled(
         model,
         loss=loss,
         targets=targets,
-        instructions=instructions,
     )
     named = replace(
         _canonical(graph, captured.capture),

@@ -15,7 +15,6 @@ from pipecompile.errors import InputError, unknown
 from pipecompile.frontend.captured_graph import batch_size
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
-from pipecompile.profiling.kernel_scratch import own_instructions
 
 __all__ = ["completed", "options_for"]
 
@@ -29,7 +28,7 @@ def options_for(target: Target, **choices: Any) -> Options:
 
 
 def completed(target: Target, requested: Options) -> Options:
-    """Return `requested` options with the target's optimizer and, for plans for CPUs, this CPU's instructions."""
+    """Return `requested` options with the target's optimizer."""
     optimizer = requested.optimizer or target.optimizer
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise InputError(f"the target's optimizer: {unknown('optimizer', optimizer, OPTIMIZERS)}")
@@ -38,10 +37,8 @@ def completed(target: Target, requested: Options) -> Options:
             f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}"
         )
     _check_microbatches(target, requested.microbatches)
-    on_cpu = cost_model(requested.costs, target.costs).memory == "cpu"
-    return msgspec.structs.replace(
-        requested, optimizer=optimizer, instructions=own_instructions() if on_cpu else None
-    )
+    cost_model(requested.costs, target.costs)  # refuses what there is not
+    return msgspec.structs.replace(requested, optimizer=optimizer)
 
 
 def _check_microbatches(target: Target, microbatches: int) -> None:

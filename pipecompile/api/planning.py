@@ -41,9 +41,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     )
     timer = _stage_timer(target, options, captured)
     try:
-        graph = cost_graph(
-            target, options.costs, options.microbatches, captured, instructions=options.instructions
-        )
+        graph = cost_graph(target, options.costs, options.microbatches, captured)
         plan = plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_explain_casts(captured.module.graph)}") from None

@@ -6,11 +6,9 @@ from typing import Literal
 
 from pipecompile.ir.serialization import NonNegative, Value
 
-__all__ = ["ZERO", "AllocatorName", "Amount", "Instructions"]
+__all__ = ["ZERO", "AllocatorName", "Amount"]
 
 AllocatorName = Literal["cpu", "cuda"]
-Instructions = Literal["avx2", "avx512"]
-"""Those of a CPU whose kernels differ in the scratch that they take."""
 
 
 class Amount(Value, frozen=True, kw_only=True):

@@ -35,18 +35,19 @@ FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
 class Node(Value, frozen=True, kw_only=True):
     """One operation for one microbatch; times in nanoseconds, sizes in bytes.
 
-    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses` what for, by saved
-    tensor, where that is known; `parameters` the canonical names that the node reads, `given_as_views` those of them
-    whose gradients are views, so that what others add is a new sum, `early` those whose gradients a first half of a
-    backward makes if that leads through the node. The split of the backward is None
-    where it was not measured. `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs,
-    above what lived when it began, `workspace_bytes` the scratch of its kernels beside that, `forward_height_bytes` and
-    `backward_height_bytes` the most of both together, where that is known to be less; `input_workspace_bytes` and
-    `input_height_bytes` are these of a first half of the backward, where that is known. `input_bytes` is what it reads
-    of the minibatch. `packs` tells when its forward hands tensors to its backward: before its kernels run, after them,
-    or never. Only a `recomputable` node may run twice for a microbatch. `written` are the sizes of the buffers of which a
-    recompute needs copies, made before the forward, since nodes write to them; those of a group are with one of its
-    nodes. `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are divided.
+    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses`
+    what for, by saved tensor, where that is known; `parameters` the canonical names that the node
+    reads, `given_as_views` those of them whose gradients are views, so that what others add is a
+    new sum, `early` those whose gradients a first half of a backward makes if that leads through
+    the node. The split of the backward is None where it was not measured. `forward_peak_bytes` and
+    `backward_peak_bytes` are the most that lives while it runs, above what lived when it began,
+    `workspace_bytes` the scratch of its kernels beside that, in either direction. `input_bytes` is
+    what it reads of the minibatch. `packs` tells when its forward hands tensors to its backward:
+    before its kernels run, after them, or never. Only a `recomputable` node may run twice for a
+    microbatch. `written` are the sizes of the buffers of which a recompute needs copies, made
+    before the forward, since nodes write to them; those of a group are with one of its nodes.
+    `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are
+    divided.
     """
 
     name: str
@@ -61,10 +62,6 @@ class Node(Value, frozen=True, kw_only=True):
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
-    forward_height_bytes: NonNegative | None = None
-    backward_height_bytes: NonNegative | None = None
-    input_workspace_bytes: NonNegative | None = None
-    input_height_bytes: NonNegative | None = None
     packs: Packs = "after"
     recomputable: bool = True
     input_bytes: NonNegative = 0

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal, get_args
 
-from pipecompile.ir.amount import AllocatorName, Instructions
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import TimeUnit
@@ -49,7 +49,7 @@ class Options(Value, frozen=True, kw_only=True):
     `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, all but for the
     step's last microbatch, or regions by hand; `saving` by which policies they may besides keep what backwards need,
     where that lets a stage fit. `granularity` says what the model was cut between, `leaf` which modules were asked to
-    be one node. `instructions` are those of the CPU that planned for CPUs; on them depends what kernels take there.
+    be one node.
     """
 
     k: Positive
@@ -69,7 +69,6 @@ class Options(Value, frozen=True, kw_only=True):
     optimizer: str | None = None
     master_weights: bool = False
     saving: tuple[Policy, ...] = ()
-    instructions: Instructions | None = None
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """The cap of each rank, if there are any; InputError if they are listed for another number of ranks."""

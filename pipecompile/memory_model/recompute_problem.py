@@ -11,7 +11,7 @@ from operator import add
 from pipecompile.ir.encodings import Policy
 from pipecompile.memory_model.encodings import Run
 from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part, Scratch
+from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part
 from pipecompile.memory_model.subgraph import Change
 
 __all__ = ["StoredTensor", "RecomputeProblem", "boundaries", "recompute_problem_of"]
@@ -115,7 +115,7 @@ def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
         forward_ns=tuple(node.forward_ns for node in part.own),
         saves_at=tuple(node.packs for node in part.own),
         forward_peak=tuple(
-            part.needed(node.forward_peak_bytes, Scratch.of_forward(node), level) + sum(more)
+            part.needed(node.forward_peak_bytes, node.workspace_bytes, level) + sum(more)
             for node, *more in zip(part.own, padding, forms.forward, strict=True)
         ),
         gradients_before=tuple(map(add, flowing, forms.flowing)),
@@ -187,7 +187,7 @@ def _gradient_levels(
     for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
         here = by_place[place]
         padding = sum(counted - size for counted, size, begins in here if begins)
-        needed = part.needed(node.backward_peak_bytes, Scratch.of_backward(node), level) + padding
+        needed = part.needed(node.backward_peak_bytes, node.workspace_bytes, level) + padding
         done = now + sum(counted if begins else -counted for counted, _, begins in here)
         found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
         now = done

@@ -19,18 +19,18 @@ the backward of its last saver to that of its first. What is given to a run live
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import Footprint, Parcel, Shared
-from pipecompile.ir.graph import Node, Parameter
+from pipecompile.ir.graph import Parameter
 from pipecompile.memory_model.encodings import Form, Run
 from pipecompile.memory_model.live_ranges import Lives
 from pipecompile.memory_model.optimizer import optimizer_bytes
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part, Scratch
+from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part
 from pipecompile.memory_model.subgraph import Change
 
 __all__ = ["footprint_of"]
@@ -357,8 +357,7 @@ class _Stage(Part):
             change for made, held in here for change in self._once_more(made, again, held=held)
         ]
         rises = [self.graph.nodes[place].forward_peak_bytes for place in nodes]
-        scratch = list(map(Scratch.of_forward, (self.graph.nodes[place] for place in nodes)))
-        peak = self._highest(nodes, changes, rises, scratch, level)
+        peak = self._highest(nodes, changes, rises, level)
         return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
     def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
@@ -376,17 +375,10 @@ class _Stage(Part):
         dropped = sum(
             made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)
         )
-        early = {place for _, places in self.gradients.early for place in places}
-        whole = {
-            node.name for place, node in zip(self.nodes, self.own, strict=True) if place in early
-        }
         return self._peak(
             changes,
             list(self.gradients.first_rises()),
             self.gradients.last_sums(hold=True, dropped=dropped),
-            scratch=lambda node: (Scratch.of_backward if node.name in whole else Scratch.of_input)(
-                node
-            ),
         )
 
     def _peak(
@@ -395,7 +387,6 @@ class _Stage(Part):
         rises: Sequence[int],
         sums: Mapping[int, int] = NO_SUMS,
         *,
-        scratch: Callable[[Node], Scratch] = Scratch.of_backward,
         forward: bool = False,
         again: bool = False,
     ) -> Amount:
@@ -405,15 +396,12 @@ class _Stage(Part):
         """
         changes = list(changes)
         nodes, rises = (self.nodes, rises) if forward else (self.nodes[::-1], rises[::-1])
-        taken = [
-            (Scratch.of_forward if forward else scratch)(self.graph.nodes[place]) for place in nodes
-        ]
         found = []
         for level, entries in zip(self._levels, self._entries_by_level, strict=True):
             begun = self._packings(level) if forward else entries if again else NO_ENTRIES
             last = {place: level.size_of(size) for place, size in sums.items()}
             last |= self._settlings(level) if forward else {}
-            found.append(self._highest(nodes, changes, rises, taken, level, last, begun))
+            found.append(self._highest(nodes, changes, rises, level, last, begun))
         return Amount(expected=found[0], bound=found[1])
 
     def _highest(
@@ -421,7 +409,6 @@ class _Stage(Part):
         nodes: Sequence[int],
         changes: Iterable[Change],
         rises: Sequence[int],
-        scratch: Sequence[Scratch],
         level: Level,
         last: Mapping[int, int] = NO_SUMS,
         entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
@@ -437,14 +424,15 @@ class _Stage(Part):
             else:
                 after[place] -= counted
         now = highest = 0
-        for place, rise, taken in zip(nodes, rises, scratch, strict=True):
+        for place, rise in zip(nodes, rises, strict=True):
+            scratch = self.graph.nodes[place].workspace_bytes
             begun = entries.get(place, ())
             for entry in begun:
                 highest = max(highest, now + entry.peak)
                 now += entry.left
             if rise or begun or place in padding:
                 beside = max((entry.beside for entry in begun), default=0) + padding.get(place, 0)
-                highest = max(highest, now + self.needed(rise, taken, level) + beside)
+                highest = max(highest, now + self.needed(rise, scratch, level) + beside)
             if place in after:
                 now += after[place]
             highest = max(highest, now + last.get(place, 0))

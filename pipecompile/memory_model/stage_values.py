@@ -10,14 +10,14 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from pipecompile.ir.graph import Node, Tensor
+from pipecompile.ir.graph import Tensor
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.encodings import Form, Run, forms_of
 from pipecompile.memory_model.gradients import Gradients
 from pipecompile.memory_model.live_ranges import Lives, Storage
 from pipecompile.memory_model.subgraph import Section
 
-__all__ = ["BOUND_SCRATCH", "Level", "Made", "Part", "Scratch"]
+__all__ = ["BOUND_SCRATCH", "Level", "Made", "Part"]
 
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
@@ -55,30 +55,6 @@ class Level(NamedTuple):
 
     scratch: Fraction | int
     size_of: Callable[[int], int]
-
-
-class Scratch(NamedTuple):
-    """What a node's kernels take besides what it makes, and the most of both together where that is known."""
-
-    bytes: int
-    height: int | None
-
-    @staticmethod
-    def of_forward(node: Node) -> Scratch:
-        """While its forward runs."""
-        return Scratch(node.workspace_bytes, node.forward_height_bytes)
-
-    @staticmethod
-    def of_backward(node: Node) -> Scratch:
-        """While its backward runs, or a second half of it."""
-        return Scratch(node.workspace_bytes, node.backward_height_bytes)
-
-    @staticmethod
-    def of_input(node: Node) -> Scratch:
-        """While a first half of its backward runs, which makes but gradients of inputs."""
-        if node.input_workspace_bytes is None:
-            return Scratch.of_backward(node)
-        return Scratch(node.input_workspace_bytes, node.input_height_bytes)
 
 
 class Part(Section):
@@ -265,14 +241,12 @@ class Part(Section):
         return bool(made.holders) or self.is_sent(made.storage)
 
     @staticmethod
-    def needed(rise: int, scratch: Scratch, level: Level) -> int:
+    def needed(rise: int, scratch: int, level: Level) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
         if not rise:
             return 0
-        counted = -(-scratch.bytes * level.scratch.numerator // level.scratch.denominator)
-        if scratch.height is None:
-            return rise + counted
-        return max(rise, min(rise, scratch.height - scratch.bytes) + counted)
+        counted = -(-scratch * level.scratch.numerator // level.scratch.denominator)
+        return rise + counted
 
 
 def _around(nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:

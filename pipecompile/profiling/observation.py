@@ -39,11 +39,9 @@ class Facts:
     it lies in, `permuted`, `dense` and `spread_bytes` are as in the cost graph's `Tensor`. `saved` is in order of first
     use, `uses` has what for, by saved tensor. Storages of parameters and buffers appear nowhere. `forward_peak` and
     `backward_peak` are the most bytes that live while it runs, above what lived when it began; `scratch` is what its
-    kernels take beside that, the heights the most that lives while they do, with it; `input_scratch` and `input_height`
-    are those of a backward for the gradients of inputs alone. `packs` is as in the cost graph's
-    `Node`. `parameters` are the canonical names of what it reads, `given_as_views` and `early` some of these, `silent`
-    the readers of its value that give no gradient for it, if others do; `differentiable` and `mutates` are as in
-    `Call`.
+    kernels take beside that. `packs` is as in the cost graph's `Node`. `parameters` are the canonical names of what it
+    reads, `given_as_views` and `early` some of these, `silent` the readers of its value that give no gradient for it,
+    if others do; `differentiable` and `mutates` are as in `Call`.
     """
 
     operator: str
@@ -58,10 +56,6 @@ class Facts:
     forward_peak: int
     backward_peak: int
     scratch: int
-    forward_height: int
-    backward_height: int
-    input_scratch: int
-    input_height: int
     packs: Packs
     parameters: tuple[str, ...]
     given_as_views: tuple[str, ...]
@@ -151,10 +145,6 @@ class _Observer(Caller):
             forward_peak=0,
             backward_peak=0,
             scratch=0,
-            forward_height=0,
-            backward_height=0,
-            input_scratch=0,
-            input_height=0,
             packs=packs,
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             given_as_views=(),
@@ -272,7 +262,7 @@ class _Observer(Caller):
         )  # before those of parameters, which are not among them, are let go
         for value in self.state:
             value.grad = None
-        rises, whole, half = self.ledger.rises, self.ledger.whole, self.ledger.half
+        rises, scratch = self.ledger.rises, self.ledger.scratch
         users = {node.name: tuple(node.users) for node in self.workload.graph.nodes}
         nodes = {
             name: replace(
@@ -280,11 +270,7 @@ class _Observer(Caller):
                 # What arrives is of the minibatch, which is there before.
                 forward_peak=0 if facts.operator == "placeholder" else rises[place],
                 backward_peak=rises.get(back, 0),
-                scratch=max(whole.scratch.get(place, 0), whole.scratch.get(back, 0)),
-                forward_height=whole.heights.get(place, 0),
-                backward_height=whole.heights.get(back, 0),
-                input_scratch=half.scratch.get(back, 0),
-                input_height=half.heights.get(back, 0),
+                scratch=max(scratch.get(place, 0), scratch.get(back, 0)),
                 given_as_views=tuple(self._named(self.destinations.given_as_views[name])),
                 early=tuple(self._named(self.destinations.early[name])),
                 silent=self._silent(name, users[name]),

@@ -13,7 +13,6 @@ from pipecompile.cost_models.protocol import Cost, CostModel
 from pipecompile.graph.propagation import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
-from pipecompile.ir.amount import Instructions
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.kernel_scratch import scratch_on
 from pipecompile.profiling.observation import Facts, Observation, observe
@@ -30,15 +29,13 @@ def profile(
     *,
     loss: Loss | None = None,
     targets: Sequence[Tensor] = (),
-    instructions: Instructions = "avx512",
 ) -> ir.CostGraph:
     """The cost graph of one microbatch.
 
     `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
     node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss.
-    `instructions` are those of the CPU that the model would run on, if it would. Sizes come from one run on fake
-    tensors, so only a cost model that wants real tensors computes anything. The model, its inputs and the random
-    generators are left as they were.
+    Sizes come from one run on fake tensors, so only a cost model that wants real tensors computes
+    anything. The model, its inputs and the random generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _untouched(graph_module), _training_attention():
@@ -47,7 +44,7 @@ def profile(
         )
         with _anywhere(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
-            observation = observe(fake, scratch_on(cost_model.memory, instructions))
+            observation = observe(fake, scratch_on(cost_model.memory))
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         if cost_model.real:
             costs = price(workload, observation, cost_model)
@@ -124,7 +121,6 @@ def _nodes(
         if node.op == "get_attr":
             continue
         facts, cost = observation.nodes[node.name], costs[node.name]
-        own_scratch = cost.workspace_bytes in (None, facts.scratch)
         first = [storage for storage in facts.saved if storage not in claimed]
         claimed.update(first)
         yield ir.Node(
@@ -142,10 +138,6 @@ def _nodes(
             backward_peak_bytes=facts.backward_peak,
             packs=facts.packs,
             workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
-            forward_height_bytes=facts.forward_height if own_scratch else None,
-            backward_height_bytes=facts.backward_height if own_scratch else None,
-            input_workspace_bytes=facts.input_scratch if own_scratch else None,
-            input_height_bytes=facts.input_height if own_scratch else None,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
             given_as_views=facts.given_as_views,

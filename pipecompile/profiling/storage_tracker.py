@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecompile.graph.storages import size_bytes
 from pipecompile.graph.pytrees import tensor_leaves
-from pipecompile.profiling.kernel_scratch import Scratch, first_half, hidden_bytes
+from pipecompile.profiling.kernel_scratch import Scratch, hidden_bytes
 
 __all__ = ["Ledger", "Life"]
 
@@ -48,35 +47,21 @@ class Life:
     continues: int | None = None
 
 
-@dataclass
-class Scratched:
-    """Per tick the most scratch of an operator in it, and the most that rose in the tick with that."""
-
-    scratch: dict[int, int] = field(default_factory=dict)
-    heights: dict[int, int] = field(default_factory=dict)
-
-    def note(self, tick: int, scratch: int, risen: int) -> None:
-        """An operator that takes `scratch` when so much has `risen`."""
-        if scratch:
-            self.scratch[tick] = max(self.scratch.get(tick, 0), scratch)
-            self.heights[tick] = max(self.heights.get(tick, 0), risen + scratch)
-
-
 class Ledger(TorchDispatchMode):
     """Follows every storage that operators return while it is active; `excluded` ones are not counted.
 
-    `rises` is, per tick, the most that lived in it above what lived when it began, without sums of gradients that came
-    from other ticks: they are made when a node is done. In a backward the tick is that of the autograd node that runs,
-    which `tick_of` tells from its sequence number (None: as before). `whole` has the scratch that `scratch_of` says of
-    operators, and `half` what of that a first half of a backward takes, for gradients of inputs alone. `masks` are
-    lives, as indices, whose elements are zero or one constant: drawn as such, and at most scaled since; `copies` are
-    made by copying another. `kernels` counts operators that compute, views aside. `shared` are the shapes of parameters
-    with several readers.
+    `rises` is, per tick, the most that lived in it above what lived when it began, without sums of
+    gradients that came from other ticks: they are made when a node is done. In a backward the tick
+    is that of the autograd node that runs, which `tick_of` tells from its sequence number (None: as
+    before). `scratch` is, per tick, the most that `scratch_of` says of an operator in it. `masks`
+    are lives, as indices, whose elements are zero or one constant: drawn as such, and at most
+    scaled since; `copies` are made by copying another. `kernels` counts operators that compute,
+    views aside. `shared` are the shapes of parameters with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.whole, self.half = Scratched(), Scratched()
+        self.scratch: dict[int, int] = {}
         self.kernels = 0
         self.masks: set[int] = set()
         self.copies: set[int] = set()
@@ -147,11 +132,8 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _note_scratch(self, func: Any, arguments: Any, result: Any) -> None:
-        risen = self._now - self._began
-        self.whole.note(self.tick, self._scratch_of(func, arguments, result), risen)
-        asked, given = first_half(func, arguments, result)
-        absent = size_bytes(tensor_leaves(result)) - size_bytes(tensor_leaves(given))
-        self.half.note(self.tick, self._scratch_of(func, asked, given), risen - absent)
+        taken = self._scratch_of(func, arguments, result)
+        self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), taken)
 
     def _read(self, arguments: Any) -> None:
         for value in tensor_leaves(arguments):

@@ -310,7 +310,7 @@ MORE = {
     "parts": VALUE,
     "several": VALUE,
     "straight": VALUE,
-    "lstm": 1 << 12,
+    "lstm": 1 << 14,
 }
 # Here a part of a larger gradient stays as it is; as a message it is copied.
 LESS = {

@@ -837,9 +837,7 @@ class _Rank:
                 if not form.waits:
                     self.live.hold((stage.index, microbatch, "form", *key), form.size)
             beside = max((form.beside for _, form in made if not form.waits), default=0)
-            self._work(
-                node.forward_peak_bytes, node.workspace_bytes, node.forward_height_bytes, beside
-            )
+            self._work(node.forward_peak_bytes, node.workspace_bytes, beside)
             done.add(node.name)
             for storage in stage.made(node):
                 self.live.hold(
@@ -895,12 +893,9 @@ class _Rank:
             if form.storage in gone and form.storage not in (*given, *waiting):
                 self.live.drop(stage.index, microbatch, kind, form.storage)
 
-    def _work(self, rise: int, scratch: int, height: int | None, beside: int = 0) -> None:
+    def _work(self, rise: int, scratch: int, beside: int = 0) -> None:
         """What begins to live in a node is part of its rise; one that takes nothing does not run."""
-        both = rise + scratch
-        self.live.need(
-            beside + (max(rise, both if height is None else min(both, height)) if rise else 0)
-        )
+        self.live.need(beside + (rise + scratch if rise else 0))
 
     def forget(self, stage: _Stage, microbatch: int) -> None:
         """Keeps only the outputs of a forward."""
@@ -926,11 +921,7 @@ class _Rank:
                         (stage.index, microbatch, "copy", *key), stage.graph.storages[form.storage]
                     )
                     self.live.need(form.beside)
-            height, scratch = node.backward_height_bytes, node.workspace_bytes
-            is_input = kind is Kind.BACKWARD_INPUT and not set(node.parameters) & set(stage.early())
-            if is_input and node.input_workspace_bytes is not None:
-                height, scratch = node.input_height_bytes, node.input_workspace_bytes
-            self._work(self._rise(stage, node, whole, kind), scratch, height)
+            self._work(self._rise(stage, node, whole, kind), node.workspace_bytes)
             if first or (second and whole):
                 self._flow(stage, microbatch, node.name, hold=not whole)
             elif second:
@@ -998,7 +989,7 @@ class _Rank:
             if not packs:
                 break
             node = stage.graph.by_name[name]
-            self._work(node.forward_peak_bytes, node.workspace_bytes, node.forward_height_bytes)
+            self._work(node.forward_peak_bytes, node.workspace_bytes)
             done.add(name)
             for storage in stage.made(node):
                 self.live.hold(

@@ -25,7 +25,7 @@ MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"
 def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> Observation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return observe(workload.faked(), scratch_on("cpu", "avx512"))
+        return observe(workload.faked(), scratch_on("cpu"))
 
 
 def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> list[int]:

@@ -1,4 +1,8 @@
-"""The partitioner alone, on a cost graph and by the simple memory rule of its format. Needs no PyTorch."""
+"""`pipecompile partition`: the partitioner alone, on a cost graph in a file. Needs no PyTorch.
+
+Memory is counted by the simple rule of the cost-graph format. A plan has its own composition, with
+the memory model and recompute: see `api.partition`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from pipecompile.api.links import link_of, links_of
-from pipecompile.api.partition import step_ns
+from pipecompile.api.partition_problem import simulated_step_ns
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.graph import CostGraph
@@ -20,21 +24,24 @@ from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.schedule.named import peak_in_flight, required_placement
 
-__all__ = ["CutRequest", "given_links", "partition"]
+__all__ = ["CutRequest", "links_from_options", "partition"]
 
 T = TypeVar("T")
 SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
+SUGGESTIONS = 2
 
 
 @dataclass(frozen=True)
 class CutRequest:
-    """What is asked of the partitioner; `memory` and `speeds` are one value, or one a rank with commas between.
+    """The options of `pipecompile partition`; InputError says which of them do not go together.
 
-    In flight is one microbatch, unless a schedule and a number of microbatches are given. `ranks` lets stages have
-    data-parallel replicas, so many ranks in all.
+    `memory` and `speeds` are one value for all ranks, or one a rank with commas between. One
+    microbatch is in flight, unless a schedule and a number of microbatches are given. `ranks` lets
+    stages have data-parallel replicas, that many ranks in all.
     """
 
     k: int
@@ -55,6 +62,21 @@ class CutRequest:
     granularity: str = "operators"
 
     def __post_init__(self) -> None:
+        self._check_schedule()
+        _fraction(self.state_factor)
+        if self.schedule is not None and self.stages_per_rank > 1:
+            raise InputError(
+                "--schedule knows one stage a rank; leave it out, or use --stages-per-rank 1"
+            )
+        if self.k < 1:
+            raise InputError(f"k={self.k}, but a pipeline has at least one stage")
+        if self.stages_per_rank < 1 or self.k % self.stages_per_rank:
+            raise InputError(
+                f"k={self.k} stages cannot lie {self.stages_per_rank} on each rank: choose a "
+                f"divisor of k"
+            )
+
+    def _check_schedule(self) -> None:
         if (self.schedule is None) != (self.microbatches is None):
             raise InputError(
                 "--schedule and --microbatches go together: how many are in flight depends on both"
@@ -65,36 +87,31 @@ class CutRequest:
             required_placement(self.schedule)  # refuses an unknown name
         if self.objective == "step-time" and self.schedule == "forward-only":
             raise InputError(
-                "step-time weighs a step with backwards, which forward-only has not; choose max-load"
-            )
-        _fraction(self.state_factor)
-        if self.schedule is not None and self.stages_per_rank > 1:
-            raise InputError(
-                "--schedule knows one stage a rank; leave it out, or use --stages-per-rank 1"
-            )
-        if self.k < 1:
-            raise InputError(f"k={self.k}, but a pipeline has at least one stage")
-        if self.stages_per_rank < 1 or self.k % self.stages_per_rank:
-            raise InputError(
-                f"k={self.k} stages cannot lie {self.stages_per_rank} on each rank: choose a divisor of k"
+                "step-time weighs a step with backwards, which forward-only has not; choose "
+                "max-load"
             )
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage: around and around, or there and back."""
+        """The rank of each stage: around and around (`loop`), or there and back (`v`).
+
+        Six stages on three ranks: loop 0 1 2 0 1 2, v 0 1 2 2 1 0.
+        """
         ranks = self.k // self.stages_per_rank
-        turns = ((s // ranks, s % ranks) for s in range(self.k))
-        return tuple(
-            ranks - 1 - place if self.placement == "v" and turn % 2 else place
-            for turn, place in turns
-        )
+        result = []
+        for stage in range(self.k):
+            turn, place = divmod(stage, ranks)
+            is_back = self.placement == "v" and turn % 2 == 1
+            result.append(ranks - 1 - place if is_back else place)
+        return tuple(result)
 
     def problem(self, graph: CostGraph) -> PartitionProblem:
-        """The problem for a graph; InputError says what does not fit."""
+        """The problem for a graph; InputError or InfeasibleError says what does not fit."""
         if self.k > len(graph.nodes):
             count = len(graph.nodes)
             raise InfeasibleError(
-                f"k={self.k}, but the graph can be cut into at most {count} stages; choose k ≤ {count}"
+                f"k={self.k}, but the graph can be cut into at most {count} stages; choose "
+                f"k ≤ {count}"
             )
         if self.objective == "step-time" and self.speeds is not None:
             raise InputError("objective step-time is simulated with equal ranks; choose max-load")
@@ -105,31 +122,34 @@ class CutRequest:
             communication=self.communication,
             links=self.links,
             placement=self.stage_ranks,
-            speeds=None
-            if self.speeds is None
-            else tuple(self._per_rank("--speeds", self.speeds, _fraction)),
-            memory=self._memory(graph),
+            speeds=self._speeds(),
+            memory=self._memory_constraint(graph),
             pin=self.pin,
             together=self.groups,
             granularity=self.granularity,
             parameters_everywhere=self.parameters_everywhere,
             replica_ranks=self.ranks,
             microbatches=self.microbatches or 1,
-            step_ns=None
-            if self.schedule is None
-            else lambda assignment: self._step_ns(graph, assignment),
+            step_ns=self._step_simulator(graph),
         )
 
-    def _memory(self, graph: CostGraph) -> MemoryConstraint | None:
+    def _speeds(self) -> tuple[Fraction, ...] | None:
+        if self.speeds is None:
+            return None
+        return tuple(self._per_rank("--speeds", self.speeds, _fraction))
+
+    def _memory_constraint(self, graph: CostGraph) -> MemoryConstraint | None:
         if self.memory is None:
             return None
         in_flight_counts = (1,) * self.k
         if self.schedule is not None:
             in_flight_counts = peak_in_flight(self.schedule, range(self.k), self.microbatches or 1)
         caps = tuple(self._per_rank("--memory", self.memory, parse_bytes))
-        return MemoryConstraint.simple(graph, caps, in_flight_counts, _fraction(self.state_factor))
+        factor = _fraction(self.state_factor)
+        return MemoryConstraint.simple(graph, caps, in_flight_counts, factor)
 
     def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
+        """The value of an option for each rank."""
         values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank
         if len(values) not in (1, ranks):
             raise InputError(
@@ -137,34 +157,45 @@ class CutRequest:
             )
         return values * ranks if len(values) == 1 else values
 
-    def _step_ns(self, graph: CostGraph, assignment: Mapping[str, int]) -> int:
+    def _step_simulator(self, graph: CostGraph) -> Callable[[Mapping[str, int]], int] | None:
+        """What simulates the step of an assignment in ns; None without a schedule."""
+        if self.schedule is None:
+            return None
         options = Options(
             k=self.k,
             microbatches=self.microbatches or 1,
-            schedule=self.schedule or "",
+            schedule=self.schedule,
             objective=self.objective,
             recompute="none",
             memory_bytes=None,
             costs="table",
         )
-        return step_ns(graph, assignment, options, self.links)
+        return lambda assignment: simulated_step_ns(graph, assignment, options, self.links)
 
 
 def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -> Cut:
-    """Cuts the cost graph in a file; InfeasibleError says what is in the way and what would fit."""
+    """The cut of the cost graph in a file, by about `seconds` of work.
+
+    InfeasibleError says which constraint cannot be met and how many stages would fit.
+    """
     if not 0 < seconds < inf:
         raise InputError(f"a time limit of {seconds:g} s: give a positive number")
     graph, began = read(path, CostGraph), time.perf_counter()
     try:
-        found = solve(request.problem(graph), seconds=seconds)
+        result = solve(request.problem(graph), seconds=seconds)
     except InfeasibleError as error:
         if request.k > len(graph.nodes):
             raise
         raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
-    search = found.search
+    return _cut_of(graph, result, round(time.perf_counter() - began, 3))
+
+
+def _cut_of(graph: CostGraph, partition: Partition, seconds: float) -> Cut:
+    """The result for people and scripts."""
+    search = partition.search
     return Cut(
-        stages=found.assignment,
-        loads_ns=found.loads_ns,
+        stages=partition.assignment,
+        loads_ns=partition.loads_ns,
         max_load_ns=search.values["max_load_ns"],
         sum_of_squares_ns2=search.values["sum_of_squares_ns2"],
         variance_ns2=search.values["variance_ns2"],
@@ -174,14 +205,14 @@ def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -
         gap=search.gap,
         proven=search.proven,
         method=search.method,
-        seconds=round(time.perf_counter() - began, 3),
-        replicas=found.replicas,
+        seconds=seconds,
+        replicas=partition.replicas,
         time_unit=graph.time_unit,
     )
 
 
-def given_links(path: str | None, bandwidth: float | None, latency_ns: int) -> Links:
-    """Those in a file, or one link for all ranks."""
+def links_from_options(path: str | None, bandwidth: float | None, latency_ns: int) -> Links:
+    """The links in a file, or one link for all ranks; InputError if both are given."""
     if path is None:
         return Links.of(link_of(bandwidth, latency_ns))
     if bandwidth is not None or latency_ns:
@@ -192,11 +223,11 @@ def given_links(path: str | None, bandwidth: float | None, latency_ns: int) -> L
 
 
 def _what_would_fit(graph: CostGraph, request: CutRequest) -> str:
-    """The nearest numbers of stages that can be met, as a sentence."""
+    """The nearest larger numbers of stages that can be met, as the end of a sentence."""
     step = request.stages_per_rank
     more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
     fitting = [f"k={other.k}" for other in more if _is_feasible(graph, other)]
-    return f"; this would fit: {' or '.join(fitting[:2])}" if fitting else ""
+    return f"; this would fit: {' or '.join(fitting[:SUGGESTIONS])}" if fitting else ""
 
 
 def _is_feasible(graph: CostGraph, request: CutRequest) -> bool:

@@ -139,15 +139,15 @@ class RecomputePlanner:
     def _of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
         plain, policy = self.policies.plain(piece), self.options.recompute
         budget = None if cap is None else StageBudget(self.policies, piece, cap, self.settled)
-        plain_fits = budget is None or budget.fits(plain)
         recompute: StageRecompute | None
+        # Only where it decides is a stage held against its cap: one of several on a rank cannot be.
         if policy != "auto":
             recompute = self.policies.by_name(piece, policy, plain)
-        elif budget is None or plain_fits:
+        elif budget is None or budget.fits(plain):
             recompute = plain
         else:
             recompute = self._cheapest(budget, plain)
-        if not self.options.saving or budget is None or plain_fits:
+        if not self.options.saving or budget is None or budget.fits(plain):
             return recompute
         return budget.or_encoded(recompute, plain)
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import Cost, CostModel
-from pipecompile.graph.propagation import has_values, named_state
+from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda

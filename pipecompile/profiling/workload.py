@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from pipecompile.graph.propagation import named_state, without_values
+from pipecompile.graph.model_state import named_state, without_values
 
 __all__ = ["Loss", "Workload"]
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from benchmarks.tiling import LEAST, tiled
-from pipecompile.api.partition import problem_of
+from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.plan import scheduled
 from pipecompile.api.recompute import recomputing_for
 from pipecompile.ir.graph import CostGraph

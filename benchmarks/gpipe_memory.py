@@ -39,7 +39,7 @@ from benchmarks.tiling import LEAST, tiled
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.partition import problem_of
+from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.target import Target
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.signature import arguments_of

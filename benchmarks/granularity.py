@@ -20,7 +20,7 @@ from examples import models
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.partition import problem_of
+from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.target import Target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import pipecompile
@@ -66,6 +69,43 @@ def test_no_folder_of_code_is_missing_its_init() -> None:
     for top in ("pipecompile", "passes", "cost_models"):
         for file in (ROOT / top).rglob("*.py"):
             assert (file.parent / "__init__.py").is_file(), file.relative_to(ROOT)
+
+
+def modules() -> dict[str, Path]:
+    """The file of each module of the package, by the module's name."""
+    tops = {"pipecompile": "pipecompile"}
+    tops |= {folder: package for package, folder in SETUPTOOLS["package-dir"].items()}
+    files = {}
+    for top, package in tops.items():
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.relative_to(ROOT / top).with_suffix("").parts
+            files[".".join((package, *parts)).removesuffix(".__init__")] = file
+    return files
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The dotted names that a module imports, in functions too; not those for type checkers."""
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom):
+        yield from (f"{tree.module}.{alias.name}" for alias in tree.names)
+    is_for_types = isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING"
+    for child in tree.orelse if is_for_types else ast.iter_child_nodes(tree):
+        yield from imports(child)
+
+
+def test_no_import_circles() -> None:
+    """Import-linter orders the rooms; inside of each, imports go one way too, lazy ones included."""
+    files = modules()
+    graph = nx.DiGraph()
+    for module, file in files.items():
+        for name in imports(ast.parse(file.read_text())):
+            imported = name if name in files else name.rpartition(".")[0]
+            same_room = imported.split(".")[:2] == module.split(".")[:2]
+            if imported in files and same_room and imported != module:
+                graph.add_edge(module, imported)
+    circles = [circle for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+    assert sorted(map(sorted, circles)) == []
 
 
 def test_every_mapped_folder_exists() -> None:

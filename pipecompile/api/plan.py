@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipecompile.api.partition import cut, problem_of, with_extra
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.stages import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
@@ -77,12 +76,16 @@ def _drafted(
     assignment: Mapping[str, int] | None,
 ) -> Plan:
     """The plan with its stages on these ranks."""
+    # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
+    from pipecompile.api.partition import cut, with_memory_time
+    from pipecompile.api.partition_problem import problem_of
+
     planner = recompute_planner(graph, options, placement, settled=True)
     partition = cut(planner, links, assignment)
     made = scheduled(planner, links, partition.assignment)
     if made.waiting:
         problem = problem_of(graph, options, links, placement)
-        partition = with_extra(_waiting(planner), problem, partition.assignment, partition)
+        partition = with_memory_time(_waiting(planner), problem, partition.assignment, partition)
     return Plan(
         fingerprint=fingerprint,
         options=options,

@@ -1,9 +1,13 @@
-"""The stages of an assignment: what each runs, costs, holds and passes on. Needs no PyTorch."""
+"""The stages of an assignment: what each runs, costs, holds and sends. Needs no PyTorch.
+
+`api.plan` writes them into plans, and `api.partition_problem` simulates them while cuts are
+compared.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from pipecompile.errors import InfeasibleError
@@ -21,33 +25,44 @@ def stages_of(
     assignment: Mapping[str, int],
     planner: RecomputePlanner,
     *,
-    weighed: bool = True,
+    with_memory: bool = True,
 ) -> tuple[Stage, ...]:
-    """The stages that `assignment` (node to stage) makes of the graph; what they hold is left out unless `weighed`.
+    """The stages that `assignment` (node to stage) makes of the graph.
 
-    InfeasibleError if a stage has to compute something again to fit its rank, or to save otherwise, and cannot.
+    Without memory, they have no recompute and no footprint. InfeasibleError if a stage must
+    recompute or encode saved tensors to fit its rank, and cannot.
     """
     k = planner.options.k
-    names = [tuple(n.name for n in graph.nodes if assignment[n.name] == s) for s in range(k)]
-    boundaries = [tuple(_crossing(graph, assignment, stage)) for stage in range(-1, k)]
-    every = planner.of_all(names) if weighed else [NO_RECOMPUTE] * k
-    for index, again in enumerate(every):
-        if again is None:
-            forms = " or in whatever form it saves" if planner.options.saving else ""
-            rank = planner.view.placement[index]
-            raise InfeasibleError(f"rank {rank} does not fit, whatever it computes again{forms}")
-    return tuple(
-        _stage(graph, nodes, again, boundaries[index : index + 2])
-        for index, (nodes, again) in enumerate(zip(names, every, strict=True))
-        if again is not None
-    )
+    names: list[list[str]] = [[] for _ in range(k)]
+    for node in graph.nodes:
+        names[assignment[node.name]].append(node.name)
+    nodes_by_stage = [tuple(stage_names) for stage_names in names]
+    recomputes: Sequence[StageRecompute | None] = [NO_RECOMPUTE] * k
+    if with_memory:
+        recomputes = planner.of_all(nodes_by_stage)
+    # Boundary s is before stage s: the first one has no tensors, and neither has the last.
+    boundaries = [tuple(_boundary(graph, assignment, stage)) for stage in range(-1, k)]
+    stages = []
+    for index, (nodes, recompute) in enumerate(zip(nodes_by_stage, recomputes, strict=True)):
+        if recompute is None:
+            raise InfeasibleError(_misfit(planner, index))
+        inputs, outputs = boundaries[index : index + 2]
+        stages.append(_stage(graph, nodes, recompute, inputs, outputs))
+    return tuple(stages)
+
+
+def _misfit(planner: RecomputePlanner, stage: int) -> str:
+    encodings = " and however it encodes saved tensors" if planner.options.saving else ""
+    rank = planner.view.placement[stage]
+    return f"rank {rank} does not fit, whatever it recomputes{encodings}"
 
 
 def _stage(
     graph: CostGraph,
     names: tuple[str, ...],
-    again: StageRecompute,
-    boundaries: Sequence[tuple[Boundary, ...]],
+    recompute: StageRecompute,
+    inputs: tuple[Boundary, ...],
+    outputs: tuple[Boundary, ...],
 ) -> Stage:
     nodes = [graph.by_name[name] for name in names]
     return Stage(
@@ -58,31 +73,36 @@ def _stage(
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
-        recompute_ns=again.ns - sum(run.ns for run in again.saving),
-        recompute_bound_ns=again.least,
+        recompute_ns=recompute.ns - sum(run.ns for run in recompute.saving),
+        recompute_bound_ns=recompute.least,
         finish_ns=sum(node.finish_ns for node in nodes),
-        inputs=boundaries[0],
-        outputs=boundaries[1],
-        recompute=again.kind,
-        regions=again.regions,
-        saving=again.saving,
-        footprint=again.footprint,
+        inputs=inputs,
+        outputs=outputs,
+        recompute=recompute.kind,
+        regions=recompute.regions,
+        saving=recompute.saving,
+        footprint=recompute.footprint,
     )
 
 
-def _blocks(nodes: Iterable[Node]) -> Iterable[tuple[str, ...]]:
+def _blocks(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
     """The names of the nodes, in runs that lie in one block of the model."""
     for _, run in groupby(nodes, key=lambda node: block_of(node.module)):
         yield tuple(node.name for node in run)
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
-    known = list(values)
-    return None if None in known else sum(value for value in known if value is not None)
+    """The sum; None if a value is not known."""
+    total = 0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total
 
 
-def _crossing(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterable[Boundary]:
-    """The tensors that go from `stage` to the next one, relayed ones included, in the order of the graph."""
+def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterator[Boundary]:
+    """The tensors sent from `stage` to the next one, relayed ones included, in graph order."""
     for tensor in graph.tensors:
         last = max((assignment[name] for name in tensor.consumers), default=-1)
         if assignment[tensor.producer] <= stage < last:
@@ -91,8 +111,8 @@ def _crossing(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> It
             )
 
 
-def routes_of(graph: CostGraph, assignment: dict[str, int]) -> Iterable[Route]:
-    """The tensors that are wanted later than in the stage after their producer's."""
+def routes_of(graph: CostGraph, assignment: Mapping[str, int]) -> Iterator[Route]:
+    """The routes of all relayed tensors: those with a consumer after the next stage."""
     for tensor in graph.tensors:
         first = assignment[tensor.producer]
         last = max((assignment[name] for name in tensor.consumers), default=first)
@@ -100,16 +120,15 @@ def routes_of(graph: CostGraph, assignment: dict[str, int]) -> Iterable[Route]:
             yield Route(name=tensor.producer, stages=tuple(range(first, last + 1)))
 
 
-def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterable[OwnedParameter]:
-    """Every parameter with the stages that hold it; one that no node reads stays with the first stage."""
-    readers = [
+def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterator[OwnedParameter]:
+    """Every parameter with the stages that hold it: its readers, or the first stage."""
+    names_by_stage = [
         {name for node in stage.nodes for name in graph.by_name[node].parameters}
         for stage in stages
     ]
     for parameter in graph.parameters:
-        holders = [
-            index for index, names in enumerate(readers) if parameter.name in names
-        ] or [0]
+        readers = [stage for stage, names in enumerate(names_by_stage) if parameter.name in names]
+        holders = readers or [0]
         yield OwnedParameter(
             name=parameter.name,
             aliases=parameter.aliases,
@@ -120,12 +139,13 @@ def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterable[OwnedParame
         )
 
 
-def module_ranges(paths: Iterable[str]) -> Iterable[str]:
-    """Module paths as ranges: `transformer.h.0-2` for blocks 0 to 2, each with all that lies in it."""
-    blocks = [block for block, _ in groupby(block_of(path) for path in paths) if block]
-    for parent, run in groupby(
-        dict.fromkeys(blocks), key=lambda block: re.sub(r"\.\d+$", "", block)
-    ):
+def module_ranges(paths: Iterable[str]) -> Iterator[str]:
+    """The blocks of module paths as ranges, each with all that lies in it.
+
+    Paths in `h.0`, `h.1` and `h.2`, then in `ln_f`, give `h.0-2` and `ln_f`.
+    """
+    blocks = dict.fromkeys(block for path in paths if (block := block_of(path)))
+    for parent, run in groupby(blocks, key=lambda block: re.sub(r"\.\d+$", "", block)):
         members = list(run)
         numbers = [block[len(parent) + 1 :] for block in members]
         yield f"{parent}.{numbers[0]}-{numbers[-1]}" if len(members) > 1 else members[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipecompile.cli.ranks import is_first_rank
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
 from pipecompile.ir.serialization import encode
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pipecompile.api.finding import Finding
     from pipecompile.report.tables import DrawTable
 
-__all__ = ["FINE", "NO", "AnswerGroup", "framed", "is_first_rank", "print_findings", "say", "table_style"]
+__all__ = ["FINE", "NO", "AnswerGroup", "framed", "print_findings", "say", "table_style"]
 
 FINE, NO, ERROR = 0, 1, 2
 
@@ -78,11 +79,6 @@ def _complain(message: str, code: int) -> int:
     if is_first_rank():
         click.echo(f"pipecompile: {' '.join(message.split())}", err=True)
     return code
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for all that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pipecompile.cli.answers import is_first_rank
+from pipecompile.cli.ranks import is_first_rank
 
 __all__ = ["logging_to_stderr"]
 

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, is_first_rank, say, table_style
+from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, say, table_style
 from pipecompile.cli.options import OneOf, format_option, plan_option, planning_options
 from pipecompile.cli.plans import print_plan
+from pipecompile.cli.ranks import is_first_rank
 from pipecompile.ir.serialization import check_writable, encode, write
 
 __all__ = ["calibrate", "measure_links", "plan", "profile", "verify"]

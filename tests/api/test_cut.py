@@ -12,7 +12,7 @@ from cuts import chain, cuts, graphs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.api.cut import CutRequest, given_links, partition
+from pipecompile.api.cut import CutRequest, links_from_options, partition
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
@@ -101,9 +101,9 @@ def test_replicas_divide_the_load(tmp_path: Path) -> None:
 def test_links_from_rank_to_rank(tmp_path: Path) -> None:
     links = Links(bandwidth_bytes_per_s=((None, 10), (10, None)), latency_ns=((0, 7), (7, 0)))
     write(path := tmp_path / "links.json", encode(links))
-    assert given_links(str(path), None, 0) == links
+    assert links_from_options(str(path), None, 0) == links
     with pytest.raises(InputError, match="leave --bandwidth"):
-        given_links(str(path), 1e9, 0)
+        links_from_options(str(path), 1e9, 0)
 
 
 @pytest.mark.parametrize(

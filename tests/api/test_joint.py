@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
 
-from pipecompile.api.partition import problem_of
+from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node, Tensor

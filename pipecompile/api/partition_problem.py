@@ -1,0 +1,241 @@
+"""What the options of a plan ask of the partitioner: a cost graph and options in, a problem out.
+
+It composes the phases: what a stage recomputes to fit its rank (recompute), what it then holds
+(memory_model), and when (schedule) become numbers and functions of a `PartitionProblem`. Needs no
+PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import msgspec
+
+from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.stages import stages_of
+from pipecompile.errors import InputError
+from pipecompile.ir.footprint import Footprint
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
+from pipecompile.ir.plan import Options
+from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.lower_bounds import buffers, floors, freeable
+from pipecompile.memory_model.rank import rank_memory, room
+from pipecompile.partition.problem import (
+    BoundaryBuffers,
+    MemoryConstraint,
+    PartitionProblem,
+    Price,
+    StageCandidate,
+)
+from pipecompile.partition.summation import gradient_sum_order
+from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.policies import StageSlice
+from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.selection import (
+    in_flight_counts,
+    named_schedule,
+    placements,
+    representative_schedule,
+    snapshots_of,
+)
+from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.stages import problem_of_stages
+
+__all__ = [
+    "has_recompute_in_compute",
+    "may_pay_for_memory",
+    "problem_of",
+    "rank_excess_bytes",
+    "simulated_step_ns",
+]
+
+WHOLE_STAGE = ("stage", "except-last")  # policies and kinds that recompute a stage as a whole
+
+
+def problem_of(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    placement: Sequence[int] | None = None,
+    *,
+    one_in_flight: bool = False,
+) -> PartitionProblem:
+    """The problem of the options, with the stages placed as given or as the schedule has them.
+
+    Stages hold as many microbatches between forward and backward as the schedule has in flight, or
+    just one if `one_in_flight`. InputError if the objective does not suit the schedule.
+    """
+    if options.objective == "step-time" and options.schedule == "forward-only":
+        raise InputError(
+            "step-time weighs a step with backwards, which forward-only has not; choose max-load"
+        )
+    placement = tuple(placement or placements(options)[0])
+    planner = recompute_planner(graph, options, placement)
+    return PartitionProblem(
+        graph,
+        options.k,
+        objective=options.objective,
+        links=links,
+        placement=None if placement == tuple(range(options.k)) else placement,
+        recompute=_recomputed_share(options),
+        memory=_memory_constraint(planner, one_in_flight),
+        pin=options.pin,
+        precedence=tuple(gradient_sum_order(graph)),
+        granularity=options.granularity,
+        parameters_everywhere=options.parameters_everywhere,
+        microbatches=options.microbatches,
+        whole_backwards=options.schedule not in MAY_SPLIT,
+        step_ns=lambda assignment: _step_ns(planner, assignment, links),
+    )
+
+
+# Recompute
+
+
+def has_recompute_in_compute(options: Options) -> bool:
+    """Whether the compute of stages includes what the policy recomputes; prices then do not."""
+    return options.recompute in WHOLE_STAGE
+
+
+def may_pay_for_memory(options: Options) -> bool:
+    """Whether stages may take longer to hold less, by recompute or by encodings."""
+    return options.recompute != "none" or bool(options.saving)
+
+
+def _recomputed_share(options: Options) -> Fraction:
+    """The share of microbatches whose forward the policy recomputes, in all stages but the last."""
+    if options.recompute == "stage":
+        return Fraction(1)
+    if options.recompute == "except-last":
+        return Fraction(options.microbatches - 1, options.microbatches)
+    return Fraction(0)
+
+
+# Memory
+
+
+def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> MemoryConstraint | None:
+    """The caps of the ranks and what stages hold; None without caps.
+
+    Stages alone on their ranks are priced by the plan's memory model. For others there are only
+    lower bounds, and the cut is corrected afterwards (`partition.cap_correction`).
+    """
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
+    ranks = max(placement) + 1
+    caps = options.caps(ranks)
+    if caps is None:
+        return None
+    in_flight = (1,) * options.k if one_in_flight else tuple(in_flight_counts(options, placement))
+    # If there are more microbatches than fit in flight, a backward has run before most are in
+    # flight, and its gradients of parameters are there.
+    has_gradients = options.microbatches > max(in_flight) and not one_in_flight
+    resident, saved = floors(
+        graph, options.recompute, gradients=has_gradients, saving=options.saving
+    )
+    constraint = MemoryConstraint(caps, in_flight, resident, saved)
+    if ranks != options.k:
+        return constraint
+    can_free = options.recompute == "auto" or bool(options.saving)
+    rate = planner.policies.lives.bytes_per_ns
+    return replace(
+        constraint,
+        price=_price(planner, one_in_flight),
+        boundary_buffers=BoundaryBuffers(*buffers(graph, options.microbatches)),
+        freeable=freeable(graph, options.recompute, options.saving, rate) if can_free else (),
+    )
+
+
+def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCandidate], Price]:
+    """The price of a stage: the extra time with which it fits, by the plan's memory model."""
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
+    may_find_none = options.recompute == "auto" or bool(options.saving)
+
+    def price(candidate: StageCandidate) -> Price:
+        piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)
+        recompute = planner.of(piece, candidate.budget)
+        if recompute is None:
+            # The planner's search is no proof that nothing fits.
+            return Price(None, 0 if may_find_none else None)
+        excess = rank_excess_bytes(
+            graph,
+            msgspec.structs.replace(options, memory_bytes=candidate.budget),
+            placement,
+            {candidate.stage: recompute.footprint},
+            (candidate.stage,) if recompute.kind in WHOLE_STAGE else (),
+            one_in_flight=one_in_flight,
+        )
+        if excess:
+            return Price(None, None)
+        if has_recompute_in_compute(options):
+            return Price(0, 0)
+        return Price(recompute.ns, recompute.least)
+
+    return price
+
+
+def rank_excess_bytes(
+    graph: CostGraph,
+    options: Options,
+    placement: Sequence[int],
+    footprints: Mapping[int, Footprint],
+    recomputed: Collection[int],
+    *,
+    one_in_flight: bool,
+) -> int:
+    """The bytes that a rank needs over its cap, 0 if it fits; `footprints` are those of its stages.
+
+    The stages `recomputed` recompute as a whole. Snapshots are those of the named schedule. If
+    `one_in_flight`, any order will do that has room for one microbatch in each stage.
+    """
+    caps, rank = options.caps(max(placement) + 1), placement[min(footprints)]
+    assert caps is not None
+    allocator = ALLOCATORS[graph.memory]
+    if one_in_flight:
+        needed = sum(
+            (footprint.kept + footprint.between).bound for footprint in footprints.values()
+        )
+        left = room(
+            footprints,
+            caps[rank],
+            microbatches=options.microbatches,
+            allocator=allocator,
+            recomputed=recomputed,
+        )
+        return max(0, needed - left)
+    snapshots = snapshots_of(
+        representative_schedule(options, placement),
+        tuple(placement),
+        options.microbatches,
+        bool(recomputed),
+        options.recompute == "except-last",
+    )
+    memory = rank_memory(
+        footprints, snapshots[rank], microbatches=options.microbatches, allocator=allocator
+    )
+    return max(0, memory.total.bound - caps[rank])
+
+
+# Time
+
+
+def simulated_step_ns(
+    graph: CostGraph, assignment: Mapping[str, int], options: Options, links: Links
+) -> int:
+    """The step of an assignment, in ns, under the schedule of the options.
+
+    A searched schedule is represented by a named one.
+    """
+    planner = recompute_planner(graph, options, placements(options)[0])
+    return _step_ns(planner, assignment, links)
+
+
+def _step_ns(planner: RecomputePlanner, assignment: Mapping[str, int], links: Links) -> int:
+    options, placement = planner.options, planner.view.placement
+    with_memory = may_pay_for_memory(options)  # else it does not change the times
+    stages = stages_of(planner.graph, assignment, planner, with_memory=with_memory)
+    problem = problem_of_stages(stages, links, placement, options.microbatches)
+    schedule = named_schedule(representative_schedule(options, placement), problem)
+    return simulate(problem, schedule).makespan_ns

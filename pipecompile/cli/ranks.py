@@ -1,0 +1,12 @@
+"""The rank of this process, where torchrun started several."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["is_first_rank"]
+
+
+def is_first_rank() -> bool:
+    """Return whether this process speaks for all that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"

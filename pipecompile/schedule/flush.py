@@ -48,7 +48,9 @@ def gpipe(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
 
 
 def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
-    """Yield one forward, one backward (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, fig. 3).
+    """Yield one forward, one backward.
+
+    (PipeDream-Flush; Narayanan et al., arXiv 2104.04473, figure 3.)
 
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from pipecompile.ir.schedule import Timeline
 from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
 
 __all__ = ["hill_climb", "objective_ns"]
@@ -22,7 +23,7 @@ MEMORY = 200  # how many steps back the acceptance looks
 FARTHEST = 8  # places beyond the first one that an operation moves at most
 
 
-def objective_ns(times: OrderTimes, objective: str) -> int:
+def objective_ns(times: OrderTimes | Timeline, objective: str) -> int:
     """Return what is minimised, in ns: the makespan or the largest span."""
     return times.makespan_ns if objective == "makespan" else times.span_ns
 
@@ -48,9 +49,7 @@ class _Move(NamedTuple):
 class _Climb:
     """The present order, with where each operation stands, its times and a critical path."""
 
-    def __init__(
-        self, instance: ScheduleInstance, rows: Rows, objective: str, seed: int
-    ) -> None:
+    def __init__(self, instance: ScheduleInstance, rows: Rows, objective: str, seed: int) -> None:
         self.instance, self.objective = instance, objective
         self.random = random.Random(seed)
         self.rows = [list(row) for row in rows]
@@ -98,7 +97,7 @@ class _Climb:
         self._accept(times)
 
     def _random_move(self) -> _Move | None:
-        """Return a move of an operation on the critical path; None if the one drawn is forbidden."""
+        """Return a move of an operation on the critical path; None if it may not be made."""
         operation = self.path[self.random.randrange(len(self.path))]
         rank, index = self.places[operation]
         row, distance = self.rows[rank], 1 + min(int(self.random.expovariate(0.5)), FARTHEST)
@@ -140,7 +139,7 @@ class _Climb:
         return True
 
     def _critical_path(self) -> list[int]:
-        """Return operations that directly follow each other, from the decisive one back to the first.
+        """Return operations that directly follow each other, from the decisive one backwards.
 
         Where several could come before an operation, one of them is drawn.
         """

@@ -20,7 +20,7 @@ __all__ = ["Layout", "Task", "backwards", "forwards", "layout_of", "numbered"]
 
 Task = tuple[int, Kind]
 Layout = tuple[tuple[int, ...], ...]
-"""For each rank its stages, ascending; ranks in the order in which a microbatch first meets them."""
+"""For each rank its stages, ascending. Ranks are in the order in which a microbatch meets them."""
 
 
 def layout_of(placement: Sequence[int]) -> Layout:

@@ -83,7 +83,9 @@ class _Neighbourhood:
     ) -> None:
         self.instance, self.rows, self.window, self.ends = instance, rows, window, times.ends
         self.durations = instance.durations
-        self.free = [row[first:stop] for row, (first, stop) in zip(rows, window.ranges, strict=True)]
+        self.free = [
+            row[first:stop] for row, (first, stop) in zip(rows, window.ranges, strict=True)
+        ]
         members = [operation for row in self.free for operation in row]
         self.origin = min(times.ends[o] - self.durations[o] for o in members)
         self.horizon = times.makespan_ns - self.origin

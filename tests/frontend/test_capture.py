@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from zoo import EXAMPLES, called, captured, example, first, same
 
-from pipecompile.errors import CaptureError, InputError
+from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.captured_graph import batch_size
 from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 from tests.sweeps import sweep
@@ -341,162 +339,6 @@ def test_sizes_that_depend_on_the_batch_follow_it() -> None:
     for batch in (2, 3, 7):
         call = Arguments((x[:batch].clone(),), {})
         assert same(captured_model.instantiate(call)(x[:batch])[0], model(x[:batch]))
-
-
-@dataclass
-class Result:
-    logits: Tensor
-    count: int
-
-
-@dataclass
-class Query:
-    left: Tensor
-    name: str
-
-
-def test_nested_inputs_and_outputs() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(
-            self, pair: Any, options: Any, *, scale: float, mask: Tensor | None = None
-        ) -> Any:
-            left, (right,) = pair
-            hidden = self.linear(left + right * options["weight"]) * scale
-            return {"all": (hidden, [hidden.sum(), None, "text"]), "scale": scale}
-
-    x = torch.randn(4, 4)
-    call = Arguments(
-        ((x, [x + 1]), {"weight": x * 2, "mode": "fast"}), {"scale": 0.5, "mask": None}
-    )
-    model = Nested()
-    captured_model, module = captured(model, *call.args, **call.kwargs)
-    assert same(
-        captured_model.outputs.unflatten(module(*captured_model.inputs.flatten(call))),
-        model(*call.args, **call.kwargs),
-    )
-    assert captured_model.inputs.tensor_names == ("pair_0", "pair_1_0", "options_weight")
-
-
-def test_a_dataclass_that_pytree_knows_is_an_output() -> None:
-    pytree.register_dataclass(Result)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Result:
-            return Result(self.linear(x), 3)
-
-    x = torch.randn(4, 4)
-    model = Model()
-    captured_model, module = captured(model, x)
-    result = captured_model.outputs.unflatten(module(x))
-    assert isinstance(result, Result)
-    assert torch.equal(result.logits, model(x).logits)
-    assert result.count == 3
-
-
-def test_a_dataclass_that_pytree_does_not_know_is_input_and_output() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, query: Query) -> dict[str, Query]:
-            return {"result": Query(self.linear(query.left), query.name + "b")}
-
-    model, query = Model(), Query(torch.randn(4, 4), "a")
-    captured_model, module = captured(model, query)
-    result = captured_model.outputs.unflatten(module(query.left))["result"]
-    assert torch.equal(result.left, model(query)["result"].left)
-    assert result.name == "ab"
-
-
-def test_an_object_of_another_kind_is_refused_as_output_and_input() -> None:
-    class Box:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
-
-    class Model(nn.Module):
-        def forward(self, query: Any) -> Any:
-            return Box(query.sin()) if isinstance(query, Tensor) else query.value
-
-    with pytest.raises(
-        CaptureError, match=r"the model returns a Box, which cannot travel between stages"
-    ):
-        captured(Model(), torch.randn(4, 4))
-    with pytest.raises(
-        CaptureError, match=r"the argument 'query' holds a Box; inputs are tensors, constants"
-    ):
-        captured(Model(), Box(torch.randn(4, 4)))
-
-
-def test_a_models_output_class_is_kept() -> None:
-    target = example("bert")
-    call = first(4, target.call)
-    captured_model, module = captured(target.model.eval(), *call.args, **call.kwargs)
-    result = captured_model.outputs.unflatten(module(*captured_model.inputs.flatten(call)))
-    assert type(result) is type(target.model(**call.kwargs))
-    assert result.loss.dim() == 0
-
-
-def test_another_structure_or_constant_is_an_error() -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-            return x * scale
-
-    x = torch.randn(4, 4)
-    captured_model, _ = captured(Model(), x, scale=2.0)
-    with pytest.raises(
-        InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"
-    ):
-        captured_model.inputs.flatten(Arguments((x,), {"scale": 3.0}))
-    with pytest.raises(InputError, match="the batch has the structure"):
-        captured_model.inputs.flatten(Arguments((x,), {}))
-    with pytest.raises(InputError, match="x is a float, but the plan was made for a tensor"):
-        captured_model.inputs.flatten(Arguments((1.0,), {"scale": 2.0}))
-
-
-def test_one_tensor_passed_twice_is_two_inputs() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.left(a) - self.right(b.sin())
-
-    model, x = Two(), torch.randn(4, 4)
-    captured_model, module = captured(model, x, x)
-    assert captured_model.inputs.tensor_names == ("a", "b")
-    assert torch.equal(module(x + 1, x - 1)[0], model(x + 1, x - 1))
-
-
-def test_a_keyword_of_python_may_name_an_input() -> None:
-    class Keyed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, **more: Tensor) -> Tensor:
-            return self.linear(x) + more["class"] * more["lambda"]
-
-    call = {"class": torch.randn(4, 4), "lambda": torch.randn(4, 1)}
-    captured_model, _ = captured(Keyed(), torch.randn(4, 4), **call)
-    assert sorted(captured_model.inputs.tensor_names) == ["class_", "lambda_", "x"]
-
-
-def test_inputs_of_different_batches_are_an_error() -> None:
-    with pytest.raises(
-        InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"
-    ):
-        batch_size([torch.zeros(4, 2), torch.zeros(3, 2)])
-    assert batch_size([torch.zeros(4, 2), torch.tensor(1.0), torch.zeros(4)]) == 4
 
 
 def test_every_node_knows_its_module_and_its_line() -> None:

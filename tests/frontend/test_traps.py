@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from stages import assert_equal, case_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from traps import CALL, WIDTH, Two, X, refused
 from zoo import called
 from zoo.exact import exact
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.target import Target, sum_of_squares
-from pipecompile.api.verify import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.signature import Arguments
-
-WIDTH = 8
-X = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1))
-CALL = Arguments((X[:4].clone(),), {})
-
-
-class Two(nn.Module):
-    """Two layers; a subclass adds the trap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-
-def refused(model: nn.Module, *words: str) -> None:
-    """Assert that `model` is refused in one line that holds these words."""
-    with pytest.raises(CaptureError) as caught:
-        capture(model, CALL).instantiate(CALL)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
 
 
 def test_guard_on_the_batch_size() -> None:
@@ -79,26 +50,6 @@ def test_lost_update_of_a_buffer_that_nobody_reads() -> None:
             return self.first(x)
 
     exact(Trap(), X)
-
-
-class Exaggerated(torch.autograd.Function):
-    """Its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 100
-
-
-def test_inlined_autograd_function() -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(Exaggerated.apply(self.first(x)))
-
-    assert called(exact(Trap(), X).graph) == ["first", "apply", "second"]
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -179,23 +130,6 @@ def test_backward_hook_on_a_module_that_is_taken_apart(inner: bool) -> None:
     )
 
 
-def test_fake_tensor_left_in_an_lru_cache() -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x) + positions(WIDTH)
-
-    positions.cache_clear()
-    exact(Trap(), X)
-    assert type(positions(WIDTH)) is Tensor
-    exact(Trap(), X)  # and one that is filled is not baked into the graph
-    assert "arange" in called(capture(Trap(), CALL).graph)
-
-
-@lru_cache
-def positions(width: int) -> Tensor:
-    return torch.arange(width).float()
-
-
 def test_replaced_buffer() -> None:
     class Trap(Two):
         def __init__(self) -> None:
@@ -211,56 +145,6 @@ def test_replaced_buffer() -> None:
     own = model.average
     exact(model, X)
     assert model.average is own
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint(reentrant: bool) -> None:
-    class Trap(Two):
-        def region(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(self.second(x).sin(), 0.3, self.training)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.region, self.first(x), use_reentrant=reentrant)
-
-    assert called(exact(Trap(), X).graph) == ["first", "second", "sin", "dropout"]
-
-
-@pytest.mark.parametrize(
-    ("draw", "whose"),
-    [(np.random.rand, "numpy's"), (random.random, "Python's")],
-    ids=["numpy", "python"],
-)
-def test_random_numbers_of_others(draw: Callable[[], float], whose: str) -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x) if draw() < 2 else x
-
-    before = np.random.get_state()[1].copy(), random.getstate()
-    refused(Trap(), f"{whose} random module")
-    assert (np.random.get_state()[1] == before[0]).all()
-    assert random.getstate() == before[1]
-
-
-def test_own_torch_generator() -> None:
-    generator = torch.Generator()
-
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x) + torch.rand(WIDTH, generator=generator)
-
-    refused(Trap(), "torch.Generator of its own", "test_traps.py:")
-
-
-@pytest.mark.parametrize("seed", [torch.manual_seed, torch.random.default_generator.manual_seed])
-def test_seeding_in_the_forward(seed: Callable[[int], object]) -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            seed(0)
-            return nn.functional.dropout(self.first(x), 0.5, self.training)
-
-    model, before = Trap(), torch.get_rng_state()
-    refused(model, "seeds torch's generator", "seed outside the model")
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tensor_kept_in_a_closure() -> None:
@@ -316,18 +200,6 @@ def test_wrapper_around_the_model(wrapper: Callable[[nn.Module], nn.Module]) -> 
 
     with pytest.raises(InputError, match=r"give the module inside it \(\.(module|_orig_mod)\)"):
         capture(wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH))), CALL)
-
-
-exaggerated = Exaggerated.apply
-
-
-def test_function_whose_apply_was_bound_before() -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(exaggerated(self.first(x)))
-
-    assert called(exact(Trap(), X).graph) == ["first", "apply", "second"]
-    assert torch.equal(exaggerated(X), X.sin())  # and is torch's again
 
 
 FOREIGN: dict[str, Callable[[Two], dict[str, Tensor]]] = {
@@ -392,38 +264,6 @@ def test_setting_of_a_leaf_changed_around_its_call(
     assert all(part.training for part in model.modules())
 
 
-def doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
-    """A subclass of torch's hooks."""
-
-    def __init__(self) -> None:
-        super().__init__(doubled, doubled)
-
-
-@pytest.mark.parametrize(
-    "hooks", [lambda: torch.autograd.graph.saved_tensors_hooks(doubled, doubled), OwnHooks]
-)
-def test_saved_tensors_that_are_changed(hooks: Callable[[], Any]) -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            with hooks():
-                return self.second(self.first(x).sin())
-
-    refused(Trap(), "saved_tensors_hooks of its own")
-
-
-def test_saved_tensors_that_are_kept_elsewhere() -> None:
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                return self.second(self.first(x).sin())
-
-    assert called(exact(Trap(), X).graph) == ["first", "sin", "second"]
-
-
 def test_gradient_taken_in_the_forward() -> None:
     """A force field: the gradient of the energy with respect to positions is trained."""
 
@@ -446,66 +286,3 @@ def test_gradient_taken_in_the_forward() -> None:
     assert len(case.units) > 3
     for cut in range(1, len(case.units)):
         assert_equal(case, [cut])
-
-
-@lru_cache(maxsize=1)
-def only_one(width: int) -> Tensor:
-    return torch.arange(width).float()
-
-
-@cache
-def several(width: int, start: float = 0.0) -> dict[str, tuple[Tensor, ...]]:
-    return {"both": (torch.full((width,), start), torch.ones(width))}
-
-
-class Cached(Two):
-    """Its tensors come from caches of all kinds."""
-
-    @lru_cache  # noqa: B019
-    def scale(self, width: int) -> Tensor:
-        return torch.zeros(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = several(WIDTH, start=2.0)["both"]
-        return self.first(x) * only_one(WIDTH) + left * right + self.scale(WIDTH)
-
-
-@pytest.mark.parametrize("filled", [False, True])
-def test_tensors_in_caches_of_all_kinds(filled: bool) -> None:
-    """No tensor in a cache is left fake, and none becomes a constant of the graph."""
-    model, caches = Cached(), (only_one, several, Cached.scale)
-    for each in caches:
-        each.cache_clear()
-    if filled:
-        model(X)
-    graph = capture(model, CALL).graph
-    assert [each.cache_info().currsize for each in caches] == [0, 0, 0]
-    assert {"arange", "full", "ones", "zeros"} <= set(called(graph))
-    exact(model, X)
-
-
-def test_capturing_without_gradients() -> None:
-    """Every stage trains, and the model's own `no_grad` regions are recorded."""
-
-    class Trap(Two):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.second(x)
-            with torch.no_grad():
-                constant = self.first(x).exp()
-            return self.first(x) * constant
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Trap(), Trap(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    target = Target(model, CALL, sum_of_squares)
-    with torch.no_grad():
-        pipeline = pipecompile(
-            model, CALL, 4, loss_fn=sum_of_squares, costs="flops", microbatches=2
-        )
-    loss = pipeline.step(CALL, None)
-    reference = reference_for(target, pipeline.plan)
-    assert torch.equal(loss, reference.step(target, 2))
-    expected = dict(reference.model.named_parameters())
-    for name, parameter in pipeline.named_parameters():
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, expected[name].grad)
-    assert len(list(pipeline.parameters())) == 12

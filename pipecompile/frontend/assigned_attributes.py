@@ -43,7 +43,7 @@ def refuse_lasting_state(
     first: RecordedForward,
     record: Callable[[], RecordedForward],
 ) -> None:
-    """Raise CaptureError unless the `changed` attributes matter to the forward alone.
+    """Raise CaptureError unless the `changed` attributes matter to the forward only.
 
     `first` is the forward that changed them; `record` records another one. The modules are still as
     the first forward left them.

@@ -1,7 +1,6 @@
 """The ways to capture a module, best first.
 
-Each is tried if those before it could not express the forward, or were found to differ from the
-model:
+Each is tried if those before it cannot express the forward or differ from the model:
 
     recorded                         batch size open    no data-dependent modules
     recorded as for export           as above, with the flags by which models avoid shortcuts
@@ -92,7 +91,7 @@ def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capt
 def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Iterator[Capture]:
     """Yield the captures by all ways that can express `model`, best first.
 
-    Each is made when it is asked for. CaptureError if there is none.
+    Each is captured when the caller needs it. CaptureError if there is none.
     """
     _refuse_unfit(model)
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
@@ -175,13 +174,13 @@ def _capture_by(
 def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[CaptureNote]:
     """Yield what is special about a capture. The texts are part of plans."""
     recorder = forward.recorder
-    asking = recorder.data_dependent
-    if asking:
-        one = "it is one node" if len(asking) == 1 else "each is one node"
+    dependent = recorder.data_dependent
+    if dependent:
+        one = "it is one node" if len(dependent) == 1 else "each is one node"
         yield CaptureNote(
-            f"{_first_of(list(asking))} asks for the values of tensors: {one}, and costs are those "
-            "of the sample",
-            next(iter(asking.values())),
+            f"{_first_of(list(dependent))} asks for the values of tensors: {one}, and costs are "
+            "those of the sample",
+            next(iter(dependent.values())),
         )
     if forward.guards.is_fixed:
         yield CaptureNote(f"the graph is for batches of {forward.guards.batch} alone")

@@ -155,7 +155,7 @@ class Recording:
         Each item of a collection that holds tensors is bound to a node of its own, which reads it.
         """
         node.meta["val"] = value
-        # An in-place call returns its argument: the tensor is bound anew, to the later node.
+        # An in-place call returns its argument: the tensor is now bound to the later node.
         if isinstance(value, Tensor):
             self._bindings.append((id(value), self._nodes.get(id(value))))
             self._nodes[id(value)] = node
@@ -249,7 +249,7 @@ class Recording:
             else:
                 self._nodes[tensor] = node
         del self._bindings[mark.bindings :]
-        # The module is called once more as one node; inside it calls are counted anew.
+        # The module is called once more, as one node, and the calls inside it are counted then.
         self.call_counts.subtract(self._called[mark.calls :])
         del self._called[mark.calls :]
         while len(self._reads) > mark.reads:

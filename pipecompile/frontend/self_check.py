@@ -119,7 +119,7 @@ def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
 
 
 def _resized(tensor: Tensor, size: int) -> Tensor:
-    """Return the first `size` samples, beginning anew if there are fewer."""
+    """Return the first `size` samples; if there are fewer, they are repeated."""
     return tensor[torch.arange(size) % tensor.shape[0]] if tensor.dim() else tensor
 
 
@@ -186,8 +186,8 @@ def _original_step(model: nn.Module, written: Sequence[Tensor], call: Arguments)
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(
             "the model keeps tensors where no module shows them (a cache in a global or a "
-            "closure), and now those of its recording; keep them in buffers, and make the model "
-            "anew"
+            "closure), and now those of its recording; keep them in buffers, and build the "
+            "model again"
         )
     return step
 

@@ -1,4 +1,4 @@
-"""Autograd's nodes: which ones a forward made, and for what they use the tensors that they save."""
+"""Autograd's nodes: the nodes of a forward, and how they use the tensors that they save."""
 
 from __future__ import annotations
 

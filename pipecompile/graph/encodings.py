@@ -6,10 +6,10 @@ the same bit for bit. Bits are packed and unpacked in chunks, so that workspace 
 
     encoder         for                            memory
     encode_mask     zeros and one constant         1 bit per element
-    encode_sign     results of ReLU                1 bit per element: the backward only asks
-                                                   which elements are not ≤ 0
+    encode_sign     results of ReLU                1 bit per element: the backward only needs
+                                                   to know which elements are not ≤ 0
     encode_narrow   indices below a bound          the smallest integers that hold them
-    encode_shape    inputs of pooling              nothing: the backward only asks for the layout
+    encode_shape    inputs of pooling              nothing: the backward only needs the layout
     encode_half     float32                        bfloat16
 """
 

@@ -32,7 +32,7 @@ class _Propagator(fx.Interpreter):
         conditions = node_conditions(n, self.fetch_args_kwargs_from_env(n))
         with conditions, SideEffectTracker() as tracker:
             # Under an autocast around the whole model the cache would hide the casts of this node
-            # that an earlier node has already made.
+            # that an earlier node made.
             torch.clear_autocast_cache()
             n.meta["val"] = super().run_node(n)
             is_autocast = current_context().is_autocast

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from pipecompile.codegen.regions import Regions, Savings, check_regions, enclose
 from pipecompile.graph.autograd_context import current_context
-from pipecompile.graph.layout import dense_order, strides_with_gaps, is_dense
+from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Policy

@@ -15,11 +15,11 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import Call
 from pipecompile.errors import CaptureError
-from pipecompile.graph.layout import dense_order, strides_with_gaps, is_dense
+from pipecompile.graph.autograd_nodes import autograd_nodes_since, known_uses
+from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.model_state import named_state
-from pipecompile.graph.autograd_nodes import known_uses, autograd_nodes_since
-from pipecompile.graph.storages import size_bytes
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.graph import Content, Gradient, Packs
 from pipecompile.profiling.caller import Caller

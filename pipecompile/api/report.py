@@ -26,6 +26,7 @@ from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = [
+    "DrawTable",
     "cut_text",
     "links_table",
     "page_of",

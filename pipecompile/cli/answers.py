@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipecompile.cli.log import logging_to_stderr
 from pipecompile.cli.ranks import is_first_rank
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
 from pipecompile.ir.serialization import encode
 
 if TYPE_CHECKING:
     from pipecompile.api.finding import Finding
-    from pipecompile.report.tables import DrawTable
+    from pipecompile.api.report import DrawTable
 
 __all__ = ["FINE", "NO", "AnswerGroup", "framed", "print_findings", "say", "table_style"]
 
@@ -35,8 +36,6 @@ class AnswerCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with the log on standard error."""
-        from pipecompile.cli.log import logging_to_stderr
-
         quiet, verbose = ctx.params.pop("quiet"), ctx.params.pop("verbose")
         with logging_to_stderr(quiet=quiet, verbose=verbose):
             return super().invoke(ctx)

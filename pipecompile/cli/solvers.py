@@ -83,7 +83,9 @@ def partition(
     request = CutRequest(links=connected, communication=comm, **options)
     result = cut(path, request, seconds=time_limit)
     click.echo(
-        encode(result).decode().rstrip() if form == "json" else framed(cut_text(result, table_style(form)), form)
+        encode(result).decode().rstrip()
+        if form == "json"
+        else framed(cut_text(result, table_style(form)), form)
     )
     return FINE
 

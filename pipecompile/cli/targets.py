@@ -143,7 +143,9 @@ def measure_links(output: str | None, form: str) -> int:
     if output is not None:
         write(output, encode(links))
         logger.info("wrote %s: use it with --links %s", output, output)
-    text = encode(links).decode().rstrip() if form == "json" else links_table(links, table_style(form))
+    text = (
+        encode(links).decode().rstrip() if form == "json" else links_table(links, table_style(form))
+    )
     say(framed(text, form))
     return FINE
 

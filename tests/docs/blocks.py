@@ -71,7 +71,11 @@ def _shell(example: Example) -> None:
 def _command(line: str) -> None:
     program, *arguments = shlex.split(line, comments=True)
     said = re.search(r"# exit (\d)", line)
-    code = _pipecompile(arguments) if program == "pipecompile" else _process(PROGRAMS[program] + arguments)
+    code = (
+        _pipecompile(arguments)
+        if program == "pipecompile"
+        else _process(PROGRAMS[program] + arguments)
+    )
     assert code == int(said[1] if said else 0), f"{line}\nended with {code}"
 
 
@@ -85,7 +89,9 @@ def _pipecompile(arguments: list[str]) -> int:
 
 
 def _process(command: list[str]) -> int:
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     print(done.stdout)
     print(done.stderr, file=sys.stderr)
     return done.returncode
@@ -95,7 +101,9 @@ def _output(example: Example) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     printed = example.namespace.get(PRINTED, "")
     if not doctest.OutputChecker().check_output(example.parsed, printed, flags):
-        raise AssertionError(f"{example.path}:{example.line}: the page says\n{example.parsed}\nprinted was\n{printed}")
+        raise AssertionError(
+            f"{example.path}:{example.line}: the page says\n{example.parsed}\nprinted was\n{printed}"
+        )
 
 
 @contextlib.contextmanager

@@ -11,8 +11,11 @@ __all__ = ["ZERO", "AllocatorName", "Amount"]
 AllocatorName = Literal["cpu", "cuda"]
 
 
-class Amount(Value, frozen=True, kw_only=True):
-    """Bytes twice: what is asked for, and what an allocator may take for it."""
+class Amount(Value, frozen=True, kw_only=True, array_like=True):
+    """Bytes twice: what is asked for, and what an allocator may take for it.
+
+    In files it is [expected, bound].
+    """
 
     expected: NonNegative
     bound: NonNegative

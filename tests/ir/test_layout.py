@@ -62,21 +62,25 @@ def test_scalars_fill_lines_and_rows_of_a_table_have_a_line_each() -> None:
     ]
 
 
-def test_a_row_that_is_too_long_fills_lines_and_a_long_object_has_a_key_a_line() -> None:
-    row = {"a": "a" * 50, "b": "b" * 50, "c": "c" * 30}
+def test_keys_fill_lines_and_what_is_long_has_lines_of_its_own() -> None:
+    row = {"a": "a" * 50, "b": "b" * 50, "c": "c" * 30, "d": [10**9] * 9, "e": 1, "f": 2}
     assert layout([row]).split("\n") == [
-        "[",
-        f' {{"a": "{"a" * 50}",',
-        f'  "b": "{"b" * 50}", "c": "{"c" * 30}"}}',
-        "]",
-    ]
-    stage = {**row, "d": ["d" * 50] * 8}
-    assert layout([stage]).split("\n")[:4] == [
         "[",
         " {",
         f'  "a": "{"a" * 50}",',
-        f'  "b": "{"b" * 50}",',
+        f'  "b": "{"b" * 50}", "c": "{"c" * 30}",',
+        '  "d": [',
+        f"   {', '.join(['1000000000'] * 8)},",
+        "   1000000000",
+        "  ],",
+        '  "e": 1, "f": 2',
+        " }",
+        "]",
     ]
+
+
+def test_the_keys_of_the_file_have_a_line_each() -> None:
+    assert layout({"a": "a" * 90, "b": 1, "c": 2}).split("\n")[2:] == [' "b": 1,', ' "c": 2', "}"]
 
 
 @given(st.lists(st.text("ab.", max_size=20) | st.integers(0, 10**9), min_size=30))

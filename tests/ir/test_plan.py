@@ -31,10 +31,9 @@ EDGE = Boundary(name="a", bytes=4, gradient_bytes=4)
 
 def _stage(node: str, inputs: tuple[Boundary, ...], outputs: tuple[Boundary, ...]) -> Stage:
     return Stage(
-        nodes=(node,),
+        blocks=((node,),),
         modules=(node,),
         groups=(),
-        parameters=(),
         forward_ns=1,
         backward_ns=2,
         backward_input_ns=None,
@@ -135,9 +134,9 @@ def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], mess
 
 def test_a_damaged_plan_is_answered_with_the_place() -> None:
     document = msgspec.json.decode(encode(_plan()))
-    document["stages"][1]["footprint"]["kept"]["bound"] = -1
+    document["stages"][1]["footprint"]["kept"][1] = -1
     with pytest.raises(
-        FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.kept\.bound`"
+        FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.kept\[1\]`"
     ):
         decode(encode(document), Plan, origin="plan.json")
 

@@ -1,7 +1,9 @@
-"""The cache of measured costs: what was measured for one graph on one device need not be measured anew.
+"""The cache of measured costs: what was measured for one graph on one device need not be measured
+anew.
 
-Entries lie in $PIPECOMPILE_CACHE, or else in the user's cache folder (`~/.cache/pipecompile` on Linux), one file for
-each, named by the SHA-256 of all that the costs depend on. Called by `api/costs.py`. Needs no PyTorch.
+Entries lie in $PIPECOMPILE_CACHE, or else in the user's cache folder (`~/.cache/pipecompile` on
+Linux), one file for each, named by the SHA-256 of all that the costs depend on. Called by
+`api/costs.py`. Needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from platformdirs import user_cache_path
 from pipecompile.errors import FormatError
 from pipecompile.ir.serialization import NonNegative, Value, encode, fingerprint, read, write
 
-__all__ = ["NodeCost", "cache_folder", "cached_costs", "store_costs"]
+__all__ = ["CachedCost", "cache_folder", "cached_costs", "store_costs"]
 
 logger = logging.getLogger("pipecompile.cost_models")
 
 
-class NodeCost(Value, frozen=True, kw_only=True):
-    """What was measured of a node: nanoseconds, and the bytes of its kernel scratch where the device reports them."""
+class CachedCost(Value, frozen=True, kw_only=True):
+    """What was measured of a node: nanoseconds, and the bytes of its kernel scratch where the
+    device reports them.
+    """
 
     forward_ns: NonNegative
     backward_ns: NonNegative
@@ -32,7 +36,7 @@ class NodeCost(Value, frozen=True, kw_only=True):
     workspace_bytes: NonNegative | None
 
 
-class Entry(Value, frozen=True, kw_only=True):
+class CacheEntry(Value, frozen=True, kw_only=True):
     """The costs of nodes by name, all that they depend on, and the SHA-256 of the costs' bytes.
 
     It has nothing that a run on fake tensors gives: that is computed anew each time.
@@ -41,7 +45,7 @@ class Entry(Value, frozen=True, kw_only=True):
     schema: Literal["pipecompile/measured-costs/2"] = "pipecompile/measured-costs/2"
     depends_on: dict[str, str]
     digest: str
-    costs: dict[str, NodeCost]
+    costs: dict[str, CachedCost]
 
 
 def cache_folder() -> Path:
@@ -51,7 +55,7 @@ def cache_folder() -> Path:
     return user_cache_path("pipecompile", appauthor=False)
 
 
-def cached_costs(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
+def cached_costs(depends_on: Mapping[str, str]) -> dict[str, CachedCost] | None:
     """Return the costs that were measured under these conditions; None if there are none.
 
     An entry that is damaged, or that is not what its name says, counts as none.
@@ -60,7 +64,7 @@ def cached_costs(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
     if not path.exists():
         return None
     try:
-        costs = _checked(read(path, Entry), path, depends_on)
+        costs = _checked(read(path, CacheEntry), path, depends_on)
     except FormatError as error:
         logger.warning("%s; the costs are measured anew", error)
         return None
@@ -68,19 +72,19 @@ def cached_costs(depends_on: Mapping[str, str]) -> dict[str, NodeCost] | None:
     return costs
 
 
-def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, NodeCost]) -> None:
+def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, CachedCost]) -> None:
     """Write `costs` in the place of older ones; the log says so if that is not possible."""
     path, known = _path(depends_on), dict(costs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(
-            path, encode(Entry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known))
+            path, encode(CacheEntry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known))
         )
     except (OSError, FormatError) as error:
         logger.warning("measured costs are not cached: %s", error)
 
 
-def _checked(entry: Entry, path: Path, depends_on: Mapping[str, str]) -> dict[str, NodeCost]:
+def _checked(entry: CacheEntry, path: Path, depends_on: Mapping[str, str]) -> dict[str, CachedCost]:
     """The costs of `entry`; FormatError if the file was renamed or edited."""
     if entry.depends_on != depends_on:
         raise FormatError(f"{path}: its costs depend on other things than its name says")

@@ -1,8 +1,9 @@
 """GPT-2 small planned and trained as a 4-stage pipeline, beside the unsplit model.
 
-`make demo` runs this file. It writes demo/plan.json, demo/trace.json (open it in ui.perfetto.dev) and
-demo/timeline.svg, and exits 1 if a gradient or a loss is not the unsplit model's. Everything else that it writes, the
-unsplit model's gradients and a cache of its own for measured costs, lies in a folder that is gone when it ends.
+`make demo` runs this file. It writes demo/plan.json, demo/trace.json (open it in ui.perfetto.dev)
+and demo/timeline.svg, and exits 1 if a gradient or a loss is not the unsplit model's. Everything
+else that it writes, the unsplit model's gradients and a cache of its own for measured costs, lies
+in a folder that is gone when it ends.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ STEPS = 2
 LEARNING_RATE = 0.1
 SCRATCH = "PIPECOMPILE_DEMO_SCRATCH"  # where ranks find the unsplit model's gradients
 WHY_BITS_DIFFER = """\
-        No gradient is equal bit for bit any more, and none should be: in step 0 the gradient of the tied embedding was
-        summed over two ranks, in another order than in one process, so it was rounded differently in its last bits. The
-        update made these bits part of the weights, and with other weights every gradient of the next step differs as
-        little. `pipecompile verify` compares a first step, where only tied parameters may differ."""
+        No gradient is equal bit for bit any more, and none should be: in step 0 the gradient of the
+        tied embedding was summed over two ranks, in another order than in one process, so its last
+        bits were rounded differently. The update made these bits part of the weights, and with
+        other weights every gradient of the next step differs as little. `pipecompile verify`
+        compares a first step, where only tied parameters may differ."""
 
 
 def main() -> int:
@@ -87,7 +89,7 @@ def train_on_ranks(scratch: Path) -> int:
 
 
 def train_unsplit(target: Target, plan: Plan, scratch: Path) -> list[str]:
-    """The reference: its gradients go to one file a step, for the ranks to compare their part with."""
+    """The reference: its gradients go to one file a step, with which ranks compare theirs."""
     reference = reference_for(target, plan)
     optimizer = torch.optim.SGD(reference.model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -128,7 +130,9 @@ def train_rank() -> int:
 
 
 def _is_close(unsplit: float, pipelined: float) -> bool:
-    """Whether the losses differ by no more than the sums over ranks that were rounded differently explain."""
+    """Whether the losses differ by no more than the sums over ranks that were rounded differently
+    explain.
+    """
     return abs(pipelined - unsplit) <= 1e-5 * abs(unsplit)
 
 

@@ -54,7 +54,8 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
-# Each public name with the module that it comes from, which is imported when the name is first used.
+# Each public name with the module that it comes from, which is imported when the name is first
+# used.
 _HOMES = {
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",
@@ -69,10 +70,12 @@ _HOMES = {
     "pipecompile": "pipecompile.api.compile",
 }
 
-# A library is quiet until the program that uses it sets up logging. Each room has a logger of its own below this one.
+# A library is quiet until the program that uses it sets up logging. Each room has a logger of its
+# own below this one.
 logging.getLogger("pipecompile").addHandler(logging.NullHandler())
 
-# Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside it, at the root.
+# Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside
+# it, at the root.
 _package = Path(__file__).resolve().parent
 if not (_package / "passes").is_dir() and (_package.parent / "passes" / "__init__.py").is_file():
     __path__.append(str(_package.parent))

@@ -185,7 +185,8 @@ def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_fil
     assert result.stdout.splitlines() == [
         "✓ sound: schedule, stages and prediction agree",
         *within[:2],
-        f"✗ rank 2 may need {needed[2]} bytes, 1 over its budget of {needed[2] - 1}; plan again for that budget",
+        f"✗ rank 2 may need {needed[2]} bytes, 1 over its budget of {needed[2] - 1}; plan again "
+        "for that budget",
         within[3],
         "✗ recompute is 'none' in the plan, not 'auto'; plan again",
     ]

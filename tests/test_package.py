@@ -95,7 +95,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_import_circles() -> None:
-    """Import-linter orders the rooms; inside of each, imports go one way too, lazy ones included."""
+    """Import-linter orders the rooms; within each, imports go one way too, lazy ones included."""
     files = modules()
     graph = nx.DiGraph()
     for module, file in files.items():

@@ -31,7 +31,8 @@ logger = logging.getLogger("pipecompile.api")
 
 @dataclass(frozen=True)
 class Captured:
-    """A model captured at the size of one microbatch: the capture, the graph for that size, and the microbatch.
+    """A model captured at the size of one microbatch: the capture, the graph for that size, and the
+    microbatch.
 
     `model` is the name of its class.
     """
@@ -58,10 +59,12 @@ class Captured:
 def capture_target(
     target: Target, options: Options, *, verify: bool, method: str | None = None
 ) -> Captured:
-    """Capture the model at the size of the first microbatch; `verify` proves the graph by a training step.
+    """Capture the model at the size of the first microbatch; `verify` proves the graph by a
+    training step.
 
-    A model without values (on the meta device, or of fake tensors) cannot be proven; its plan says so. With `method`
-    the model is captured in the way that another rank has proven. The log says what is special about the capture.
+    A model without values (on the meta device, or of fake tensors) cannot be proven; its plan says
+    so. With `method` the model is captured in the way that another rank has proven. The log says
+    what is special about the capture.
     """
     call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
     if not target.has_values:
@@ -105,7 +108,10 @@ def _remarks(captured: Capture) -> Iterator[str]:
 
 def _proof_text(proof: Proof) -> str:
     batches = " and ".join(map(str, proof.batches))
-    return f"self-check: the graph is the model, bit for bit, at batches of {batches} ({proof.seconds:.1f} s)"
+    return (
+        "self-check: the graph is the model, bit for bit, at batches of "
+        f"{batches} ({proof.seconds:.1f} s)"
+    )
 
 
 def log_on_first_rank(lines: Iterable[str]) -> None:
@@ -118,5 +124,6 @@ def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> N
     for name in (name for names in groups for name in names):
         if not any(is_within(node, name) for node in graph.nodes if node.op != "get_attr"):
             raise InputError(
-                f"no node or module is called {name!r}; modules are named as in model.named_modules()"
+                f"no node or module is called {name!r}; modules are named as in "
+                "model.named_modules()"
             )

@@ -33,7 +33,9 @@ BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
 
 class ChoiceTypes(TypedDict, total=False):
-    """The types of `Choices`, for editors and type checkers; tests/api/test_choices.py compares them with OPTIONS."""
+    """The types of `Choices`, for editors and type checkers; tests/api/test_choices.py compares
+    them with OPTIONS.
+    """
 
     ranks: int | None
     microbatches: int | None
@@ -53,8 +55,9 @@ class ChoiceTypes(TypedDict, total=False):
     leaf: Iterable[str]
 
 
-# A TypedDict cannot be generated from a table, and its help lists the methods of dict. So type checkers
-# read the TypedDict, and Python has a class whose help is the table; a call of either returns a dict.
+# A TypedDict cannot be generated from a table, and its help lists the methods of dict. So type
+# checkers read the TypedDict, and Python has a class whose help is the table; a call of either
+# returns a dict.
 if TYPE_CHECKING:
     Choices: TypeAlias = ChoiceTypes
 else:
@@ -80,9 +83,9 @@ def check_names(choices: Iterable[str]) -> None:
 def requested_options(**choices: Any) -> Options:
     """Return the options of a plan as far as they are known without the model.
 
-    `choices` are the keywords of `pipecompile.Choices`, k and costs. Microbatches are k if they are not given; an
-    optimizer that the target brings is left to `options_for`. InputError names what was given and
-    what there is.
+    `choices` are the keywords of `pipecompile.Choices`, k and costs. Microbatches are k if they are
+    not given; an optimizer that the target brings is left to `options_for`. InputError names what
+    was given and what there is.
     """
     given = {option.name: choices.pop(option.name, option.default) for option in OPTIONS}
     check_names(choices)
@@ -146,8 +149,8 @@ def _stages(given: Mapping[str, Any]) -> int:
     each = _stages_per_rank(given["schedule"], given["stages_per_rank"])
     if k is not None and k != ranks * each:
         raise InputError(
-            f"k={k} and ranks={ranks} disagree: schedule {given['schedule']!r} has {each} on each rank, "
-            f"which is k={ranks * each}; give only one of k and ranks"
+            f"k={k} and ranks={ranks} disagree: schedule {given['schedule']!r} has {each} on each "
+            f"rank, which is k={ranks * each}; give only one of k and ranks"
         )
     return int(ranks) * each
 
@@ -180,13 +183,14 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
     options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
         raise InputError(
-            f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, whose backwards may "
-            "be split: a stage then recomputes as a whole or not at all; choose auto or stage"
+            f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, "
+            "whose backwards may be split: a stage then recomputes as a whole or not at all; "
+            "choose auto or stage"
         )
     if options.recompute == "except-last" and options.schedule == "search":
         raise InputError(
-            "recompute='except-last' is not possible under schedule 'search', which treats all microbatches alike; "
-            "choose stage, or a named schedule"
+            "recompute='except-last' is not possible under schedule 'search', which treats all "
+            "microbatches alike; choose stage, or a named schedule"
         )
     if options.saving:
         _check_saving(options, placement)
@@ -200,12 +204,13 @@ def _check_saving(options: Options, placement: Sequence[int]) -> None:
         )
     if options.schedule in MAY_SPLIT:
         raise InputError(
-            f"saving is not planned under schedule {options.schedule!r}, whose backwards may be split; leave it "
-            "out, or choose another schedule"
+            f"saving is not planned under schedule {options.schedule!r}, whose backwards may be "
+            "split; leave it out, or choose another schedule"
         )
     if options.recompute not in ("none", "auto"):
         raise InputError(
-            f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one of them"
+            f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one "
+            "of them"
         )
 
 

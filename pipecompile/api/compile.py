@@ -1,4 +1,6 @@
-"""From a module to a running pipeline: capture, prove, cost, plan, cut. Reads top to bottom as the pipeline itself."""
+"""From a module to a running pipeline: capture, prove, cost, plan, cut. Reads top to bottom as the
+pipeline itself.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,26 @@ def pipecompile(
     seed: int = 0,
     **choices: Unpack[Choices],
 ) -> Pipeline:
-    """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to train.
+    """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
+    train.
 
-    model, sample_input   The module and one minibatch: a tensor, a tuple of positional arguments or a mapping of keyword
-                          arguments, whose tensors have the batch as dimension 0. It is cut into microbatches.
-    loss_fn               `loss_fn(output, target)` is the scalar to train; without it the model's own `loss` output is.
-    sample_target         One minibatch of targets; with it the costs include the loss.
-    costs                 A cost model (docs/design/cost-models.md), or a function from a node and its call to nanoseconds.
-    links                 A file that `pipecompile links` wrote, or its content; without it transfers take no time.
-    self_check            Compare the captured graph with the model by a training step before it is used.
-    plan                  A plan or its file, which is run instead of a new one; it has its own k, costs and choices.
-    seed                  What random nodes draw from, together with the number of the step.
-    choices               `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory and others.
+    model           The module.
+    sample_input    One minibatch, which is cut into microbatches: a tensor, a tuple of positional
+                    arguments or a mapping of keyword arguments; tensors have the batch first.
+    loss_fn         `loss_fn(output, target)` is the scalar to train; without it the model's own
+                    `loss` output is.
+    sample_target   One minibatch of targets; with it the costs include the loss.
+    costs           A cost model (docs/design/cost-models.md), or a function from a node and its
+                    call to nanoseconds.
+    links           A file that `pipecompile links` wrote, or its content; without it transfers take
+                    no time.
+    self_check      Compare the captured graph with the model by a training step before it is used.
+    plan            A plan or its file to be run; it has its own k, costs and choices.
+    seed            What random nodes draw from, together with the number of the step.
+    choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
-    Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or StalePlanError.
+    Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
+    StalePlanError.
     """
     check_names(choices)
     world.join()
@@ -74,7 +82,8 @@ def pipecompile(
         if choices or links is not None:
             given = ", ".join(sorted(choices)) or "links"
             raise InputError(
-                f"a committed plan has its choices already; leave out {given}, or plan again without `plan`"
+                f"a committed plan has its choices already; leave out {given}, or plan again "
+                "without `plan`"
             )
         committed = plan if isinstance(plan, Plan) else read(plan, Plan)
         captured = _captured(target, committed.options, self_check=self_check)
@@ -85,7 +94,9 @@ def pipecompile(
 
 
 def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:
-    """The same graph on every rank; rank 0 proves it, and the others capture by the method that it used."""
+    """The same graph on every rank; rank 0 proves it, and the others capture by the method that it
+    used.
+    """
     captured = world.on_first(lambda: capture_target(target, options, verify=self_check))
     method = world.shared(lambda: captured.capture.method.encode() if captured else b"").decode()
     return captured or capture_target(target, options, verify=False, method=method)

@@ -1,4 +1,6 @@
-"""What one microbatch of a captured model costs: its cost graph, under the cost model that the user names."""
+"""What one microbatch of a captured model costs: its cost graph, under the cost model that the user
+names.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from pipecompile.api.capture import Captured
 from pipecompile.api.choices import unknown_costs
 from pipecompile.api.measurement_conditions import conditions_of
 from pipecompile.api.target import Target
-from pipecompile.cost_models.cache import NodeCost, cached_costs, store_costs
+from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
-from pipecompile.cost_models.measured import Measured, Recalled
-from pipecompile.cost_models.protocol import Cost, CostModel
+from pipecompile.cost_models.measured import Measured, CachedCosts
+from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import InputError
@@ -42,7 +44,8 @@ CPU = torch.device("cpu")
 def cost_model(
     name: str, function: CostFunction | None = None, device: torch.device = CPU
 ) -> CostModel:
-    """Return the cost model that `--costs NAME` stands for, `function` for "function"; InputError if there is none.
+    """Return the cost model that `--costs NAME` stands for, `function` for "function"; InputError
+    if there is none.
 
     `device` is where the model is: costs are measured there unless the name says where.
     """
@@ -70,12 +73,13 @@ def _device(name: str) -> torch.device:
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
         return device
     raise InputError(
-        f"costs='measured:{name}', but there is no device {name!r} here; write measured:cpu or measured:cuda"
+        f"costs='measured:{name}', but there is no device {name!r} here; write measured:cpu or "
+        "measured:cuda"
     )
 
 
 def measured_on(costs: str, target: Target) -> torch.device | None:
-    """The device on which these costs are measured; None if they are not measured. Reads no file."""
+    """The device on which these costs are measured; None if they are not. Reads no file."""
     if costs.partition(":")[0] != "measured":
         return None
     model = cost_model(costs, target.costs, target.device)
@@ -83,7 +87,9 @@ def measured_on(costs: str, target: Target) -> torch.device | None:
 
 
 def comparable(costs: str) -> bool:
-    """Whether these costs are the same wherever a plan is checked; those in a file are only where the file is."""
+    """Whether these costs are the same wherever a plan is checked; those in a file are only where
+    the file is.
+    """
     kind, _, place = costs.partition(":")
     if kind in ("roofline", "table"):
         return Path(place).is_file() or (kind == "roofline" and place in named_devices())
@@ -98,10 +104,11 @@ def cost_graph(
     *,
     fresh: bool = False,
 ) -> CostGraph:
-    """Return what one microbatch costs; with the loss if a target is given or the model has its own loss.
+    """Return what one microbatch costs; with the loss if a target is given or the model has its own
+    loss.
 
-    Measured costs come from the cache if they were measured under the same conditions, unless `fresh` ones are asked
-    for.
+    Measured costs come from the cache if they were measured under the same conditions, unless
+    `fresh` ones are asked for.
     """
     model = cost_model(costs, target.costs, target.device)
     if isinstance(model, Table):
@@ -117,8 +124,8 @@ def cost_graph(
     conditions = conditions_of(model, target, microbatches, captured)
     known = cached_costs(conditions) if conditions and not fresh else None
     if known is not None:
-        before = {name: Cost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
-        return profiled(Recalled(before, model.memory, model.fused_attention))
+        before = {name: CallCost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
+        return profiled(CachedCosts(before, model.memory, model.fused_attention))
     graph = profiled(model)
     logger.info(
         "measured %s distinct calls of %s nodes on %s, median spread %s",
@@ -127,7 +134,7 @@ def cost_graph(
     )
     if conditions:
         store_costs(
-            conditions, {name: NodeCost(**asdict(cost)) for name, cost in model.by_name.items()}
+            conditions, {name: CachedCost(**asdict(cost)) for name, cost in model.by_name.items()}
         )
     return graph
 
@@ -137,7 +144,9 @@ def _operations(captured: Captured) -> Iterable[fx.Node]:
 
 
 def _profiled(target: Target, microbatches: int, captured: Captured, model: CostModel) -> CostGraph:
-    """The cost graph by `model`: under the original parameter names, and with what may not be recomputed."""
+    """The cost graph by `model`: under the original parameter names, and with what may not be
+    recomputed.
+    """
     inputs = captured.capture.inputs.flatten(captured.sample)
     loss, targets = loss_of(target, microbatches, captured)
     graph = profile(
@@ -157,7 +166,7 @@ def _profiled(target: Target, microbatches: int, captured: Captured, model: Cost
 
 
 def _time_unit(model: CostModel) -> TimeUnit:
-    """Nanoseconds for what was measured, calibrated or is of a named device; else relative units."""
+    """Nanoseconds for costs that are measured or of a named device; else relative units."""
     if isinstance(model, Table):
         return model.graph.time_unit
     return "relative" if isinstance(model, Flops | Function) else "ns"
@@ -176,7 +185,8 @@ def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
 def loss_of(
     target: Target, microbatches: int, captured: Captured
 ) -> tuple[Loss | None, list[Tensor]]:
-    """Return the loss of a microbatch as a function of flat outputs and target tensors, and these tensors.
+    """Return the loss of a microbatch as a function of flat outputs and target tensors, and these
+    tensors.
 
     It is None without a target.
     """
@@ -195,7 +205,7 @@ def loss_of(
 
 
 def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
-    """The same graph with every parameter under its first name in the original model, tied or not."""
+    """The same graph with every parameter under its first name in the original model."""
     first, aliases = captured.first_names, captured.aliases
     parameters = []
     for parameter in costs.parameters:

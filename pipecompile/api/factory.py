@@ -1,4 +1,6 @@
-"""What the command line calls a TARGET: a factory in a module or a file. Needs no PyTorch before it is called."""
+"""What the command line calls a TARGET: a factory in a module or a file. Needs no PyTorch before it
+is called.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ __all__ = ["Factory"]
 
 @dataclass(frozen=True)
 class Factory:
-    """The function `name` in `place`, a module or a file of Python, as the user wrote it in `text`."""
+    """The function `name` in `place`, a module or a file; `text` is what the user wrote."""
 
     text: str
     place: str
@@ -25,7 +27,8 @@ class Factory:
 
     @classmethod
     def of(cls, text: str) -> Factory:
-        """Read `package.module:factory` or `path/file.py:factory`; InputError if there is no such module or file.
+        """Read `package.module:factory` or `path/file.py:factory`; InputError if there is no such
+        module or file.
 
         Nothing is imported for it, so that a misspelt name is answered at once.
         """
@@ -47,7 +50,8 @@ class Factory:
         function = getattr(module, self.name, None)
         if not callable(function):
             raise InputError(
-                f"{self.text}: there is no factory {self.name!r}; {self.place} defines {_functions_of(module)}"
+                f"{self.text}: there is no factory {self.name!r}; {self.place} defines "
+                f"{_functions_of(module)}"
             )
         try:
             return function()
@@ -68,7 +72,9 @@ class Factory:
 
 
 def _check_package(place: str, text: str) -> None:
-    """InputError if the outermost package of a dotted name is not there: that alone needs no import."""
+    """InputError if the outermost package of a dotted name is not there: that alone needs no
+    import.
+    """
     package = place.partition(".")[0]
     sys.path.insert(0, str(Path.cwd()))
     try:

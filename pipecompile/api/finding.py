@@ -11,13 +11,16 @@ __all__ = ["Code", "Finding"]
 Code = Literal[
     "schedule", "stage", "cap", "edited", "imbalance", "bubble", "memory", "recompute", "stale"
 ]
-"""schedule: incomplete, out of order or deadlocking; stage: no plan with these options has such a stage; cap: a rank is
-over the cap that the plan was made for; edited: the file contradicts itself; stale: the model has changed. The others
-are limits that were given to the check."""
+"""schedule: incomplete, out of order or deadlocking; stage: no plan with these options has such a
+stage; cap: a rank is over the cap that the plan was made for; edited: the file contradicts itself;
+stale: the model has changed. The others are limits that were given to the check.
+"""
 
 
 class Finding(Value, frozen=True, kw_only=True):
-    """One thing that was checked. `value` and `limit` are bytes for memory, a ratio for imbalance and bubble."""
+    """One thing that was checked. `value` and `limit` are bytes for memory, a ratio for imbalance
+    and bubble.
+    """
 
     code: Code
     message: str

@@ -21,8 +21,8 @@ def check_limits(
 ) -> list[Finding]:
     """Return one finding for each limit that is given, passed or not; for memory one for each rank.
 
-    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other ranks. `recompute` is the
-    policy by which the plan was to be made.
+    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other
+    ranks. `recompute` is the policy by which the plan was to be made.
     """
     findings = []
     if max_imbalance is not None:

@@ -1,4 +1,6 @@
-"""The links between ranks: from a file, a value, one bandwidth and latency for all ranks, or measured."""
+"""The links between ranks: from a file, a value, one bandwidth and latency for all ranks, or
+measured.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LinksInput = Links | Mapping[str, Any] | str | Path | None
 
 
 def links_of(given: LinksInput) -> Links:
-    """Return `given` as links: it is a path to a file, its content as a mapping, or None for free links."""
+    """Return `given` as links: it is a path to a file, its content as a mapping, or None for free
+    links.
+    """
     if given is None:
         return FREE
     if isinstance(given, Links):
@@ -30,22 +34,26 @@ def links_of(given: LinksInput) -> Links:
 
 
 def links_for(options: Options, given: LinksInput) -> Links:
-    """Return the links of a plan with these options; InputError if they are for another number of ranks."""
+    """Return the links of a plan with these options; InputError if they are for another number of
+    ranks.
+    """
     links, ranks = links_of(given), max(placements(options)[0]) + 1
     if not links.fits(ranks):
         source = f"{given} is" if isinstance(given, str | Path) else "the links are"
         raise InputError(
-            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for them with ranks={links.ranks}, "
-            f"or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m pipecompile links -o links.json"
+            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for them with "
+            f"ranks={links.ranks}, or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m "
+            "pipecompile links -o links.json"
         )
     return links
 
 
 def link_of(bandwidth: float | None, latency_ns: int) -> Link:
-    """Return one link for all ranks, checked; without a bandwidth a message takes only its latency."""
+    """Return one link for all ranks; without a bandwidth a message takes only its latency."""
     if bandwidth is not None and not 1 <= bandwidth < inf:
         raise InputError(
-            f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for free links"
+            f"--bandwidth {bandwidth:g}: give bytes per second, at least 1, or leave it out for "
+            "free links"
         )
     if latency_ns < 0:
         raise InputError(f"--latency {latency_ns}: give nanoseconds, 0 or more")

@@ -25,9 +25,11 @@ FLOAT32 = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.co
 def conditions_of(
     model: Measured, target: Target, microbatches: int, captured: Captured
 ) -> dict[str, str] | None:
-    """Return the conditions of a measurement by name; None, which the log explains, if the loss cannot be described.
+    """Return the conditions of a measurement by name; None, which the log explains, if the loss
+    cannot be described.
 
-    Two measurements under equal conditions differ only by noise, so that one can stand for the other.
+    Two measurements under equal conditions differ only by noise, so that one can stand for the
+    other.
     """
     try:
         loss = _described_loss(target, microbatches)

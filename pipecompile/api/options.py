@@ -1,4 +1,6 @@
-"""The options of a plan for one target: those that were requested, with what only the target can say."""
+"""The options of a plan for one target: those that were requested, with what only the target can
+say.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ __all__ = ["completed", "options_for"]
 
 
 def options_for(target: Target, **choices: Any) -> Options:
-    """Return the options of a plan of `target`, checked: InputError names what was given and what there is.
+    """Return the options of a plan of `target`, checked: InputError names what was given and what
+    there is.
 
     `choices` are those of `requested_options`.
     """
@@ -49,5 +52,6 @@ def _check_microbatches(target: Target, microbatches: int) -> None:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise InputError(
             f"a batch of {batch} cannot be cut into {microbatches} microbatches of one size; "
-            f"choose microbatches from {', '.join(fitting)}, or another batch (microbatches is k unless given)"
+            f"choose microbatches from {', '.join(fitting)}, or another batch (microbatches is k "
+            "unless given)"
         )

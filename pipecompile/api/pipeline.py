@@ -16,14 +16,14 @@ from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
-from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_savings
+from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_encodings
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
 from pipecompile.runtime import local, world
-from pipecompile.runtime.distributed import DistributedPipeline, Shape, tie_groups
+from pipecompile.runtime.distributed import DistributedPipeline, BoundaryShape, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss
@@ -40,11 +40,13 @@ __all__ = ["Pipeline", "check_world"]
 class Pipeline:
     """A model cut into stages, ready to train.
 
-    In one process all stages run on the model's device. Under torchrun (or in any initialised process group) each
-    rank runs the stages that the plan gives it, and only those move to its device.
+    In one process all stages run on the model's device. Under torchrun (or in any initialised
+    process group) each rank runs the stages that the plan gives it, and only those move to its
+    device.
 
-    `plan` is the plan, `seed` and `steps` what random nodes draw from. `_program` is the model's graph in the modes
-    that were planned, cut into stages; `_programs` has one for each set of modes that was used since.
+    `plan` is the plan, `seed` and `steps` what random nodes draw from. `_program` is the model's
+    graph in the modes that were planned, cut into stages; `_programs` has one for each set of modes
+    that was used since.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Pipeline:
         return simulate_plan(self.plan)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters by their first name in the model; a tied one on every rank that holds it."""
+        """Yield this process's parameters by their first name in the model; a tied one on every
+        rank that holds it.
+        """
         for name, parameter in self._target.model.named_parameters():
             if self._holds(name):
                 yield name, parameter
@@ -116,7 +120,9 @@ class Pipeline:
         return {name: value for name, value in state.items() if self._holds(name)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a checkpoint of the original model; InputError names what is missing, unknown or of another shape."""
+        """Load a checkpoint of the original model; InputError names what is missing, unknown or of
+        another shape.
+        """
         model = self._target.model
         own, known = self.state_dict(), model.state_dict().keys()
         _refuse("are missing from", own.keys() - state.keys())
@@ -130,21 +136,25 @@ class Pipeline:
     # -- training and evaluation
 
     def step(self, batch: Any, target: Any = None) -> Tensor | None:
-        """Run one training step on a minibatch; gradients are left on the parameters, for an optimizer.
+        """Run one training step on a minibatch; gradients are left on the parameters, for an
+        optimizer.
 
-        `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss of the
-        microbatches where the last stage runs, None on other ranks. Every rank gives the same batch and target.
-        Gradients are those of the mean loss; they are added to what the parameters hold.
+        `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss
+        of the microbatches where the last stage runs, None on other ranks. Every rank gives the
+        same batch and target. Gradients are those of the mean loss; they are added to what the
+        parameters hold.
 
-        Modules are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For modes other
-        than the planned ones the model is captured once more and cut like the plan, whose figures do not hold for them.
+        Modules are in the mode that `.train()` and `.eval()` have put them in, the same on every
+        rank. For modes other than the planned ones the model is captured once more and cut like the
+        plan, whose figures do not hold for them.
         """
         _refuse_untrainable(self.plan.schedule)
         rows = self._rows(batch)
         if len(rows) > self.plan.microbatches:
             raise InputError(
-                f"the batch holds {len(rows)} microbatches, but the plan was made for {self.plan.microbatches}: memory "
-                "and schedule would differ; give a smaller batch, or plan again with more microbatches"
+                f"the batch holds {len(rows)} microbatches, but the plan was made for "
+                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
+                "batch, or plan again with more microbatches"
             )
         targets = split(target, len(rows))
         schedule = self.plan.schedule.first_microbatches(len(rows))
@@ -156,9 +166,11 @@ class Pipeline:
         return None if losses is None else torch.stack(list(losses)).mean()
 
     def evaluate(self, batch: Any) -> Any:
-        """Return the model's output in eval mode, without gradients; None on ranks without the last stage.
+        """Return the model's output in eval mode, without gradients; None on ranks without the last
+        stage.
 
-        It is what the model computes in eval mode while gradients are on, even if it takes a shortcut without them.
+        It is what the model computes in eval mode while gradients are on, even if it takes a
+        shortcut without them.
         """
         rows = self._rows(batch)
         program = self._in_eval_mode()
@@ -200,13 +212,16 @@ class Pipeline:
         }
 
     def _holds(self, name: str) -> bool:
-        # A parameter that the forward does not use is read by no stage: it stays with the first one.
+        # A parameter that the forward does not use is read by no stage: it stays with the first
+        # one.
         return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(
             self._local
         )
 
     def _move_stages(self) -> None:
-        """Move the stages to this rank's device. Buffers become other objects there, which the model then gets."""
+        """Move the stages to this rank's device. Buffers become other objects there, which the
+        model then gets.
+        """
         own = {name for name, _ in self._target.model.named_buffers(remove_duplicate=False)}
         for stage in self.stages:
             stage.to(self._device)
@@ -233,7 +248,9 @@ class Pipeline:
         return tie_groups(stages, self.plan.schedule.placement)
 
     def _equalise_ties(self) -> None:
-        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs differently."""
+        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs
+        differently.
+        """
         for name, group in self._tie_groups.items():
             if self._holds(name):
                 owner = self.plan.schedule.placement[self._program.ties[name].owner]
@@ -257,7 +274,7 @@ class Pipeline:
         return tensor.to(self._device) if index in self._local else tensor
 
     def _evaluation_schedule(self, microbatches: int) -> Schedule:
-        """A schedule that sends each microbatch once through the stages, on the ranks of the plan."""
+        """A schedule that sends each microbatch once through the stages, on the plan's ranks."""
         if microbatches not in self._schedules:
             compute = generate("forward-only", self.plan.schedule.placement, microbatches)
             self._schedules[microbatches] = add_transfers(self._problem(compute), compute)
@@ -309,7 +326,9 @@ class Pipeline:
         return partial(self._loss, program) if stage == self.plan.k - 1 else None
 
     def _stages(self, program: Program) -> list[EagerStage]:
-        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed stage by stage."""
+        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed
+        stage by stage.
+        """
         if program not in self._eager_stages:
             tied: list[list[nn.Parameter]] = [[] for _ in program.stages]
             gathered: list[list[nn.Parameter]] = [[] for _ in program.stages]
@@ -339,7 +358,7 @@ class Pipeline:
                 for name, group in sorted(self._tie_groups.items())
                 if self._holds(name) and self._tied[name].requires_grad
             ]
-            scalar = [Shape(((), torch.float32, True))]
+            scalar = [BoundaryShape(((), torch.float32, True))]
             shapes = program.boundary_shapes()
             self._trainers[program] = DistributedPipeline(
                 stages, self._device, shapes, scalar, ties
@@ -367,14 +386,14 @@ class Pipeline:
                 part.training = flag
 
     def _current(self) -> Program:
-        """The program for the modes that modules are in now; the model is captured in them if it was not before."""
+        """The program for the modes that modules are in now; the model is captured in them if it
+        was not before.
+        """
         modes = modes_of(self._target.model)
         if modes not in self._programs:
             self._program.check_unchanged()
             log_on_first_rank(
-                [
-                    "the model is captured once more: its modules are in other modes than those planned for"
-                ]
+                ["the model is captured once more: its modules are in other modes than planned"]
             )
             # Over ranks it is not proven: no rank has the whole model on its device.
             verify = self._self_check and not self._distributed
@@ -388,7 +407,7 @@ class Pipeline:
             regions = transfer_regions(
                 self.plan.regions, self._planned_graph(), captured.module, stages
             )
-            savings = transfer_savings(
+            savings = transfer_encodings(
                 self.plan.savings, self._planned_graph(), captured.module, stages
             )
             self._programs[modes] = Program(
@@ -397,7 +416,9 @@ class Pipeline:
         return self._programs[modes]
 
     def _held_by(self, captured: Captured) -> dict[str, tuple[int, ...]]:
-        """The stages that hold what a graph reads; over ranks the first one holds what no planned stage reads."""
+        """The stages that hold what a graph reads; over ranks the first one holds what no planned
+        stage reads.
+        """
         names = named_state(captured.module) if self._distributed else ()
         return {**{name: (0,) for name, _ in names}, **self._holders}
 
@@ -441,12 +462,13 @@ def _local_device(target: Target) -> torch.device:
 def _refuse_untrainable(schedule: Schedule) -> None:
     if schedule.name == "forward-only":
         raise InputError(
-            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with '1f1b'"
+            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
+            "'1f1b'"
         )
     if schedule.weight_versions != "synchronous":
         raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which no step does yet; "
-            "plan with a synchronous one such as '1f1b'"
+            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
+            "no step does yet; plan with a synchronous one such as '1f1b'"
         )
 
 
@@ -465,7 +487,8 @@ def check_world(plan: Plan) -> None:
         return
     several = ""
     if plan.stages_per_rank > 1:
-        several = f" (schedule {plan.schedule.name!r} places k={plan.k} stages {plan.stages_per_rank} on a rank)"
+        name, each = plan.schedule.name, plan.stages_per_rank
+        several = f" (schedule {name!r} places k={plan.k} stages {each} on a rank)"
     raise StalePlanError(
         f"the plan is for {plan.ranks} ranks{several}, but {processes} processes run; launch "
         f"torchrun --nproc-per-node {plan.ranks}, or plan with ranks={processes}, "

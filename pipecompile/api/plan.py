@@ -1,4 +1,6 @@
-"""From a cost graph and options to a plan. Needs no PyTorch, and gives the same bytes for the same input."""
+"""From a cost graph and options to a plan. Needs no PyTorch, and gives the same bytes for the same
+input.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def draft(
     """The plan for `graph` under `options`; InfeasibleError says which constraint cannot be met.
 
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones: what a
-    transfer costs is not known before it is measured. `assignment` is a feasible cut that is to be kept.
+    transfer costs is not known before it is measured. `assignment` is a feasible cut that is to be
+    kept.
     """
     shapes = [tuple(shape) for shape in microbatch_shapes]
     fingerprint = Fingerprint(graph=graph_digest, costs=costs_digest(graph))
@@ -110,7 +113,9 @@ def _drafted(
 
 
 class Scheduled(NamedTuple):
-    """The stages of a cut, who does what when, what that is expected to take, and whether recomputes fill `waiting`."""
+    """The stages of a cut, who does what when, what that is expected to take, and whether
+    recomputes fill `waiting`.
+    """
 
     stages: tuple[Stage, ...]
     schedule: Schedule
@@ -120,7 +125,9 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    """The stages of a cut in order; with whole stages computed again, rather than regions, if the step is shorter."""
+    """The stages of a cut in order; with whole stages computed again, rather than regions, if the
+    step is shorter.
+    """
     found = _ordered(planner, links, assignment)
     if planner.options.recompute == "auto" and any(stage.regions for stage in found.stages):
         with suppress(InfeasibleError):
@@ -142,7 +149,9 @@ def _ordered(planner: RecomputePlanner, links: Links, assignment: Mapping[str, i
 
 
 def _told(search: Search, step_ns: int) -> Search:
-    """With the step of the plan, whose schedule may be another than the one by which the cuts were compared."""
+    """With the step of the plan, whose schedule may be another than the one by which the cuts were
+    compared.
+    """
     faster = (
         search.faster
         if search.faster is not None and search.faster.step_ns * 100 < step_ns * 99
@@ -175,6 +184,8 @@ def predicted(
 
 
 def costs_digest(graph: CostGraph) -> str:
-    """SHA-256 of the costs; source lines are left out, since they change without the model changing."""
+    """SHA-256 of the costs; source lines are left out, since they change without the model
+    changing.
+    """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
     return fingerprint(msgspec.structs.replace(graph, nodes=plain))

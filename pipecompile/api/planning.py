@@ -1,4 +1,6 @@
-"""From a captured target to its plan: costs, cut and schedule, and whole stages measured where costs are."""
+"""From a captured target to its plan: costs, cut and schedule, and whole stages measured where
+costs are.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ logger = logging.getLogger("pipecompile.api")
 def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
     """Return the plan for a captured target; InfeasibleError says which constraint cannot be met.
 
-    Where costs are measured, whole stages are measured too, by all ranks: the others call `assist` meanwhile.
+    Where costs are measured, whole stages are measured too, by all ranks: the others call `assist`
+    meanwhile.
     """
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
@@ -68,8 +71,8 @@ def _stage_timer(target: Target, options: Options, captured: Captured) -> StageT
 def _explain_casts(graph: fx.Graph) -> str:
     """Why readers of a weight share a stage and what to do, "" unless autocast is the reason.
 
-    Autocast keeps a weight that it has cast for all readers, so that its gradients are summed as cast: in two stages
-    they would be cast first and summed afterwards, which rounds differently.
+    Autocast keeps a weight that it has cast for all readers, so that its gradients are summed as
+    cast: in two stages they would be cast first and summed afterwards, which rounds differently.
     """
     readers = [[node.name for node in nodes] for nodes in shared_cast_readers(graph.nodes)]
     shortened = (names if len(names) < 5 else [*names[:3], "…", names[-1]] for names in readers)
@@ -77,9 +80,9 @@ def _explain_casts(graph: fx.Graph) -> str:
     if not groups:
         return ""
     return (
-        "; autocast casts a weight once and sums its gradients as cast, so its readers share a stage "
-        f"({'; '.join(islice(groups, 3))}): to part them, call them outside autocast, or enter it with "
-        "cache_enabled=False"
+        "; autocast casts a weight once and sums its gradients as cast, so its readers share a "
+        f"stage ({'; '.join(islice(groups, 3))}): to part them, call them outside autocast, or "
+        "enter it with cache_enabled=False"
     )
 
 

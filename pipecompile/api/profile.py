@@ -16,7 +16,8 @@ __all__ = ["profiled"]
 def profiled(
     target: Target, requested: Options, *, self_check: bool = True
 ) -> tuple[CostGraph, Profile]:
-    """Return the cost graph of one microbatch, and its summary. Measured costs are not taken from the cache.
+    """Return the cost graph of one microbatch, and its summary. Measured costs are not taken from
+    the cache.
 
     Of the options only costs, microbatches, optimizer and leaf matter.
     """

@@ -1,4 +1,4 @@
-"""The recompute planner for a placement, told what it must know of the schedule. Needs no PyTorch."""
+"""The recompute planner for a placement, with what it needs of the schedule. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ def recompute_planner(
     graph: CostGraph, options: Options, placement: Sequence[int], *, settled: bool = False
 ) -> RecomputePlanner:
     """The planner of what the stages of `graph` recompute when they lie on these ranks."""
-    return RecomputePlanner(graph, options, _schedule_view(options, tuple(placement)), settled=settled)
+    return RecomputePlanner(
+        graph, options, _schedule_view(options, tuple(placement)), settled=settled
+    )
 
 
 def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView:
     name = representative_schedule(options, placement)
 
     def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Moment, ...]:
-        return snapshots_of(name, placement, options.microbatches, whole, but_last)[placement[stage]]
+        return snapshots_of(name, placement, options.microbatches, whole, but_last)[
+            placement[stage]
+        ]
 
     return ScheduleView(
         placement, in_flight_counts(options, placement), options.schedule in MAY_SPLIT, snapshots

@@ -1,4 +1,6 @@
-"""The scheduler alone: an order for a schedule problem, or for the stages of a plan. Needs no PyTorch."""
+"""The scheduler alone: an order for a schedule problem, or for the stages of a plan. Needs no
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ __all__ = ["csv_of", "order_for", "order_picture", "order_text"]
 
 
 def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
-    """Return the order for the schedule problem, or for the stages of the plan, in the file at `path`.
+    """Return the order for the schedule problem, or for the stages of the plan, in the file at
+    `path`.
 
     `request` are the fields of `ScheduleRequest`.
     """
@@ -54,9 +57,12 @@ def order_picture(answer: ScheduleAnswer) -> str:
 
 
 def csv_of(answer: ScheduleAnswer) -> str | None:
-    """The order as torch reads it, None if it does not fit; InputError if torch has no words for it."""
+    """The order as torch reads it, None if it does not fit; InputError if torch has no words for
+    it.
+    """
     if answer.skips:
         raise InputError(
-            "torch's runtime sends to the next stage only, so an order with skips has no CSV; drop --csv"
+            "torch's runtime sends to the next stage only, so an order with skips has no CSV; "
+            "drop --csv"
         )
     return write_csv(answer.schedule) if answer.order.fits else None

@@ -28,9 +28,11 @@ EDITED = "the file was edited; plan again"
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """Return what is wrong with a plan by itself: its schedule, its stages, its caps, its prediction.
+    """Return what is wrong with a plan by itself: its schedule, its stages, its caps, its
+    prediction.
 
-    Empty if it is sound. Later checks rely on earlier ones, so only the first kind that fails is reported.
+    Empty if it is sound. Later checks rely on earlier ones, so only the first kind that fails is
+    reported.
     """
     try:
         problem = problem_of_plan(plan)
@@ -81,10 +83,11 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
 
 
 def _misplaced_run(stage: Stage) -> str | None:
-    """Why the regions and the runs of encoded nodes cannot be those of the stage; None if they can be.
+    """Why the regions and the runs of encoded nodes cannot be those of the stage; None if they can
+    be.
 
-    Each is a run of the stage's nodes. Regions lie side by side or one within the other; encoded runs lie apart from
-    each other and from all regions.
+    Each is a run of the stage's nodes. Regions lie side by side or one within the other; encoded
+    runs lie apart from each other and from all regions.
     """
     encoded = [run.nodes for run in stage.saving]
     for nodes in chain(stage.regions, encoded):

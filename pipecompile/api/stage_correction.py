@@ -1,12 +1,15 @@
-"""Stage correction: whole stages are measured, and the costs of their nodes are scaled so that they add up to them.
+"""Stage correction: whole stages are measured, and the costs of their nodes are scaled so that they
+add up to them.
 
-What a stage takes is not the sum of what its nodes take alone: caches, accumulated gradients and the runtime's own work
-are missing from that sum. The correction goes in rounds:
+What a stage takes is not the sum of what its nodes take alone: caches, accumulated gradients and
+the runtime's own work are missing from that sum. The correction goes in rounds:
 
-    draft a plan ─▶ run its stages as the runtime does ─▶ scale the costs of their nodes ─▶ draft a plan again
+    draft a plan ─▶ run its stages as the runtime does ─▶ scale the costs of their nodes ─┐
+         ▲────────────────────────────────────────────────────────────────────────────────┘
 
-The scaled costs may move the cut, and then the new stages are run. The rounds end when the cut stays where it is, when
-an earlier cut comes back, or after `ROUNDS`; the best plan of those whose stages were run is returned.
+The scaled costs may move the cut, and then the new stages are run. The rounds end when the cut
+stays where it is, when an earlier cut comes back, or after `ROUNDS`; the best plan of those whose
+stages were run is returned.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ def correct_stages(
 ) -> Plan:
     """Return the plan for `graph` whose stages take exactly what they were measured to take.
 
-    `measure` gives the times of a plan's stages. If they do not fit on their devices, the plan is the best one of those
-    that were measured before, or else the one for `graph` as it is.
+    `measure` gives the times of a plan's stages. If they do not fit on their devices, the plan is
+    the best one of those that were measured before, or else the one for `graph` as it is.
     """
     plan, measured = draft(graph), list[Plan]()
     ratio: float | None = None
@@ -68,7 +71,9 @@ def _step_ns(plan: Plan) -> int:
 
 
 def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) -> Sequence[Times]:
-    """The times of the plan's stages; measured twice, with a warning, if they are far above their nodes' sum."""
+    """The times of the plan's stages; measured twice, with a warning, if they are far above their
+    nodes' sum.
+    """
     times = measure(plan)
     if _ratio(plan, times) <= SUSPICIOUS_RATIO:
         return times
@@ -77,9 +82,10 @@ def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) 
     ratio = _ratio(plan, times)
     if ratio > SUSPICIOUS_RATIO:
         logger.warning(
-            "stages took %.0f× their nodes' sum (%.0f µs instead of %.0f µs a microbatch), measured twice: either other "
-            "programs keep the device busy, and then plan again when it is idle, or the nodes are so short that the "
-            "runtime's own work for each action outweighs them, and then larger microbatches are faster",
+            "stages took %.0f× their nodes' sum (%.0f µs instead of %.0f µs a microbatch), "
+            "measured twice: either other programs keep the device busy, and then plan again "
+            "when it is idle, or the nodes are so short that the runtime's own work for each "
+            "action outweighs them, and then larger microbatches are faster",
             *(ratio, _stages_ns(times) / 1e3, _nodes_ns(plan, times) / 1e3),
         )
     return times

@@ -1,7 +1,7 @@
 """What the stages of a plan take on the devices that will run them.
 
-Each rank measures its own stages, all ranks at the same time, so that ranks which share memory or cores slow each other
-down as they do in a step. `stage_correction` calls it.
+Each rank measures its own stages, all ranks at the same time, so that ranks which share memory or
+cores slow each other down as they do in a step. `stage_correction` calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipecompile.api.capture import Captured
 from pipecompile.api.program import Program
 from pipecompile.api.target import Target, model_loss
 from pipecompile.codegen.stages import StageModule
-from pipecompile.cost_models.placement import lent
+from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.random_streams import StreamKey
@@ -35,7 +35,7 @@ from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.runtime.timing import Work, halved, timed, whole
+from pipecompile.runtime.timing import StageWorkload, with_split_backwards, measure_stages, with_whole_backwards
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
@@ -87,7 +87,8 @@ class StageTimer:
         parts = world.gathered(own)
         errors = [part for part in parts if isinstance(part, Exception)]
         if errors:
-            # Planning goes on if a stage does not fit, so any other error is raised before that one.
+            # Planning goes on if a stage does not fit, so any other error is raised before that
+            # one.
             raise failure or min(errors, key=lambda error: isinstance(error, DoesNotFitError))
         times = dict[int, Times]()
         for part in parts:
@@ -98,8 +99,8 @@ class StageTimer:
     def _own(self, plan: Plan) -> dict[int, Times]:
         """The times of the stages of this rank.
 
-        They are measured together, because they share its caches; one by one if the model lies on another device,
-        which then need not have room for all of them.
+        They are measured together, because they share its caches; one by one if the model lies on
+        another device, which then need not have room for all of them.
         """
         mine = [
             index
@@ -131,9 +132,11 @@ class StageTimer:
             times.append(time.perf_counter_ns() - start)
         return round(median(times))
 
-    def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, Work]:
-        """The work of these stages for one microbatch: their inputs are what the stages before them return."""
-        values, works, targets = self._inputs, dict[int, Work](), self._targets(plan)
+    def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, StageWorkload]:
+        """The work of these stages for one microbatch: their inputs are what the stages before them
+        return.
+        """
+        values, works, targets = self._inputs, dict[int, StageWorkload](), self._targets(plan)
         for stage in program.stages[: max(mine, default=-1) + 1]:
             run = EagerStage(
                 stage.module,
@@ -149,17 +152,17 @@ class StageTimer:
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
                 ]
-                works[stage.index] = Work(run, inputs, targets, _output_gradients(stage, outputs))
+                works[stage.index] = StageWorkload(run, inputs, targets, _output_gradients(stage, outputs))
             values = outputs
         return works
 
     def _state_on_device(self, *stages: StageModule) -> AbstractContextManager[None]:
         """Keep the stages' state on the device for the block."""
         state = [value for stage in stages for _, value in named_state(stage.module)]
-        return lent(state, self.device, [buffer for stage in stages for buffer in stage.buffers])
+        return moved_to(state, self.device, [buffer for stage in stages for buffer in stage.buffers])
 
     def _program(self, plan: Plan) -> Program:
-        """The plan's stages, cut out of a graph of their own, because cutting rewrites the graph."""
+        """The plan's stages, cut out of a copy of the graph, because cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
         return Program(self.captured.capture, module, plan.assignment, plan.regions, plan.savings)
@@ -176,7 +179,9 @@ class StageTimer:
         return split(moved, plan.microbatches)
 
     def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
-        """The loss of the last stage; None if there is none, or if it needs a target that is not given."""
+        """The loss of the last stage; None if there is none, or if it needs a target that is not
+        given.
+        """
         if self.target.loss_fn is None:
             try:
                 model_loss(program.outputs.unflatten(outputs), None)
@@ -190,7 +195,9 @@ class StageTimer:
 
 
 def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of ones for the outputs of a stage that have any; the last stage has no edges that say which."""
+    """Gradients of ones for the outputs of a stage that have any; the last stage has no edges that
+    say which.
+    """
     has_gradient = [edge.gradient for edge in stage.outputs]
     if not has_gradient:
         has_gradient = [value.is_floating_point() for value in outputs]
@@ -198,9 +205,9 @@ def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Ten
     return [torch.ones_like(value) if is_needed else None for value, is_needed in pairs]
 
 
-def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[int, Times]:
-    """The times of the stages, run in the order of the plan: with whole backwards, then with split ones if it may
-    have any.
+def _timed(plan: Plan, works: Mapping[int, StageWorkload], device: torch.device) -> dict[int, Times]:
+    """The times of the stages, run in the order of the plan: with whole backwards, then with split
+    ones if it may have any.
     """
     needs = compute_dependencies(problem_of_plan(plan), plan.schedule)
     order = [
@@ -208,10 +215,10 @@ def _timed(plan: Plan, works: Mapping[int, Work], device: torch.device) -> dict[
         for _, action in dependency_order(plan.schedule.compute, needs)
         if action.stage in works
     ]
-    times = timed(works, whole(order), device)
+    times = measure_stages(works, with_whole_backwards(order), device)
     if plan.options.schedule not in MAY_SPLIT:
         return dict(times)
-    halves = timed(works, halved(order), device)
+    halves = measure_stages(works, with_split_backwards(order), device)
     return {index: {**halves[index], **times[index]} for index in works}
 
 

@@ -23,8 +23,9 @@ def check_current(plan: Plan, captured: Captured) -> None:
     """StalePlanError unless `plan` was made for this graph: its nodes, shapes and parameters."""
     if plan.fingerprint.graph != captured.digest:
         raise StalePlanError(
-            f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model has with these "
-            f"inputs ({captured.digest[:12]}…); plan again, or bring back the model, its mode and its shapes"
+            f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model "
+            f"has with these inputs ({captured.digest[:12]}…); plan again, or bring back the "
+            "model, its mode and its shapes"
         )
     fault = _misplaced_node(plan, captured.module.graph)
     if fault is not None:
@@ -32,7 +33,9 @@ def check_current(plan: Plan, captured: Captured) -> None:
 
 
 def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
-    """What is wrong with the stages of `plan` for `graph`, None if nothing is: a plan in a file may be edited."""
+    """What is wrong with the stages of `plan` for `graph`, None if nothing is: a plan in a file may
+    be edited.
+    """
     stages = plan.assignment
     stage_of_group: dict[str, int] = {}
     nodes = [node for node in graph.nodes if node.op != "get_attr"]
@@ -53,8 +56,8 @@ def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
 def staleness(plan: Plan, target: Target) -> str | None:
     """Return why `plan` is no longer what its options give for this model; None if it is current.
 
-    Costs are compared where they are the same on every machine (`comparable`): measured ones differ from run to run,
-    and a function or a file may be missing here.
+    Costs are compared where they are the same on every machine (`comparable`): measured ones differ
+    from run to run, and a function or a file may be missing here.
     """
     if not comparable(plan.options.costs):
         logger.info(

@@ -1,4 +1,6 @@
-"""What a user hands over: a model with one minibatch, a loss and targets; from Python or from a TARGET."""
+"""What a user hands over: a model with one minibatch, a loss and targets; from Python or from a
+TARGET.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optim
 
 @dataclass(frozen=True)
 class Target:
-    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the model's own `loss`.
+    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the
+    model's own `loss`.
 
-    `costs` is a user's function that prices nodes, for the costs called "function". `optimizer` names the one whose
-    state is counted, see `memory_model/optimizer.py`.
+    `costs` is a user's function that prices nodes, for the costs called "function". `optimizer`
+    names the one whose state is counted, see `memory_model/optimizer.py`.
     """
 
     model: nn.Module
@@ -41,13 +44,17 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; costs are measured there. Fake tensors count as being on the meta device."""
+        """Where the model is; costs are measured there. Fake tensors count as being on the meta
+        device.
+        """
         first = next(self.model.parameters(), torch.empty(0))
         return torch.device("meta") if isinstance(first, FakeTensor) else first.device
 
     @property
     def has_values(self) -> bool:
-        """Whether it can run: neither the model nor the minibatch is on the meta device or of fake tensors."""
+        """Whether it can run: neither the model nor the minibatch is on the meta device or of fake
+        tensors.
+        """
         state = (*self.model.parameters(), *self.model.buffers())
         minibatch = _tensors(self.call.args, self.call.kwargs, self.targets)
         return all(map(has_values, (*state, *minibatch)))
@@ -56,8 +63,9 @@ class Target:
         """InputError unless it can run, which `purpose` needs."""
         if not self.has_values:
             raise InputError(
-                f"{purpose} runs the model, but it, its input or its targets are on the meta device or "
-                "of fake tensors; give values, or plan and profile it with costs flops or roofline:DEVICE"
+                f"{purpose} runs the model, but it, its input or its targets are on the meta "
+                "device or of fake tensors; give values, or plan and profile it with costs flops "
+                "or roofline:DEVICE"
             )
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -80,8 +88,8 @@ class Target:
         required, known = {"model", "sample_input"}, set(FIELDS)
         if not isinstance(value, Mapping) or not required <= value.keys() <= known:
             raise InputError(
-                f"{origin} must return (model, sample_input) or a mapping with model, sample_input and optionally "
-                f"{', '.join(FIELDS[2:])}; it returned {_described(value)}"
+                f"{origin} must return (model, sample_input) or a mapping with model, sample_input "
+                f"and optionally {', '.join(FIELDS[2:])}; it returned {_described(value)}"
             )
         model = value["model"]
         if not isinstance(model, nn.Module):
@@ -111,22 +119,26 @@ def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str) -> None:
-    """InputError if it holds other state than its name says: by its options, or for the parameters that it steps."""
+    """InputError if it holds other state than its name says: by its options, or for the parameters
+    that it steps.
+    """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     options = [] if isinstance(optimizer, torch.optim.SGD) else ["amsgrad", "centered", "momentum"]
     given = [f"{name}={group[name]}" for name in options for group in groups if group.get(name)]
     estimate = f"give optimizer={kind.lower()!r}, its name, to count it"
     if given:
         raise InputError(
-            f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; {estimate} without"
+            f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; "
+            f"{estimate} without"
         )
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     left_out = [name for name, parameter in trained if id(parameter) not in stepped]
     if left_out:
         raise InputError(
-            f"{origin}: optimizer, {kind}, does not step {left_out[0]!r} of the model (nor {len(left_out) - 1} more); "
-            f"freeze what is not trained (requires_grad_(False)), or {estimate} for all trained parameters"
+            f"{origin}: optimizer, {kind}, does not step {left_out[0]!r} of the model (nor "
+            f"{len(left_out) - 1} more); freeze what is not trained (requires_grad_(False)), or "
+            f"{estimate} for all trained parameters"
         )
 
 
@@ -151,11 +163,14 @@ def made_with(target: Target) -> str:
 
 
 def model_loss(output: Any, target: Any) -> Tensor:
-    """Return the loss that the model computed itself, as its `loss` output; InputError if it has none."""
+    """Return the loss that the model computed itself, as its `loss` output; InputError if it has
+    none.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.dim():
         raise InputError(
-            "the model has no `loss` output that is a scalar tensor; give loss_fn=…, or pass the labels to the model"
+            "the model has no `loss` output that is a scalar tensor; give loss_fn=…, or pass the "
+            "labels to the model"
         )
     return loss
 

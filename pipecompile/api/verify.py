@@ -47,7 +47,7 @@ HALF_TOLERANCE = 2**-5
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of both runs. `relative` is the largest difference divided by the largest element."""
+    """One tensor of both runs. `relative` is the largest difference over the largest element."""
 
     kind: str
     name: str
@@ -61,11 +61,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A pipelined step beside the unsplit one. `reference` says what the unsplit one was, `mode` how modules ran.
+    """A pipelined step beside the unsplit one. `reference` says what the unsplit one was, `mode`
+    how modules ran.
 
-    `losses` are the unsplit one and the pipeline's. `tied` are gradients that are summed over ranks, in another order
-    than the unsplit sum. Where the plan saves in half precision, gradients need only be near: `distance` is then the
-    norm of their difference divided by their norm, of the rank where it is largest.
+    `losses` are the unsplit one and the pipeline's. `tied` are gradients that are summed over
+    ranks, in another order than the unsplit sum. Where the plan saves in half precision, gradients
+    need only be near: `distance` is then the norm of their difference divided by their norm, of the
+    rank where it is largest.
     """
 
     reference: str
@@ -82,7 +84,9 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all is equal bit for bit, except sums over ranks, and gradients under half precision."""
+        """Whether all is equal bit for bit, except sums over ranks, and gradients under half
+        precision.
+        """
         has_exact_gradients = self.distance is None
         for difference in self.differences:
             tolerance = TOLERANCE if difference.name in self.tied else 0.0
@@ -94,7 +98,9 @@ class Comparison:
 
 
 class Reference:
-    """The unsplit model's training step as a step is defined: microbatch by microbatch, summed, then divided by M."""
+    """The unsplit model's training step as a step is defined: microbatch by microbatch, summed,
+    then divided by M.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, run: Any, description: str) -> None:
         self.model = model
@@ -103,7 +109,9 @@ class Reference:
         self._run = run
 
     def step(self, target: Target, microbatches: int, *, seed: int = 0, step: int = 0) -> Tensor:
-        """Run one step; gradients are left on `model`, whose old ones are dropped. Returns the mean loss."""
+        """Run one step; gradients are left on `model`, whose old ones are dropped. Returns the mean
+        loss.
+        """
         self.model.zero_grad(set_to_none=True)
         rows = split((target.call.args, target.call.kwargs), microbatches)
         losses = []
@@ -120,8 +128,9 @@ class Reference:
 def reference_for(target: Target, plan: Plan) -> Reference:
     """Return a copy of the unsplit model to compare with.
 
-    It is the original module, unless that draws random numbers: the pipeline draws them from seeds of its own, for each
-    node and microbatch, so the reference is then the model's whole graph under these seeds.
+    It is the original module, unless that draws random numbers: the pipeline draws them from seeds
+    of its own, for each node and microbatch, so the reference is then the model's whole graph under
+    these seeds.
     """
     model = copy.deepcopy(target.model)
     twin = Target(model, target.call, target.loss_fn, target.targets)
@@ -147,10 +156,11 @@ def compare(
     buffers: Mapping[str, Tensor],
     description: str,
 ) -> Comparison:
-    """Compare the step that `pipeline` just took with the unsplit one's loss, and its gradients and buffers by name.
+    """Compare the step that `pipeline` just took with the unsplit one's loss, and its gradients and
+    buffers by name.
 
-    `losses` are the unsplit one and this process's, None if the last stage is elsewhere. With several processes each
-    compares its part, and all get the whole.
+    `losses` are the unsplit one and this process's, None if the last stage is elsewhere. With
+    several processes each compares its part, and all get the whole.
     """
     found = [
         *(_difference("gradient", n, p.grad, gradients[n]) for n, p in pipeline.named_parameters()),
@@ -172,7 +182,9 @@ def compare(
 
 
 def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:
-    """The distance of all gradients of this process, as one vector, divided by its norm; infinite if one is missing."""
+    """The distance of all gradients of this process, as one vector, divided by its norm; infinite
+    if one is missing.
+    """
     apart = size = 0.0
     for name, parameter in pipeline.named_parameters():
         got, other = parameter.grad, wanted[name]
@@ -199,11 +211,12 @@ def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None)
 def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     """Return the plan, and a seeded step of the pipeline compared with the unsplit model's.
 
-    A model that draws random numbers is compared twice: in its own modes with its graph under the same seeds, and in
-    eval mode with the original module. The two losses differ, because dropout changes the output. Costs are "flops"
-    unless given, because the plan only has to be one of many that must all train the same. Without a loss and without a
-    `loss` output, the loss is a fixed sum of squares. Under torchrun each rank compares its own part, and every rank
-    returns all of them.
+    A model that draws random numbers is compared twice: in its own modes with its graph under the
+    same seeds, and in eval mode with the original module. The two losses differ, because dropout
+    changes the output. Costs are "flops" unless given, because the plan only has to be one of many
+    that must all train the same. Without a loss and without a `loss` output, the loss is a fixed
+    sum of squares. Under torchrun each rank compares its own part, and every rank returns all of
+    them.
     """
     options = {"costs": "flops", **options}
     target.check_values("verify")
@@ -231,7 +244,9 @@ def _loss_for(target: Target) -> LossFunction | None:
 
 
 def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
-    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's, in the model's modes."""
+    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's, in the
+    model's modes.
+    """
     pipeline = pipecompile(
         target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
     )

@@ -1,7 +1,8 @@
-"""The command line. Exit codes as diff(1): 0 fine, 1 the answer is no, 2 an error, one line that says what to do.
+"""The command line. Exit codes as diff(1): 0 fine, 1 the answer is no, 2 an error, one line that
+says what to do.
 
-Commands call `pipecompile.api` and no phase. What needs PyTorch is imported in the commands, after their options are
-checked: a misspelt option is answered at once.
+Commands call `pipecompile.api` and no phase. What needs PyTorch is imported in the commands, after
+their options are checked: a misspelt option is answered at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def main() -> None:
 @click.group(cls=AnswerGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipecompile")
 def commands() -> None:
-    """Cuts a PyTorch model into pipeline stages, predicts the step, and proves that it trains the same model."""
+    """Cuts a PyTorch model into pipeline stages, predicts the step, and proves that it trains the
+    same model.
+    """
 
 
 for command in (

@@ -42,7 +42,9 @@ class AnswerCommand(click.Command):
 
 
 class AnswerGroup(click.Group):
-    """Commands that end with what their function returns; an error becomes one line on standard error."""
+    """Commands that end with what their function returns; an error becomes one line on standard
+    error.
+    """
 
     command_class = AnswerCommand
 
@@ -57,7 +59,8 @@ class AnswerGroup(click.Group):
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except Exception as error:
-            # It comes from the user's model or loss, or is a defect of ours. Exit code 1 would be an answer.
+            # It comes from the user's model or loss, or is a defect of ours. Exit code 1 would be
+            # an answer.
             if "PIPECOMPILE_DEBUG" in os.environ:
                 raise
             code = _complain(_unexpected(error), ERROR)
@@ -87,7 +90,9 @@ def say(text: str) -> None:
 
 
 def table_style(form: str) -> DrawTable:
-    """Return how tables are drawn: by rich on a terminal, as plain text in pipes, files and on GitHub."""
+    """Return how tables are drawn: by rich on a terminal, as plain text in pipes, files and on
+    GitHub.
+    """
     from pipecompile.api.report import plain_table, terminal_table
 
     return terminal_table if form == "text" and sys.stdout.isatty() else plain_table
@@ -99,7 +104,9 @@ def framed(text: str, form: str) -> str:
 
 
 def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
-    """Print what was checked of a plan: for people all of it, for programs what failed, and the limits."""
+    """Print what was checked of a plan: for people all of it, for programs what failed, and the
+    limits.
+    """
     failed = [finding for finding in findings if not finding.passed]
     if form == "json":
         figures = {"plan": path, "sound": not failed, "findings": failed, "checks": findings}

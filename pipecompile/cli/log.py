@@ -1,4 +1,6 @@
-"""Where the log goes on the command line: to standard error, with a bar for long work on a terminal."""
+"""Where the log goes on the command line: to standard error, with a bar for long work on a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class _LineHandler(logging.Handler):
 
 
 class _TerminalHandler(logging.Handler):
-    """Lines in colour, and a bar for records that carry their progress (pipecompile/profiling/progress.py)."""
+    """Lines in colour, and a bar for records that carry their progress
+    (pipecompile/profiling/progress.py).
+    """
 
     def __init__(self, level: int) -> None:
         # Imported here: a command whose output goes to a file does not need it.

@@ -1,4 +1,6 @@
-"""The options of the commands. Those that decide a plan are generated from `OPTIONS` (pipecompile/ir/options.py)."""
+"""The options of the commands. Those that decide a plan are generated from `OPTIONS`
+(pipecompile/ir/options.py).
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ format_option = click.option(
 def planning_options(
     **changes: dict[str, Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the options of a plan to a command; `changes` are for single options."""
+    """Return a decorator that adds the options of a plan to a command; `changes` are for single
+    options.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(OPTIONS):
@@ -68,7 +72,9 @@ def planning_options(
 
 
 def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the decorator for the option of a plan that is called `name` in Python, with `changes`."""
+    """Return the decorator for the option of a plan that is called `name` in Python, with
+    `changes`.
+    """
     option = next(option for option in OPTIONS if option.name == name)
     flag, attributes = _on_command_line(option)
     if "default" in changes:

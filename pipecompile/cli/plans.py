@@ -1,4 +1,6 @@
-"""The commands that read a plan. None of them needs PyTorch, except `check` when it is given a target."""
+"""The commands that read a plan. None of them needs PyTorch, except `check` when it is given a
+target.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def view(path: str, output: str) -> int:
 )
 @format_option
 def check(path: str, target: str | None, form: str, memory: str | None, **limits: Any) -> int:
-    """Is PLAN sound (deadlock-free, complete, within its limits) and, given TARGET, still current?"""
+    """Is PLAN sound (no deadlock, complete, within limits) and, given TARGET, still current?"""
     from pipecompile.api.factory import Factory
     from pipecompile.api.finding import Finding
     from pipecompile.api.limits import check_limits
@@ -115,7 +117,9 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
 @click.option("--svg", "svg_path", help="Write the timeline as a picture.")
 @format_option
 def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
-    """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long it takes."""
+    """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long
+    it takes.
+    """
     from pipecompile.api.report import picture_of, step_figures_of, step_text_of, trace_of
 
     check_writable(trace_path, svg_path)

@@ -135,7 +135,9 @@ def schedule(
     form: str,
     **options: Any,
 ) -> int:
-    """Order the work of stages on ranks: the scheduler alone, on a schedule problem or on the stages of a plan."""
+    """Order the work of stages on ranks: the scheduler alone, on a schedule problem or on the
+    stages of a plan.
+    """
     from pipecompile.api.schedule import csv_of, order_for, order_picture, order_text
 
     check_writable(csv_path, svg_path)

@@ -1,4 +1,6 @@
-"""The commands that run a model or measure a device. They import PyTorch after their options are checked."""
+"""The commands that run a model or measure a device. They import PyTorch after their options are
+checked.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def profile(
     self_check: bool,
     **options: Any,
 ) -> int:
-    """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost graph."""
+    """Where time and memory of a microbatch of TARGET go, by module, operator and node; its cost
+    graph.
+    """
     from pipecompile.api.choices import requested_options
     from pipecompile.api.factory import Factory
 
@@ -103,7 +107,8 @@ def profile(
 @planning_options(costs={"default": "flops"})
 @format_option
 def verify(target: str, form: str, **options: Any) -> int:
-    """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and buffer.
+    """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and
+    buffer.
 
     Under torchrun the stages run on its ranks.
     """
@@ -162,7 +167,9 @@ def measure_links(output: str | None, form: str) -> int:
 @click.option("-o", "--output", help="Where to write the device, for --costs roofline:FILE.")
 @format_option
 def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
-    """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them best."""
+    """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them
+    best.
+    """
     check_writable(output)
     # Only now is PyTorch imported.
     from pipecompile.api.calibration import calibrate as fit

@@ -11,7 +11,8 @@ from pipecompile.ir.plan import Plan
 __all__ = ["figures", "text"]
 
 WHY_TWO = (
-    "the model draws random numbers, for dropout for instance, so it is compared in two modes: the losses of the two",
+    "the model draws random numbers, for dropout for instance, so it is compared in two modes: "
+    "the losses of the two",
     "differ, and within each the loss of the pipeline must be that of the unsplit model",
 )
 
@@ -24,9 +25,10 @@ def figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 def text(target: str, plan: Plan, comparisons: Sequence[Comparison]) -> str:
     """What was run, each comparison, why there are two, and the verdict."""
+    tied = sum(len(parameter.stages) > 1 for parameter in plan.parameters)
     lines = [
         f"{target}: {plan.k} stages, {plan.schedule.name}, {plan.microbatches} microbatches, "
-        f"{len(plan.routes)} relayed tensors, {sum(len(p.stages) > 1 for p in plan.parameters)} tied over stages",
+        f"{len(plan.routes)} relayed tensors, {tied} tied over stages",
         *(WHY_TWO if len(comparisons) > 1 else ()),
         *(line for comparison in comparisons for line in _lines(comparison)),
         _verdict(comparisons),
@@ -78,6 +80,7 @@ def _lines(comparison: Comparison) -> list[str]:
             halved = comparison.distance is not None and difference.kind == "gradient"
             cause = "saved in half precision" if halved else cause
             lines.append(
-                f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative ({cause})"
+                f"  {difference.kind} {difference.name}: {difference.relative:.1e} relative "
+                f"({cause})"
             )
     return lines

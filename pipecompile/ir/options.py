@@ -1,7 +1,8 @@
 """The options of a plan, each declared once: its name, type, default and help.
 
-The Python keywords (`pipecompile.Choices`), the command line, and docs/reference/options.md come from `OPTIONS`; a
-test compares `Choices` and the fields of a plan with it. Needs no PyTorch. `python -m pipecompile.ir.options` prints the page.
+The Python keywords (`pipecompile.Choices`), the command line, and docs/reference/options.md come
+from `OPTIONS`; a test compares `Choices` and the fields of a plan with it. Needs no PyTorch.
+`python -m pipecompile.ir.options` prints the page.
 """
 
 from __future__ import annotations
@@ -50,16 +51,19 @@ DEFAULT_STAGES = 4
 INDENT = "    "
 
 Form = Literal["value", "switch", "list", "repeated", "pins", "groups"]
-"""How the command line takes an option: one value, on or off, values between commas, the option several times,
-NODE=STAGE several times, or lists between commas several times."""
+"""How the command line takes an option: one value, on or off, values between commas, the option
+several times, NODE=STAGE several times, or lists between commas several times.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `name` is its Python keyword, `type` its Python type, `flag` its command line option.
+    """One option. `name` is its Python keyword, `type` its Python type, `flag` its command line
+    option.
 
-    `default_text` says what a default of None, or an empty one, stands for. `field` is the field of a plan's options
-    that holds it; None if the plan does not. `is_choice` is false for what `pipecompile()` takes beside its choices.
+    `default_text` says what a default of None, or an empty one, stands for. `field` is the field of
+    a plan's options that holds it; None if the plan does not. `is_choice` is false for what
+    `pipecompile()` takes beside its choices.
     """
 
     name: str
@@ -115,7 +119,8 @@ OPTIONS: tuple[Option, ...] = (
         "ranks",
         int | None,
         None,
-        "Number of ranks, instead of k: k is then as many stages as the schedule has on these ranks.",
+        "Number of ranks, instead of k: k is then as many stages as the schedule has on these "
+        "ranks.",
         default_text="k / stages per rank",
         field=None,
     ),
@@ -130,7 +135,8 @@ OPTIONS: tuple[Option, ...] = (
         "schedule",
         ScheduleName,
         "1f1b",
-        "A named schedule, or search for the shortest one for this model, its links and its memory.",
+        "A named schedule, or search for the shortest one for this model, its links and its "
+        "memory.",
     ),
     Option(
         "stages_per_rank",
@@ -143,14 +149,16 @@ OPTIONS: tuple[Option, ...] = (
         "placement",
         PlacementShape | None,
         None,
-        "Which stages share a rank: neighbours (linear), around and around (loop), or there and back (v).",
+        "Which stages share a rank: neighbours (linear), around and around (loop), or there and "
+        "back (v).",
         default_text="what the schedule needs; a search tries all",
     ),
     Option(
         "objective",
         Objective,
         "variance",
-        "What the cut minimises: the variance of the loads, the largest load, or the simulated step.",
+        "What the cut minimises: the variance of the loads, the largest load, or the simulated "
+        "step.",
     ),
     Option(
         "memory",
@@ -179,16 +187,17 @@ OPTIONS: tuple[Option, ...] = (
         "recompute",
         Recompute,
         "none",
-        "What stages recompute instead of saving it: nothing (none), each stage but the last as a whole (stage), that "
-        "for all microbatches but a step's last (except-last), each block (block), about √n of n blocks together "
-        "(sqrt), or what lets each rank fit its memory at the least extra time (auto).",
+        "What stages recompute instead of saving it: nothing (none), each stage but the last as "
+        "a whole (stage), that for all microbatches but a step's last (except-last), each block "
+        "(block), about √n of n blocks together (sqrt), or what lets each rank fit its memory at "
+        "the least extra time (auto).",
     ),
     Option(
         "saving",
         Iterable[Policy],
         (),
-        "Encodings of saved tensors that stages may use where they do not fit their memory; gradients stay the same "
-        "bit for bit, except with half.",
+        "Encodings of saved tensors that stages may use where they do not fit their memory; "
+        "gradients stay the same bit for bit, except with half.",
         default_text="none",
         form="list",
         metavar="ENCODING[,…]",
@@ -197,8 +206,8 @@ OPTIONS: tuple[Option, ...] = (
         "costs",
         str,
         "measured",
-        "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that calibrate wrote) or "
-        "table:FILE (a file that profile wrote).",
+        "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that "
+        "calibrate wrote) or table:FILE (a file that profile wrote).",
         is_choice=False,
     ),
     Option(
@@ -265,10 +274,10 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def known_name(what: str, name: object, known: Iterable[str]) -> str:
-    """Return the one of the `known` names that `name` is, in whatever case; InputError suggests the nearest one.
+    """Return the one of the `known` names that `name` is, in whatever case; InputError suggests the
+    nearest one.
 
-    >>> known_name("schedule", "1F1B", ["gpipe", "1f1b"])
-    '1f1b'
+    >>> known_name("schedule", "1F1B", ["gpipe", "1f1b"]) '1f1b'
     """
     names = tuple(known)
     if not isinstance(name, str):
@@ -279,7 +288,7 @@ def known_name(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def python_help() -> str:
-    """The choices for `help(pipecompile.Choices)`: each with its default, its help and its names."""
+    """The choices for `help(pipecompile.Choices)`, each with its default, help and names."""
     entries = []
     for option in OPTIONS:
         if option.is_choice:
@@ -295,18 +304,20 @@ def python_help() -> str:
 
 def options_page() -> str:
     """The page docs/reference/options.md: all options as a Markdown table."""
-    rows = [
-        f"| `{option.flag}` | `{option.name}` | {_values(option)} | {option.shown_default} | {option.help} |"
-        for option in OPTIONS
-    ]
+    rows = []
+    for option in OPTIONS:
+        names = f"`{option.flag}`", f"`{option.name}`"
+        cells = (*names, _values(option), option.shown_default, option.help)
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([PAGE_HEAD, *rows]) + "\n"
 
 
 PAGE_HEAD = """\
 # Options of a plan
 
-The same options go to `pipecompile plan` and `pipecompile verify` on the command line, and to `pipecompile()` in Python.
-Names are known in whatever case; an unknown one is answered with the nearest.
+The same options go to `pipecompile plan` and `pipecompile verify` on the command line, and to
+`pipecompile()` in Python. Names are known in whatever case; an unknown one is answered with the
+nearest.
 
 | command line | Python | values | default | what it does |
 |---|---|---|---|---|"""

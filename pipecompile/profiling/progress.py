@@ -1,6 +1,7 @@
 """The progress of long work, reported to the log.
 
-The command line shows a bar instead, from the same records: each carries its `Progress` as `record.progress`.
+The command line shows a bar instead, from the same records: each carries its `Progress` as
+`record.progress`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Progress:
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `total` steps.
 
-    Every step is logged for debugging, one each few seconds as information, so that a file of the log stays short.
+    Every step is logged for debugging, one each few seconds as information, so that a file of the
+    log stays short.
     """
     done, last_line = 0, time.monotonic()
 

@@ -1,4 +1,6 @@
-"""What changes after a model was compiled, or on other data than the sample, is an error and no wrong step."""
+"""What changes after a model was compiled, or on other data than the sample, is an error and no
+wrong step.
+"""
 
 from __future__ import annotations
 
@@ -102,9 +104,7 @@ def test_a_model_that_changed_since_it_was_compiled(change: Any, name: str) -> N
     pipeline.step(X, X)
     change(model)
     for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
-        with pytest.raises(
-            InputError, match=rf"^{name} has changed since the model was compiled"
-        ):
+        with pytest.raises(InputError, match=rf"^{name} has changed since the model was compiled"):
             run()
 
 

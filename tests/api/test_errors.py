@@ -1,4 +1,6 @@
-"""Errors: one line that says what to do; from Python an exception, from the command line an exit code."""
+"""Errors: one line that says what to do; from Python an exception, from the command line an exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def refused(result: Result, code: int) -> str:
-    """The line that a refused command ends with on standard error; nothing is on standard output."""
+    """The line that a refused command ends with; nothing is on standard output."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     *before, line = result.stderr.splitlines()
@@ -87,14 +89,16 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         2,
         ["-k", "3"],
         {"k": 3},
-        r"a batch of 8 cannot be cut into 3 microbatches of one size; choose microbatches from 1, 2, 4, 8, or another",
+        r"a batch of 8 cannot be cut into 3 microbatches of one size; choose microbatches from 1, "
+        r"2, 4, 8, or another",
     ),
     "memory": (
         InfeasibleError,
         1,
         ["-k", "2", "--memory", "2KB"],
         {"k": 2, "memory": "2KB"},
-        r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, [\d,]+ more, in stage \d",
+        r"may hold 2,000 bytes, but the best cut into k=2 stages that was found needs [\d,]+, "
+        r"[\d,]+ more, in stage \d",
     ),
     "memory text": (InputError, 2, ["--memory", "lots"], {"memory": "lots"}, r"lots"),
     "memory beside a comma": (
@@ -249,7 +253,10 @@ FACTORIES: dict[str, tuple[str, str]] = {
         "examples",
         r"'examples' is not a target; write package.module:factory or path/file.py:factory",
     ),
-    "no module": ("no.such.place:model", r"no.such.place cannot be imported: there is no module .no."),
+    "no module": (
+        "no.such.place:model",
+        r"no.such.place cannot be imported: there is no module .no.",
+    ),
     "no file": ("nowhere.py:model", r"there is no file nowhere.py"),
     "no factory": (f"{MODELS}:gpt17", r"there is no factory 'gpt17'; .* defines .*gpt2"),
     "broken file": ("broken.py:model", r"broken.py cannot be imported: SyntaxError"),

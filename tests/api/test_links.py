@@ -101,10 +101,11 @@ def test_equal_links_plan_as_one_link(
 
 
 def test_a_slow_link_is_charged_exactly() -> None:
-    """Two stages, forwards of nothing and backwards of 10 ns, as `chain` makes them; two microbatches under GPipe.
+    """Two stages, forwards of nothing and backwards of 10 ns, as `chain` makes them; two
+    microbatches under GPipe.
 
-    Both values leave rank 0 at 0 and arrive at 3; rank 1 does backwards until 13 and 23, whose gradients arrive 40
-    later, at 53 and 63; rank 0 does its own until 63 and 73.
+    Both values leave rank 0 at 0 and arrive at 3; rank 1 does backwards until 13 and 23, whose
+    gradients arrive 40 later, at 53 and 63; rank 0 does its own until 63 and 73.
     """
     graph = chain([10, 10], size=1)
     graph = msgspec.structs.replace(
@@ -123,8 +124,9 @@ def test_a_slow_link_is_charged_exactly() -> None:
 def test_two_nodes_are_joined_where_little_crosses() -> None:
     """Ranks 0 and 1 are one node, 2 and 3 another; between nodes a byte takes 100 times as long.
 
-    Eight equal layers; what leaves the third is small, what leaves the others large. Evenly cut, the large tensor
-    behind the fourth would cross between the nodes: the planner takes the third instead.
+    Eight equal layers; what leaves the third is small, what leaves the others large. Evenly cut,
+    the large tensor behind the fourth would cross between the nodes: the planner takes the third
+    instead.
     """
     fast, slow = 10**9, 10**7
     rates = tuple(tuple(fast if a // 2 == b // 2 else slow for b in range(4)) for a in range(4))

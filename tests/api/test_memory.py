@@ -183,7 +183,9 @@ def test_an_optimizer_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_plan_is_cut_otherwise_so_that_its_optimizer_fits() -> None:
-    """The first layer has many parameters and no operations. Of all cuts the one that needs least is found."""
+    """The first layer has many parameters and no operations. Of all cuts the one that needs least
+    is found.
+    """
     layers = [nn.Embedding(512, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(4))]
     subject = Target.of((nn.Sequential(*layers), torch.zeros(BATCH, dtype=torch.int64)), "a test")
     needed = {}
@@ -205,10 +207,9 @@ def test_a_plan_with_an_optimizer_is_read_back_as_it_was(tmp_path: Path) -> None
 
 def test_the_command_line_names_an_optimizer_and_master_weights(tmp_path: Path) -> None:
     (tmp_path / "given.py").write_text(
-        "import torch\nfrom torch import nn\n\n"
-        "def small():\n"
-        "    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(torch.bfloat16)\n"
-        "    return model, torch.zeros(4, 8, dtype=torch.bfloat16)\n"
+        "import torch\nfrom torch import nn\n\ndef small():\n    model = "
+        "nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(torch.bfloat16)\n    "
+        "return model, torch.zeros(4, 8, dtype=torch.bfloat16)\n"
     )
     arguments = [
         "plan",

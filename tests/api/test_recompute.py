@@ -1,4 +1,6 @@
-"""What stages compute again, by policy or to fit their memory: gradients stay, peaks fall, and the plan says so."""
+"""What stages compute again, by policy or to fit their memory: gradients stay, peaks fall, and the
+plan says so.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None
     ("name", "share", "others"), [sweep("gpt2", 0.8, None), ("unet", 0.95, "1GiB")]
 )
 def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
-    """The least extra time that keeps every rank within its cap; gradients are those of the unsplit model."""
+    """The least extra time that keeps every rank within its cap; gradients are those of the unsplit
+    model.
+    """
     fitting = planned(name)
     needed, pin = peaks(fitting), fitting.assignment
     cap = int(share * max(needed))
@@ -90,7 +94,9 @@ def normed() -> Target:
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
-    """The last stage is over its budget, and only `auto` computes anything of it again: that is said, and true."""
+    """The last stage is over its budget, and only `auto` computes anything of it again: that is
+    said, and true.
+    """
     fitting = planned("unet", schedule="gpipe")
     first, last = peaks(fitting)
     asked: dict[str, Any] = {
@@ -224,7 +230,7 @@ def test_nothing_is_computed_again_where_all_fits() -> None:
 def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(
     microbatches: int, kind: str
 ) -> None:
-    """With few microbatches most of a step is waiting, and a whole stage may recompute meanwhile."""
+    """With few microbatches ranks wait for most of a step, and may recompute meanwhile."""
     target = normed()
     options = {"k": 4, "microbatches": microbatches, "schedule": "1f1b", "costs": "flops"}
     options |= tight(target, options)

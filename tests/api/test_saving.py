@@ -1,4 +1,6 @@
-"""Stages that save in other forms: where they are chosen, and steps that are those without, under every schedule."""
+"""Stages that save in other forms: where they are chosen, and steps that are those without, under
+every schedule.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def planned(**options: Any) -> Plan:
 
 
 def fitted(**options: Any) -> Plan:
-    """The plan that fits as it is, its two stages made to fit `memory`: without the search for a cut."""
+    """The plan that fits as it is, its two stages made to fit `memory`: without the search for a
+    cut.
+    """
     plan, graph = planned(), costed()[1]
     chosen = options_for(target(), k=2, microbatches=4, costs="flops", **options)
     stages = stages_of(

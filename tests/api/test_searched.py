@@ -1,4 +1,6 @@
-"""A searched schedule on a real model: shorter than 1F1B in the same memory, and the same gradients."""
+"""A searched schedule on a real model: shorter than 1F1B in the same memory, and the same
+gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stage correction with stages whose true times are known: it ends, adds up exactly, and moves the cut rightly."""
+"""Stage correction with stages whose true times are known: it ends, adds up exactly, and moves the
+cut rightly.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ OPTIONS = Options(
 
 
 def chain(times: Sequence[int]) -> CostGraph:
-    """Nodes in a row, each with a parameter, whose backward takes twice the forward and its halves one forward."""
+    """Nodes in a row, each with a parameter, whose backward takes twice the forward and its halves
+    one forward.
+    """
     nodes = tuple(
         Node(
             name=f"n{index}",
@@ -133,8 +137,8 @@ def test_a_ratio_that_stays_too_high_is_explained(caplog: pytest.LogCaptureFixtu
     correct_stages(graph, planned, lambda plan: truth(slow, plan))
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert (
-        "stages took 200× their nodes' sum (48000 µs instead of 240 µs a microbatch), measured twice"
-        in warning.getMessage()
+        "stages took 200× their nodes' sum (48000 µs instead of 240 µs a microbatch), measured "
+        "twice" in warning.getMessage()
     )
     assert "plan again when it is idle" in warning.getMessage()
 

@@ -1,4 +1,6 @@
-"""Stages measured as their rank runs them: which times there are, and what is left behind (nothing)."""
+"""Stages measured as their rank runs them: which times there are, and what is left behind
+(nothing).
+"""
 
 from __future__ import annotations
 

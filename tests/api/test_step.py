@@ -1,4 +1,6 @@
-"""The pipeline trains the model: the same losses, gradients and buffers, bit for bit in one process."""
+"""The pipeline trains the model: the same losses, gradients and buffers, bit for bit in one
+process.
+"""
 
 from __future__ import annotations
 

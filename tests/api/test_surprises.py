@@ -42,7 +42,9 @@ def linears(count: int = 3, width: int = 8) -> nn.Sequential:
 
 
 class FunctionalNorm(nn.Module):
-    """Batch normalisation as a function on buffers, which it updates without a trace; one is read again later."""
+    """Batch normalisation as a function on buffers, which it updates without a trace; one is read
+    again later.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +136,8 @@ def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
 
 @pytest.mark.parametrize("k", [2, sweep(4)])
 def test_a_tie_forced_onto_one_stage(k: int) -> None:
-    # The group spans the whole model, so the stages around it are not contiguous in the order of the forward.
+    # The group spans the whole model, so the stages around it are not contiguous in the order of
+    # the forward.
     target = Target.of(models.gpt2(), "gpt2")
     plan, found = verify(
         target, k=k, microbatches=4, costs="flops", groups=[["transformer.wte", "lm_head"]]
@@ -201,7 +204,9 @@ def test_weights_that_autocast_casts_once_have_the_gradients_of_the_whole(
 
 
 class TwoRegions(nn.Module):
-    """Two regions of autocast read one weight; on what lies between them the second does not depend."""
+    """Two regions of autocast read one weight; on what lies between them the second does not
+    depend.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,8 +234,9 @@ def test_regions_that_the_cut_brings_side_by_side_cast_for_themselves() -> None:
 
 def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
     message = (
-        r"at most \d+ stages .*shared with \d+ nodes.* so its readers share a stage \(shared, shared_1, shared_2, "
-        r"shared_3\): to part them, call them outside autocast, or enter it with cache_enabled=False"
+        r"at most \d+ stages .*shared with \d+ nodes.* so its readers share a stage \(shared, "
+        r"shared_1, shared_2, shared_3\): to part them, call them outside autocast, or enter it "
+        r"with cache_enabled=False"
     )
     with pytest.raises(InfeasibleError, match=message):
         pipecompile(
@@ -243,7 +249,9 @@ def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
 
 
 def test_no_cut_lies_before_a_sum() -> None:
-    """Its gradient repeats elements; laid out in full, as a message is, a bias before the cut has another sum of it."""
+    """Its gradient repeats elements; laid out in full, as a message is, a bias before the cut has
+    another sum of it.
+    """
 
     class Sum(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Models on the meta device and of fake tensors: planned and costed like those in memory, never run."""
+"""Models on the meta device and of fake tensors: planned and costed like those in memory, never
+run.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def target(name: str) -> Target:
 
 
 def on_meta(given: Target, *, inputs: bool = True) -> Target:
-    """The same without values, and with those of the minibatch where `inputs` is not set; what is tied stays so."""
+    """The same without values, and with those of the minibatch where `inputs` is not set; what is
+    tied stays so.
+    """
     state = (*given.model.parameters(), *given.model.buffers())
     model = copy.deepcopy(given.model, {id(tensor): without_values(tensor) for tensor in state})
     return without_inputs(replace(given, model=model)) if inputs else replace(given, model=model)

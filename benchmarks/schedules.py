@@ -176,7 +176,10 @@ def _rates(setting: Row) -> Iterator[tuple[str, float]]:
     problem = _of_table_5(setting, 1)
     for label, units in SEARCHED.items():
         capped = replace(problem, caps=(units * problem.ranks,) * problem.ranks)
-        yield label, _bubble_rate(setting, search(capped, objective="span", seconds=SECONDS).value)
+        yield (
+            label,
+            _bubble_rate(setting, search(capped, objective="span", seconds=SECONDS).value_ns),
+        )
 
 
 def _of_table_5(setting: Row, chunks: int) -> PlacedProblem:
@@ -212,7 +215,7 @@ def placements() -> list[Row]:
     found: dict[str, dict[str, int]] = {}
     for name, problem, _ in _published():
         family, shape = name.rsplit("-", 1)
-        found.setdefault(family, {})[shape] = _solved(problem)[0].value
+        found.setdefault(family, {})[shape] = _solved(problem)[0].value_ns
     rows = []
     for family, values in found.items():
         best = min(values.values())
@@ -253,8 +256,8 @@ def _large(costs: str, memory: str) -> PlacedProblem:
         return 10_000 if costs == "equal" else draw.randrange(8_000, 12_001)
 
     times = [(time_ns(), time_ns(), time_ns()) for _ in range(ranks)]
-    costs = [StageCosts(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times]
-    problem = _linked(tuple(range(ranks)), microbatches, costs, 500)
+    stages = [StageCosts(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times]
+    problem = _linked(tuple(range(ranks)), microbatches, stages, 500)
     return replace(problem, caps=(2 * ranks,) * ranks) if memory == "1f1b's" else problem
 
 

@@ -27,17 +27,17 @@ from pipecompile.ir.serialization import NonNegative, Positive, Value
 __all__ = [
     "BACKWARDS",
     "COMPUTE",
-    "WEIGHT_GRADIENT_KINDS",
     "TRANSFERS",
+    "WEIGHT_GRADIENT_KINDS",
     "Action",
     "CriticalEvent",
     "Event",
     "Idle",
     "Kind",
     "Schedule",
+    "StartReason",
     "Timeline",
     "WeightVersions",
-    "StartReason",
 ]
 
 
@@ -203,14 +203,14 @@ StartReason = Literal["start", "rank", "send", "dependency", "transfer", "queue"
 class CriticalEvent(NamedTuple):
     """An event on the critical path, and why it does not begin earlier.
 
-        start       it begins with the step
-        rank        its rank is busy until then with the event before it on the path
-        send        its rank is blocked until then by sending the result of the event before it
-        dependency  its input is computed until then by the event before it
-        transfer    its input is under way until then from the event before it
-        queue       its input waits for a link that is busy with messages ahead of it; the event
-                    before it on the path produced the first of these
-        reduction   it is a sum over replicas that follows the event before it
+    start       it begins with the step
+    rank        its rank is busy until then with the event before it on the path
+    send        its rank is blocked until then by sending the result of the event before it
+    dependency  its input is computed until then by the event before it
+    transfer    its input is under way until then from the event before it
+    queue       its input waits for a link that is busy with messages ahead of it; the event
+                before it on the path produced the first of these
+    reduction   it is a sum over replicas that follows the event before it
     """
 
     rank: int
@@ -221,11 +221,11 @@ class CriticalEvent(NamedTuple):
 class Idle(Value, frozen=True, kw_only=True):
     """How long a rank computed nothing, by cause; the causes and its busy time make the makespan.
 
-        transfer    the part of each wait that messages without travel time would save, sends that
-                    block the rank, and reductions after its last action
-        memory      a forward had all its inputs, but its bytes would have exceeded the rank's cap
-        imbalance   the part of the other waits that no order removes, since a rank has more to do
-        dependency  the rest
+    transfer    the part of each wait that messages without travel time would save, sends that
+                block the rank, and reductions after its last action
+    memory      a forward had all its inputs, but its bytes would have exceeded the rank's cap
+    imbalance   the part of the other waits that no order removes, since a rank has more to do
+    dependency  the rest
     """
 
     dependency_ns: NonNegative

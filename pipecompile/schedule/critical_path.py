@@ -41,6 +41,7 @@ def critical_path(problem: PlacedProblem, timeline: Timeline) -> tuple[CriticalE
     if not timeline.makespan_ns:
         return ()
     # The path is followed backwards, from the end of the step.
+    place: _Place | None
     sums, place = _last_events(timeline)
     path, deliveries = [], _deliveries(problem, timeline)
     while place is not None:

@@ -1,8 +1,9 @@
-"""The best of all orders of a tiny problem, by dynamic programming over what has been done so far.
+"""The best of all orders of a tiny problem, by a dynamic program over sets of finished actions.
 
-What may come next depends only on what has been done, and so does memory. Of two ways to do the same, one with every
-end as early is as good. For the span a rank that starts later is better, so ways are compared only once all ranks
-have started; before that only equal ones are one.
+What may come next depends only on the set of finished actions, and so does memory. Of two ways to
+finish the same set, one whose ends are all as early is as good. For the span a rank that starts
+later is better, so ways are compared only after all ranks have started; before that only equal
+ones are merged.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ from itertools import product
 from pipecompile.ir.schedule import BACKWARDS, WEIGHT_GRADIENT_KINDS, Action, Kind
 from pipecompile.schedule.problem import PlacedProblem
 
-Halves = Callable[
-    [int], tuple[bool, ...]
-]  # by stage: whether its backwards may be in halves, whole, or either
-Mark = tuple[
-    int, str, int
-]  # stage, what of it, microbatch: F, R, B for both kinds of it, W for whole ones too
+Halves = Callable[[int], tuple[bool, ...]]
+"""Returns whether the backwards of a stage may be in halves, whole, or either."""
+Mark = tuple[int, str, int]
+"""Stage, letter and microbatch. B stands for full backwards and first halves, W for both ends."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Per rank when it is free, its first start and the end of its sums; and the ends that other ranks wait for."""
+    """When each rank is free, its first start, the end of its sums, and ends that others need."""
 
     free: tuple[int, ...]
     first: tuple[int | None, ...]
@@ -42,7 +41,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Move:
-    """An action, what must be done before it, with the time of its message, and what it leaves done."""
+    """An action, what it needs, with the times of the messages, and the marks that it leaves."""
 
     action: Action
     needs: tuple[tuple[Mark, int], ...]
@@ -59,9 +58,10 @@ def either(stage: int) -> tuple[bool, ...]:
 def best(
     problem: PlacedProblem, objective: str, halves: Halves = either, *, in_turn: bool = False
 ) -> int | None:
-    """The least makespan or largest span of all orders within the caps; None if there are none.
+    """Return the least makespan or largest span of all orders within the caps, None without one.
 
-    With `in_turn` each stage takes the microbatches in order. Else only the first does: it is what they are named by.
+    With `in_turn` each stage takes the microbatches in order. Otherwise only the first stage does,
+    since the microbatches are numbered by its order.
     """
     return _Table(problem, objective, halves, in_turn).run()
 
@@ -85,7 +85,7 @@ class _Table:
     def run(self) -> int | None:
         nothing = (0,) * self.problem.ranks
         start = Way(nothing, (None,) * len(nothing), nothing)
-        # Keyed by what is done and held: a whole backward is two halves at once, and leaves the same.
+        # The key includes what is held: a full backward leaves the marks of both halves.
         table = [{} for _ in range(len(self.complete) + 1)]
         table[0][frozenset(), nothing] = {start}
         for level in table:
@@ -170,7 +170,7 @@ class _Table:
         return Way(_put(way.free, move.rank, end), first, self._summed(way, move, end, after), ends)
 
     def _summed(self, way: Way, move: Move, end: int, after: frozenset[Mark]) -> tuple[int, ...]:
-        """A stage's data-parallel sum starts once its last gradient is there."""
+        """A stage's sum over replicas starts after its last gradient."""
         stage, rank = move.action.stage, move.rank
         reduce_ns = self.problem.costs[stage].reduce_ns
         closed = all((stage, "W", j) in after for j in range(self.problem.microbatches))
@@ -190,7 +190,7 @@ class _Table:
         return set(kept.values())
 
     def _vector(self, way: Way) -> tuple[int, ...]:
-        """All that should be small."""
+        """Return all times that should be small."""
         late = tuple(-(start or 0) for start in way.first) if self.objective == "span" else ()
         return (*way.free, *way.summed, *late, *(end for _, end in way.ends))
 

@@ -12,7 +12,7 @@ from pipecompile.schedule.problem import PlacedProblem, StageCosts
 def equal(
     placement: Sequence[int], microbatches: int, time: int = 1, hop: int = 0, **more: object
 ) -> PlacedProblem:
-    """Stages of which every action takes `time`; messages between ranks take `hop`."""
+    """Return stages all of whose actions take `time`; messages between ranks take `hop`."""
     apart = [left != right for left, right in pairwise(placement)]
     fields = {
         "costs": (StageCosts(time, time, time, time, recompute_ns=time),) * len(placement),
@@ -31,6 +31,6 @@ def order(
     microbatches: int,
     rule: WeightVersions = "synchronous",
 ) -> Schedule:
-    """A schedule from rows such as "0F0 0B0"."""
+    """Return a schedule of rows such as "0F0 0B0"."""
     actions = [[Action.parse(text) for text in row.split()] for row in rows]
     return Schedule.of("planted", microbatches, placement, actions, rule)

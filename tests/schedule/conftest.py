@@ -14,7 +14,7 @@ Lowered = Callable[..., Schedule]
 
 @pytest.fixture(scope="session")
 def lowered() -> Lowered:
-    """Makes a named schedule of unit times, lowered."""
+    """Returns a named schedule of unit times with its transfers."""
 
     def make(name: str, stages: int, microbatches: int, recompute: bool = False) -> Schedule:
         return add_transfers(

@@ -1,4 +1,4 @@
-"""Any instance for the searches, problems with any caps, tiny ones, and what every order of an instance must be."""
+"""Instances for the searches, problems with any caps, and what every order must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FREE = st.builds(Network)
 
 @st.composite
 def capped(draw: st.DrawFn, problem: PlacedProblem) -> PlacedProblem:
-    """With less memory, often too little."""
+    """The problem with less memory, often too little."""
     if problem.caps is None or draw(st.booleans()):
         return problem
     return replace(problem, caps=tuple(draw(st.integers(0, cap)) for cap in problem.caps))
@@ -32,7 +32,7 @@ def instances(draw: st.DrawFn) -> ScheduleInstance:
 
 @st.composite
 def tiny_problems(draw: st.DrawFn) -> PlacedProblem:
-    """So few actions that all orders can be looked at; links are free."""
+    """Problems of so few actions that all orders can be looked at; links are free."""
     one = draw(
         problems(max_microbatches=1, networks=FREE).filter(lambda problem: _marks(problem) <= 16)
     )
@@ -45,7 +45,7 @@ def _marks(problem: PlacedProblem) -> int:
 
 
 def sound(instance: ScheduleInstance, rows: Rows) -> OrderTimes:
-    """The times of an order that is complete, fits, keeps the microbatches' order, and means what it says."""
+    """Return the times of an order; assert that it is complete, fits and is in microbatch order."""
     times, problem = instance.times(rows), instance.problem
     assert times is not None
     assert instance.fits(rows)

@@ -1,4 +1,4 @@
-"""A second simulator: the times as the least solution of their equations, swept over until nothing moves."""
+"""A second simulator: times are the least solution of equations, found by repeated sweeps."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _messages(problem: PlacedProblem, action: Action) -> Messages:
 
 
 def _reduced(problem: PlacedProblem, schedule: Schedule, ends: dict[Action, int]) -> dict[int, int]:
-    """By stage, when its sum over the replicas is done."""
+    """Return by stage when its sum over the replicas is done."""
     found = {}
     for row in schedule.compute:
         done: dict[int, tuple[int, int]] = {}
@@ -103,7 +103,7 @@ def _reduced(problem: PlacedProblem, schedule: Schedule, ends: dict[Action, int]
 
 
 def _peaks(problem: PlacedProblem, schedule: Schedule) -> list[int]:
-    """Per rank the most bytes, counted anew after each action from what has been done so far."""
+    """Return for each rank the most bytes, counted after each action from all finished ones."""
     peaks = []
     for row in schedule.compute:
         peaks.append(max((_held(problem, row[: end + 1]) for end in range(len(row))), default=0))

@@ -19,7 +19,7 @@ BYTES = st.integers(0, 20)
 
 @st.composite
 def placements(draw: st.DrawFn, max_ranks: int = 4, max_stages: int = 6) -> tuple[int, ...]:
-    """Linear, loop, V, or any in which each rank has a stage."""
+    """Placements: linear, loop, V, or any in which each rank has a stage."""
     ranks = draw(st.integers(1, max_ranks))
     shape = draw(st.sampled_from(["linear", "loop", "v", "any"]))
     if shape != "any":
@@ -30,7 +30,7 @@ def placements(draw: st.DrawFn, max_ranks: int = 4, max_stages: int = 6) -> tupl
 
 @st.composite
 def works(draw: st.DrawFn, can_split: bool) -> StageCosts:
-    """The costs of a stage; a full backward may take any time beside that of its halves."""
+    """Costs of a stage; the time of a full backward does not depend on that of its halves."""
     kept, recompute = draw(BYTES), draw(st.booleans())
     recomputed = draw(BYTES) if recompute else 0
     return StageCosts(
@@ -60,7 +60,7 @@ def problems(
     skips: bool = True,
     networks: st.SearchStrategy[Network] = NETWORKS,
 ) -> PlacedProblem:
-    """Any schedule problem of a few stages; caps, where there are any, let the largest microbatch through alone."""
+    """Schedule problems of a few stages; caps, if any, allow one microbatch alone."""
     on = draw(placement or placements())
     stages, apart = len(on), [left != right for left, right in pairwise(on)]
     can_split = draw(st.booleans())
@@ -96,10 +96,10 @@ def _capped(problem: PlacedProblem, more: int | None) -> PlacedProblem:
 
 @st.composite
 def orders(draw: st.DrawFn, problem: PlacedProblem, *, tidy: bool = False) -> Schedule:
-    """Any order in which the actions of `problem` can happen, with halved backwards where it splits.
+    """Orders in which the actions of `problem` can happen, with backwards split where possible.
 
-    With `tidy` each stage takes its microbatches in order, in forwards, in backwards and in weight gradients, as
-    a sound schedule does.
+    With `tidy` the forwards, the backwards and the weight gradients of each stage are in microbatch
+    order, as in a sound schedule.
     """
     rng = draw(st.randoms(use_true_random=False))
     halved = {
@@ -114,7 +114,7 @@ def orders(draw: st.DrawFn, problem: PlacedProblem, *, tidy: bool = False) -> Sc
 def random_order(
     problem: PlacedProblem, rng: random.Random, halved: set[tuple[int, int]], *, tidy: bool
 ) -> Schedule:
-    """One order of many: whatever can happen next, happens next."""
+    """Return one order of many: a random one of the possible actions happens next."""
     rows: list[list[Action]] = [[] for _ in range(problem.ranks)]
     left = [
         action for stage in range(problem.stages) for action in _of_stage(problem, stage, halved)

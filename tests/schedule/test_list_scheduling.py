@@ -43,7 +43,7 @@ def _roomy(instance: ScheduleInstance) -> bool:
 @settings(max_examples=300)
 @given(st.data())
 def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> None:
-    """Wherever there is room for one microbatch in any order; skips, cut gradients, recomputes, any placement."""
+    """Where one microbatch fits in any order; with skips, cut gradients, recomputes, placements."""
     instance = data.draw(instances())
     rows = build_order(instance, data.draw(policies(instance)), data.draw(st.integers(0, 200)))
     assert (rows is not None) == _roomy(instance)
@@ -98,7 +98,7 @@ def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_ente
 
 
 def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
-    """All 10 bytes of the cap are stage 2's until its W; only then can stage 0 compute its forward again."""
+    """Stage 2 holds all 10 bytes of the cap until its W; only then can stage 0 recompute."""
     costs = StageCosts(
         1, 2, 1, 1, recompute_ns=1, recomputed_bytes=10, between_bytes=10, recompute=True
     )

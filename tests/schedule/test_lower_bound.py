@@ -18,7 +18,7 @@ from tests.schedule.instances import tiny_problems
 @settings(max_examples=300)
 @given(tiny_problems(), st.sampled_from(OBJECTIVES))
 def test_no_order_at_all_is_below_the_bound(problem: PlacedProblem, objective: str) -> None:
-    """Whatever the order of microbatches, and with halves and whole backwards side by side."""
+    """For all orders of microbatches, with full and split backwards side by side."""
     least = best(problem, objective)
     assert least is None or order_lower_bound(problem, objective) <= least
 
@@ -52,7 +52,7 @@ def test_a_rank_without_a_stage_and_a_cap_of_nothing_have_a_bound(objective: str
 
 
 def test_a_cap_that_lets_one_microbatch_in_makes_its_trips_add_up() -> None:
-    """Rank 0 can take the next microbatch only once the one before is back: 3 round trips of 60, W last."""
+    """Rank 0 takes a microbatch only after the one before is back: 3 round trips of 60, then W."""
     costs = (StageCosts(10, 20, 10, 10, kept_bytes=1),) * 3
     problem = replace(equal([0, 1, 2], 3), costs=costs, caps=(1, 9, 9))
     assert order_lower_bound(problem, "makespan") == 3 * 60 + 10

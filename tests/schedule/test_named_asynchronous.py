@@ -33,7 +33,8 @@ def test_two_buffered_weights_are_stepped_once_for_as_many_microbatches_as_ranks
     schedule = generate("pipedream-2bw", range(2), 6)
     assert schedule.weight_versions == "double-buffered"
     assert " ".join(schedule.actions[1]) == (
-        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP1@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP3@2 1F4@1 1B4@1 1F5@1 1B5@1 1STEP5@3"
+        "1F0@0 1B0@0 1F1@0 1B1@0 1STEP1@1 1F2@0 1B2@0 1F3@0 1B3@0 1STEP3@2 "
+        "1F4@1 1B4@1 1F5@1 1B5@1 1STEP5@3"
     )
 
 
@@ -47,7 +48,7 @@ def test_updates_are_as_equal_as_can_be_and_never_shorter_than_the_pipeline() ->
 def _walk(
     name: str, ranks: int, microbatches: int
 ) -> Iterator[tuple[int, list[tuple[Action, int]]]]:
-    """For each stage its actions, each with the newest version that exists as it begins."""
+    """Return for each stage its actions, each with the newest version as it begins."""
     for stage, row in enumerate(generate(name, range(ranks), microbatches).rows):
         newest, seen = 0, []
         for action in row:
@@ -89,7 +90,7 @@ def test_pipedream_is_stale_by_the_ranks_that_follow() -> None:
 
 
 def test_vertical_sync_is_stale_by_all_other_ranks_on_every_stage() -> None:
-    """PipeDream, section 3.3: with vertical sync all stages update with gradients of the weights n − 1 steps before."""
+    """PipeDream, section 3.3: with vertical sync gradients are of weights n − 1 steps before."""
     for ranks, microbatches in SIZES:
         for _, seen in _walk("pipedream-vertical-sync", ranks, microbatches):
             stale = [newest - a.version for a, newest in seen if a.kind is Kind.BACKWARD]
@@ -97,7 +98,7 @@ def test_vertical_sync_is_stale_by_all_other_ranks_on_every_stage() -> None:
 
 
 def test_two_buffers_are_enough_and_the_delay_is_one() -> None:
-    """PipeDream-2BW, section 3.1: W(u + 1) = W(u) − ν ∇f(W(u − 1)), and at most two versions are alive."""
+    """PipeDream-2BW, section 3.1: W(u + 1) = W(u) − ν ∇f(W(u − 1)); two versions at most live."""
     for ranks, microbatches in SIZES:
         for _, seen in _walk("pipedream-2bw", ranks, microbatches):
             gradients: set[int | None] = set()

@@ -1,6 +1,6 @@
-"""The named schedules against what their papers say of bubbles and memory, and against torch's own orders.
+"""The named schedules against the bubbles and memory of their papers, and torch's own orders.
 
-The simulator here is a second one, naive on purpose.
+The simulator here is a second one, kept simple on purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OrderTimes = Mapping[Kind, Any]
 
 
 def _times(schedule: Schedule, time: OrderTimes = UNIT, transfer: Any = 0) -> tuple[Any, Any]:
-    """Makespan and the largest span of a rank; an action starts when its rank is free and what it needs has arrived."""
+    """Return makespan and largest span; an action starts when rank and inputs are there."""
     ends: dict[tuple[int, Kind, int | None], Any] = {}
     rows = [[action for action in row if action.kind in time] for row in schedule.rows]
     free, begun = [0] * len(rows), [None] * len(rows)
@@ -67,7 +67,7 @@ def _needs(action: Action, schedule: Schedule) -> list[tuple[int, Kind, int | No
 
 
 def _held(schedule: Schedule) -> list[int]:
-    """For each rank, how many stage activations it holds from F to W or B at most."""
+    """Return for each rank the most activations of a stage that it holds from F to W or B."""
     peaks = []
     for row in schedule.rows:
         held = peak = 0
@@ -103,7 +103,7 @@ def test_bubbles_are_those_of_table_5_to_its_last_digit(
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['m']}")
 def test_interleaved_bubbles_are_nearly_those_of_table_5(row: dict[str, Any]) -> None:
-    """Nearly: the paper does not say how its interleaved times split over the chunks; here they divide evenly."""
+    """The paper does not say how interleaved times split over chunks; here they divide evenly."""
     assert (
         0
         < _bubble_rate("interleaved-1f1b", row, row["chunks"]) - row["published"]["1F1B-I"]
@@ -112,7 +112,7 @@ def test_interleaved_bubbles_are_nearly_those_of_table_5(row: dict[str, Any]) ->
 
 
 def _bubble_rate(name: str, row: dict[str, Any], chunks: int = 1) -> float:
-    """1 − useful time / the largest span of a rank, exact decimals rounded to four digits only at the end."""
+    """Return 1 − useful time / largest span; exact decimals are rounded only at the end."""
     forward, inputs, weights, transfer = (
         Fraction(str(row[key])) for key in ("TF", "TB", "TW", "Tcomm")
     )
@@ -139,7 +139,7 @@ def test_the_bubble_of_equal_stages_is_that_of_gpipe(name: str, time: OrderTimes
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "looped-bfs"])
 def test_the_bubble_of_a_loop_shrinks_with_its_chunks(name: str) -> None:
-    """(p − 1) / (v m + p − 1) of the makespan: Narayanan et al., section 2.2, whatever F and B take, and any m ≥ p."""
+    """(p − 1) / (v m + p − 1) of the makespan, for all F, B and m ≥ p (Narayanan, section 2.2)."""
     for ranks, chunks, more, time in product(
         range(1, 6), range(1, 5), (0, 1, 2, 3, 6), ({F: 1, B: 2}, {F: 3, B: 4})
     ):
@@ -150,7 +150,7 @@ def test_the_bubble_of_a_loop_shrinks_with_its_chunks(name: str) -> None:
 
 
 def test_the_bubbles_of_the_zero_bubble_schedules_are_their_formulas() -> None:
-    """(p − 1)(F + I − W) in ZB-H1 and (p − 1)(F + I − 2W) in ZB-H2 (section 2.3), where W fills nothing up."""
+    """(p − 1)(F + I − W) in ZB-H1, (p − 1)(F + I − 2W) in ZB-H2 (section 2.3), if W fills none."""
     for ranks, time in product(range(1, 9), ({F: 1, I: 1, W: 1}, {F: 7, I: 6, W: 5})):
         microbatches = 4 * ranks
         useful = microbatches * sum(time.values())
@@ -165,7 +165,7 @@ RANKS = [*range(2, 17)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("rounds", [2, 4])
 def test_v_schedules_trade_memory_for_bubbles(ranks: int, rounds: int) -> None:
-    """Held: in activations of one of a rank's two stages, of which 1F1B holds 2p. Its bubble is 6 (p − 1) slots."""
+    """In activations of one of a rank's stages, 1F1B holds 2p; its bubble is 6 (p − 1) slots."""
     made = {
         name: generate(name, _placed(name, ranks), rounds * ranks)
         for name in ("v-min", "v-half", "zb-v")
@@ -189,7 +189,7 @@ def test_a_rank_of_zb_v_is_never_idle_between_its_first_action_and_its_last() ->
 
 
 def _by_torch(kind: str, ranks: int, microbatches: int, placement: tuple[int, ...]) -> Schedule:
-    """The order of a torch schedule, computed without its stages or a process group; overlapped pairs F, B in turn."""
+    """Return the order of a torch schedule, without stages and process group; pairs as F, B."""
     held = len(placement) // ranks
     rows = []
     for rank in range(ranks):
@@ -248,7 +248,7 @@ def test_zb_v_is_no_slower_than_torchs_and_holds_no_more() -> None:
 
 
 def test_zb_h1_is_no_slower_than_torchs() -> None:
-    """With one stage a rank, torch's interleaved zero bubble is a ZB-H1 with other first forwards."""
+    """With one stage on each rank torch's interleaved zero bubble is ZB-H1 but for its lead."""
     for ranks, rounds in product(range(2, 7), (1, 2, 3)):
         theirs = _by_torch(
             "ScheduleInterleavedZeroBubble", ranks, rounds * ranks, place("loop", ranks, 1)

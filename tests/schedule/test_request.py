@@ -53,7 +53,7 @@ def write_problem(
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Path:
-    """Two stages on each of two ranks, round and round, of unequal times."""
+    """Two stages of unequal times on each of two ranks, around and around."""
     stages = [stage(rank, forward_ns=10 + 3 * index) for index, rank in enumerate([0, 1, 0, 1])]
     return write_problem(tmp_path, stages, 2, 4)
 
@@ -71,7 +71,7 @@ def schedule(path: Path, request: ScheduleRequest) -> Order:
 
 
 def simulated(path: Path, order: Order) -> tuple[int, int]:
-    """What the order gives by the rules of the simulator."""
+    """Return makespan and span of an order by the rules of the simulator."""
     problem = placed_problem(read(path, ScheduleProblem), order.placement)
     row = Schedule(
         name="again",
@@ -169,7 +169,7 @@ def test_every_named_schedule_can_be_asked_for(tmp_path: Path, name: str) -> Non
     found = schedule(path, ScheduleRequest(name=name))
     assert (found.asked, found.name) == (name, name)
     assert found.orders == generate(name, found.placement, 4).actions
-    # Without backwards less is done, and without a flush there is no end of a step: no bound compares.
+    # Without backwards less is done, and without a flush no step ends: a bound has no meaning.
     comparable = name != "forward-only" and name not in ASYNCHRONOUS
     assert (found.lower_bound_ns is not None) == comparable
     assert (found.weight_versions != "synchronous") == (name in ASYNCHRONOUS)
@@ -205,7 +205,7 @@ def test_what_fits_no_placement_says_so_of_each(tmp_path: Path) -> None:
 
 
 def test_an_open_placement_leaves_out_what_cannot_fit(tmp_path: Path) -> None:
-    """The large stages 0 and 1 fit one rank each, so not linear."""
+    """The large stages 0 and 1 need a rank each, so a linear placement cannot fit."""
     sizes = [8, 8, 1, 1]
     stages = [stage(None, activation_bytes=size, weight_gradient_bytes=0) for size in sizes]
     found = schedule(write_problem(tmp_path, stages, 2, 2, memory_bytes=[9, 9]), QUICK)
@@ -360,7 +360,7 @@ def test_names_of_a_request_may_be_in_upper_case() -> None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Any problem of a few stages, placed or not, in which a microbatch alone may be too much for a rank."""
+    """Problems of a few stages, placed or not; one microbatch alone may exceed a cap."""
     ranks, per_rank, placed = (
         draw(st.integers(1, 3)),
         draw(st.integers(1, 2)),
@@ -403,7 +403,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 def test_any_problem_has_a_sound_answer_or_none(
     tmp_path: Path, fields: dict[str, Any], objective: str
 ) -> None:
-    """Soundness is checked before an answer is given; here it is also between its bound and the named ones."""
+    """An answer is checked before it is returned; here its value is compared with the others."""
     path = write_problem(tmp_path, **fields)
     try:
         found = schedule(path, ScheduleRequest(objective=objective, seconds=0.02))

@@ -66,7 +66,7 @@ def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
         assert (
             found.bound_ns
             <= found.value_ns
-            <= min((n.value for n in found.named if n.fits), default=found.value_ns)
+            <= min((n.value_ns for n in found.named if n.fits), default=found.value_ns)
         )
         assert found == search(problem, objective=objective, seconds=0.02)
         if not problem.skips:  # skips travel on links of their own
@@ -74,7 +74,7 @@ def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
 
 
 def _uneven(microbatches: int, unit: int = 1000) -> PlacedProblem:
-    """Eight unequal stages in a V that may hold little."""
+    """Eight unequal stages in a V with small caps."""
     times = [7, 5, 6, 9, 4, 8, 5, 6]
     costs = tuple(
         StageCosts(t * unit, 2 * t * unit, t * unit, t * unit, kept_bytes=t, between_bytes=t // 2)
@@ -91,7 +91,7 @@ print(search(_uneven(6), seconds=0.4).schedule.actions)
 
 
 def test_another_process_finds_the_same() -> None:
-    """Whatever strings hash to there; windows included."""
+    """Strings hash differently in another process; windows are searched too."""
     outputs = {
         subprocess.run(
             [sys.executable, "-c", _PRINT],
@@ -113,7 +113,7 @@ def test_a_better_order_than_any_named_one_is_found_in_any_unit(unit: int) -> No
 
 
 def test_named_orders_recompute_wherever_the_problem_says() -> None:
-    """In the last stage too, though named schedules by themselves never do."""
+    """The last stage recomputes too if it is asked to, though `generate` never does that."""
     costs = StageCosts(1, 2, recompute_ns=1, can_split=False, recompute=True)
     for named in simulate_named(replace(equal([0, 1], 3), costs=(costs, costs)), "makespan"):
         recomputes = [
@@ -136,7 +136,7 @@ def test_a_problem_that_is_large_for_its_time_is_searched_nevertheless() -> None
 
 
 def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
-    """Random costs, and time for a few builds alone: ranks with slack wait rather than delay the others."""
+    """With time for a few builds only, ranks with slack wait rather than delay the others."""
     draw = random.Random(0)
     times = [[draw.randrange(800, 1201) for _ in range(3)] for _ in range(16)]
     costs = tuple(StageCosts(f, i + w, i, w, kept_bytes=2, between_bytes=1) for f, i, w in times)

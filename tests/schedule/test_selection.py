@@ -1,4 +1,4 @@
-"""Plans under every schedule: where stages lie, what is searched, what fits, and what is refused. No PyTorch."""
+"""Plans under every schedule: placements, searches, what fits, what is refused. No PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def violations(plan: Plan) -> list[str]:
 
 
 def chain(times: list[tuple[int, int, int]], *, halves: bool = True) -> CostGraph:
-    """Nodes in a row with these times of forward, input and weight gradients, each saving one MiB."""
+    """Return nodes in a row with these times of F, I and W; each saves one MiB."""
     nodes = tuple(
         Node(
             name=f"n{index}",
@@ -62,7 +62,7 @@ def chain(times: list[tuple[int, int, int]], *, halves: bool = True) -> CostGrap
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_search() -> Iterator[None]:
-    """What is tested here does not depend on how long is searched."""
+    """The tests do not depend on the budget of the search."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "SEARCH_SECONDS", 0.2)
         yield
@@ -92,7 +92,7 @@ def planned(graph: CostGraph, **changes: Any) -> Plan:
 
 
 def replaced(plan: Plan, **changes: Any) -> Plan:
-    """The plan as if its options had been these."""
+    """Return the plan with other options."""
     return msgspec.structs.replace(plan, options=msgspec.structs.replace(plan.options, **changes))
 
 
@@ -117,7 +117,7 @@ def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recom
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
 def test_cuts_are_compared_by_what_is_computed_again(recompute: str) -> None:
-    """Of four microbatches all, or three: a mean that the schedule has, too."""
+    """All of four microbatches recompute, or three; loads are means over them."""
     made = planned(EVEN, microbatches=4, recompute=recompute)
     assert made.search.values["max_load_ns"] == max(made.prediction.loads_ns)
     assert made.search.values["sum_of_squares_ns2"] == sum(
@@ -286,7 +286,8 @@ def test_an_order_under_anothers_name_is_found_out() -> None:
     )
     for edited in (renamed, moved):
         assert violations(edited) == [
-            "the schedule is not the one that the plan names and its options ask for: the file was edited; plan again"
+            "the schedule is not the one that the plan names and its options ask for: "
+            "the file was edited; plan again"
         ]
     step = msgspec.structs.replace(made.search, values={**made.search.values, "step_ns": 1})
     assert violations(msgspec.structs.replace(made, search=step)) == [

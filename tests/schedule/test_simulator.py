@@ -24,7 +24,7 @@ def _starts(timeline: Timeline, rank: int) -> list[int]:
 
 @given(st.data())
 def test_a_naive_simulator_agrees(data: st.DataObject) -> None:
-    """On any network, with skips, reductions, caps and recomputation, wherever stages lie and gradients flow."""
+    """With all networks, skips, reductions, caps, recomputes, placements and gradients."""
     problem = data.draw(problems())
     schedule = data.draw(orders(problem))
     timeline, naive = simulate(problem, schedule), naive_times(problem, schedule)

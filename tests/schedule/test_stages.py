@@ -108,8 +108,9 @@ def test_the_peak_is_that_of_the_memory_model(
 
 
 def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
-    """Parameters, gradients, optimizer, the most that lives in a backward; for each of three microbatches its input,
-    two buffers, what was sent and the gradient of its inputs: 100 bytes each, and of the outputs 10.
+    """Each of these takes 100 bytes: parameters, gradients, optimizer, the most of a backward, and
+    for each of three microbatches its input, two buffers, what was sent, and its input gradient.
+    The gradient of the outputs takes 10.
     """
     cpu = ALLOCATORS["cpu"]
     needed = 4 * 100 + 3 * (4 * 100 + 10)
@@ -127,7 +128,7 @@ def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
 def test_a_stage_that_recomputes_keeps_its_outputs_and_from_the_recompute_on_everything(
     recompute: str,
 ) -> None:
-    """And until then copies of the buffers that it writes to."""
+    """It also holds copies of the buffers that it writes to until then."""
     stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in _stages())
     costs = problem_of_stages(stages, LINK, range(3), 2).costs[1]
     wanted = {"none": (41, 0, 41 + 7 - 5), "stage": (10 + 3, 41, 10 + 3 + 41 + 7 - 5 - 2)}[
@@ -140,7 +141,7 @@ def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
     delays = ((0, 1, 20), (300, 0, 4000), (50000, 600000, 0))
     links = Links(bandwidth_bytes_per_s=None, latency_ns=delays)
     problem = problem_of_stages(_stages(), links, [0, 2, 1], 2)
-    # Two tensors forward, of which one has a gradient: stage 0 to 1 is rank 0 to 2, stage 1 to 2 is rank 2 to 1.
+    # Two tensors go forward, and one gradient goes back. Stages 0, 1, 2 lie on ranks 0, 2, 1.
     assert problem.forward_transfer_ns == (2 * 20, 2 * 600000)
     assert problem.backward_transfer_ns == (50000, 4000)
 
@@ -152,7 +153,8 @@ def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:
     )
     assert problem.forward_transfer_ns == (without.forward_transfer_ns[0] - 2 * (2 + 1), 0)
     assert problem.backward_transfer_ns == (without.backward_transfer_ns[0] - (2 + 1), 0)
-    # Stage 0 sends two tensors and receives a gradient, stage 1 the other way round; stage 2 is on stage 1's rank.
+    # Stage 0 sends two tensors and receives a gradient, stage 1 the other way around; stages 1
+    # and 2 share a rank.
     spent = [
         (costs.forward_ns - other.forward_ns)
         for costs, other in zip(problem.costs, without.costs, strict=True)

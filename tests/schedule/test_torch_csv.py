@@ -35,7 +35,7 @@ def test_a_line_is_a_rank() -> None:
 
 
 def test_torch_reads_ours_and_we_read_torchs(tmp_path: Path) -> None:
-    """Both ways through torch's own code, on a runtime that has no stages."""
+    """Orders are read and written by torch's own code, on a runtime without stages."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     schedule = order(
         ["0F0 0F1 3F0 3F1 3I0 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"], [0, 1, 1, 0], 2
@@ -78,7 +78,7 @@ def test_the_steps_in_which_a_rank_idles_are_left_out() -> None:
         ("0F0,0R0", "line 1, column 2: 0R0 is not F, I, W or B: a recompute cannot be written"),
         (
             "0F0\n1RECV_F0",
-            "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds transfers and reductions itself",
+            "line 2, column 1: 1RECV_F0 is not F, I, W or B: torch adds transfers and reductions",
         ),
         (
             "0F0,,0REDUCE_GRAD",

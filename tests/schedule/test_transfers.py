@@ -27,7 +27,7 @@ from tests.schedule.cases import equal, order
 def test_what_is_lowered_is_sound(
     name: str, stages: int, microbatches: int, recompute: bool, rng: random.Random
 ) -> None:
-    """Whatever the times, zero included, and wherever gradients flow."""
+    """For all times, zero included, and wherever gradients flow."""
     problem = replace(
         equal(range(stages), microbatches),
         costs=tuple(StageCosts(*(rng.choice([0, 1, 7]) for _ in range(5))) for _ in range(stages)),
@@ -83,7 +83,7 @@ def test_steps_stay_behind_what_they_follow_and_schedules_without_a_common_one_r
 
 
 def test_a_stage_is_reduced_once_its_last_gradient_is_there() -> None:
-    """While another stage of its rank still computes, so that the sum over the replicas overlaps with it."""
+    """The sum over replicas overlaps with another stage of the rank that still computes."""
     lowered = add_transfers(
         equal([0, 0], 2), order(["0F0 1F0 0F1 1F1 1I0 1I1 1W0 1W1 0B0 0B1"], [0, 0], 2)
     )

@@ -38,7 +38,7 @@ def _computing(instance: ScheduleInstance, rows: list[list[int]]) -> int:
 
 
 def _whole(problem: PlacedProblem) -> int | None:
-    """What a window over all of it makes of one microbatch after the other."""
+    """Return the serial order after a window over all of it has been reordered."""
     instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
     rows = serial_order(instance)
     assert rows is not None

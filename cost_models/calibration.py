@@ -12,7 +12,7 @@ from pipecompile.cost_models.device import Device
 from pipecompile.cost_models.kernels import Kernel
 from pipecompile.cost_models.roofline import kernel_ns, units
 
-__all__ = ["Sample", "fit", "predicted_ns"]
+__all__ = ["CalibrationSample", "fit", "predicted_ns"]
 
 ROUNDS = 30
 BANDWIDTH, LAUNCH = "bandwidth", "launch"
@@ -21,7 +21,7 @@ Rates = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class CalibrationSample:
     """One operator's forward or backward: its kernels, and what they took together."""
 
     name: str
@@ -29,7 +29,7 @@ class Sample:
     measured_ns: int
 
 
-def fit(samples: Sequence[Sample], device: Device) -> Device:
+def fit(samples: Sequence[CalibrationSample], device: Device) -> Device:
     """`device` with the peaks, the bandwidth and the launch floor that `samples` show, for the data types it lists.
 
     Each sample belongs to the rate that decides most of its time. A rate is scaled by the median of measured over
@@ -57,7 +57,7 @@ def fit(samples: Sequence[Sample], device: Device) -> Device:
     )
 
 
-def predicted_ns(sample: Sample, device: Device) -> int:
+def predicted_ns(sample: CalibrationSample, device: Device) -> int:
     """What the roofline of `device` says of a sample."""
     return sum(kernel_ns(kernel, device) for kernel in sample.kernels)
 
@@ -67,7 +67,7 @@ def _permille(shares: Iterable[float]) -> int:
     return min(1000, max(1, round(1000 * median([*shares] or [1.0]))))
 
 
-def _fastest(samples: Sequence[Sample], device: Device) -> Rates:
+def _fastest(samples: Sequence[CalibrationSample], device: Device) -> Rates:
     """Each rate as if its fastest sample did nothing else."""
     totals = [(sample.measured_ns, _totals(sample.kernels, device)) for sample in samples]
     rates = {
@@ -89,7 +89,7 @@ def _amounts(kernel: Kernel, device: Device) -> Mapping[str, int]:
     return {units(kernel, device): kernel.flops, BANDWIDTH: kernel.bytes, LAUNCH: 1}
 
 
-def _ratios(samples: Sequence[Sample], rates: Rates, device: Device) -> dict[str, list[float]]:
+def _ratios(samples: Sequence[CalibrationSample], rates: Rates, device: Device) -> dict[str, list[float]]:
     """Measured over predicted, by the rate that decides most of each sample."""
     found: dict[str, list[float]] = {}
     for sample in samples:

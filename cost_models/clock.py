@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clock", "Sample", "describe", "settled"]
+__all__ = ["Clock", "TimeSample", "describe", "settled"]
 
 STEADY = 0.03  # by how much the median of a round may differ from that of the round before
 RUNS, LONG_RUNS = 5, 3  # of a round
@@ -63,20 +63,20 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimeSample:
     """The times of some runs: their median, and the distance between their quartiles, in ns."""
 
     median_ns: int
     spread_ns: int
 
     @staticmethod
-    def of(times: list[int]) -> Sample:
+    def of(times: list[int]) -> TimeSample:
         """From the time of each run."""
         low, middle, high = quantiles(times, n=4, method="inclusive")
-        return Sample(round(middle), round(high - low))
+        return TimeSample(round(middle), round(high - low))
 
 
-def settled(run: Callable[[int], list[int]]) -> Sample:
+def settled(run: Callable[[int], list[int]]) -> TimeSample:
     """Of `run(count)`, which times `count` runs, the round whose median is within 3 % of that of the round before.
 
     Caches, allocators and clock rates need a while under load before they are what a long run sees. After five rounds
@@ -84,10 +84,10 @@ def settled(run: Callable[[int], list[int]]) -> Sample:
     """
     (first,) = run(1)
     if first > LONG_NS:
-        return Sample.of(run(LONG_RUNS))
+        return TimeSample.of(run(LONG_RUNS))
     times = run(RUNS)
     for _ in range(ROUNDS - 1):
         before, times = median(times), run(RUNS)
         if abs(median(times) - before) <= STEADY * before:
             break
-    return Sample.of(times)
+    return TimeSample.of(times)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipecompile.cost_models.protocol import FREE, Call, Cost, Trial
+from pipecompile.cost_models.protocol import FREE, CallCost, DifferentiableRun, NodeCall
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
@@ -61,16 +61,16 @@ class Flops:
     real: ClassVar[bool] = False
     memory: ClassVar[Literal["cpu"]] = "cpu"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
-    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
+    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are fake."""
         if call.signature not in self.known:
             self.known[call.signature] = _cost(call)
         return self.known[call.signature]
 
 
-def _cost(call: Call) -> Cost:
+def _cost(call: NodeCall) -> CallCost:
     arguments = call.fresh()
     forward_flops, outputs = _counted(lambda: call.run(arguments))
     if not call.mutates and _storages(outputs) <= _storages((*arguments, *call.parameters)):
@@ -79,7 +79,7 @@ def _cost(call: Call) -> Cost:
     trial = call.trial()
     inputs, weights = size_bytes(call.inputs), size_bytes(call.weights)
     moved = size_bytes(trial.gradients) + read
-    return Cost(
+    return CallCost(
         forward_ns=_time_ns(forward_flops, read + size_bytes(outputs)),
         backward_ns=_backward_ns(trial, (*trial.inputs, *trial.weights), moved + inputs + weights),
         backward_input_ns=_backward_ns(trial, trial.inputs, moved + inputs),
@@ -87,11 +87,11 @@ def _cost(call: Call) -> Cost:
     )
 
 
-def _parameter_bytes(call: Call, outputs: Sequence[Tensor]) -> int:
+def _parameter_bytes(call: NodeCall, outputs: Sequence[Tensor]) -> int:
     return size_bytes(outputs) if call.operator in _GATHERS else size_bytes(call.parameters)
 
 
-def _backward_ns(trial: Trial, sources: Sequence[GradientEdge], moved: int) -> int:
+def _backward_ns(trial: DifferentiableRun, sources: Sequence[GradientEdge], moved: int) -> int:
     if not sources:
         return 0
     flops, _ = _counted(lambda: trial.backward(sources))

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from pipecompile.cost_models.flops import CPU_ATTENTION
-from pipecompile.cost_models.protocol import Call, Trial
+from pipecompile.cost_models.protocol import DifferentiableRun, NodeCall
 from pipecompile.graph.pytrees import tensor_leaves
 
-__all__ = ["Kernel", "Launches", "launches"]
+__all__ = ["Kernel", "CallKernels", "call_kernels"]
 
 _COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
@@ -45,7 +45,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
+class CallKernels:
     """The kernels of a call, in order: its forward, and its backward as in `Cost`."""
 
     forward: tuple[Kernel, ...]
@@ -54,13 +54,13 @@ class Launches:
     backward_weight: tuple[Kernel, ...]
 
 
-def launches(call: Call) -> Launches:
+def call_kernels(call: NodeCall) -> CallKernels:
     """What `call`, whose tensors are fake CPU ones, launches; on a GPU, under `as_on_cuda` of profiling."""
     arguments = call.fresh()
-    with _Recorder() as forward:
+    with _KernelRecorder() as forward:
         call.run(arguments)
     trial = call.trial()
-    return Launches(
+    return CallKernels(
         forward=tuple(forward.kernels),
         backward=_backward(trial, (*trial.inputs, *trial.weights)),
         backward_input=_backward(trial, trial.inputs),
@@ -68,15 +68,15 @@ def launches(call: Call) -> Launches:
     )
 
 
-def _backward(trial: Trial, sources: Sequence[GradientEdge]) -> tuple[Kernel, ...]:
+def _backward(trial: DifferentiableRun, sources: Sequence[GradientEdge]) -> tuple[Kernel, ...]:
     if not sources:
         return ()
-    with _Recorder() as recorder:
+    with _KernelRecorder() as recorder:
         trial.backward(sources)
     return tuple(recorder.kernels)
 
 
-class _Recorder(TorchDispatchMode):
+class _KernelRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []

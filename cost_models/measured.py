@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from pipecompile.cost_models.clock import Clock, Sample, settled
-from pipecompile.cost_models.placement import lent, without_hooks
-from pipecompile.cost_models.protocol import Call, Cost, Trial
+from pipecompile.cost_models.clock import Clock, TimeSample, settled
+from pipecompile.cost_models.device_transfer import moved_to, without_hooks
+from pipecompile.cost_models.protocol import CallCost, DifferentiableRun, NodeCall
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
-__all__ = ["VERSION", "Measured", "Recalled"]
+__all__ = ["VERSION", "Measured", "CachedCosts"]
 
 VERSION = 4  # of how it is measured: costs of another version are not reused
 T = TypeVar("T")
@@ -40,9 +40,9 @@ class Measured:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
-    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
-    by_name: dict[str, Cost] = field(default_factory=dict, init=False, repr=False)
-    samples: list[Sample] = field(default_factory=list, init=False, repr=False)
+    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
+    by_name: dict[str, CallCost] = field(default_factory=dict, init=False, repr=False)
+    samples: list[TimeSample] = field(default_factory=list, init=False, repr=False)
     entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -64,7 +64,7 @@ class Measured:
             [sample.spread_ns / max(1, sample.median_ns) for sample in self.samples] or [0.0]
         )
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are real; no `.grad` is touched."""
         if call.signature not in self.known:
             with without_hooks(call.parameters), _on(self.device, call) as moved:
@@ -72,13 +72,13 @@ class Measured:
         cost = self.by_name[call.node.name] = self.known[call.signature]
         return cost
 
-    def _measure(self, call: Call) -> Cost:
+    def _measure(self, call: NodeCall) -> CallCost:
         if not self.entry_ns:
             nothing = _nothing(self.device)
             self.entry_ns.append(self._time_ns(lambda: nothing.inputs, nothing.backward))
         trial = call.trial()
         sources = (*trial.inputs, *trial.weights)
-        return Cost(
+        return CallCost(
             forward_ns=self._time_ns(lambda: call.bind(call.fresh()), lambda run: run()),
             backward_ns=self._backward_ns(trial, sources),
             backward_input_ns=self._backward_ns(trial, trial.inputs),
@@ -86,7 +86,7 @@ class Measured:
             workspace_bytes=self._workspace_bytes(call, trial, sources),
         )
 
-    def _backward_ns(self, trial: Trial, sources: Sequence[GradientEdge]) -> int:
+    def _backward_ns(self, trial: DifferentiableRun, sources: Sequence[GradientEdge]) -> int:
         if not sources:
             return 0
         return max(0, self._time_ns(lambda: sources, trial.backward) - self.entry_ns[0])
@@ -98,7 +98,7 @@ class Measured:
         return sample.median_ns
 
     def _workspace_bytes(
-        self, call: Call, trial: Trial, sources: Sequence[GradientEdge]
+        self, call: NodeCall, trial: DifferentiableRun, sources: Sequence[GradientEdge]
     ) -> int | None:
         """Of the forward or the backward, whichever takes more; None on a CPU, whose allocator does not say."""
         if self.device.type != "cuda":
@@ -112,16 +112,16 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Recalled:
+class CachedCosts:
     """What nodes were measured to cost before, by their names, for a device of this memory."""
 
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, CallCost]
     memory: Literal["cpu", "cuda"]
     fused_attention: tuple[FusedType, ...]
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = False
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """As it was measured."""
         return self.costs[call.node.name]
 
@@ -165,14 +165,14 @@ def _taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
     return max(0, torch.cuda.max_memory_allocated(device) - left)
 
 
-def _nothing(device: torch.device) -> Trial:
+def _nothing(device: torch.device) -> DifferentiableRun:
     """A backward with nothing to do."""
     leaf = torch.zeros(1, device=device, requires_grad=True)
-    return Trial((leaf.view(1),), (get_gradient_edge(leaf),), (), (torch.ones(1, device=device),))
+    return DifferentiableRun((leaf.view(1),), (get_gradient_edge(leaf),), (), (torch.ones(1, device=device),))
 
 
 @contextmanager
-def _on(device: torch.device, call: Call) -> Iterator[Call]:
+def _on(device: torch.device, call: NodeCall) -> Iterator[NodeCall]:
     """The call on `device`, with all that it reads; as it is if it lies there already."""
     homes = {value.device for value in (*call.arguments, *call.parameters)}
     if all(home.type == device.type for home in homes):
@@ -183,10 +183,10 @@ def _on(device: torch.device, call: Call) -> Iterator[Call]:
         for value in map(_detached, call.arguments)
     )
     with (
-        lent(call.parameters, device),
+        moved_to(call.parameters, device),
         _cast_as_on_cpu(device, call.node),
         torch.device(device),
-        _Redirected(device),
+        _DeviceRedirection(device),
     ):
         yield replace(call, arguments=arguments)
 
@@ -195,7 +195,7 @@ def _detached(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-class _Redirected(TorchFunctionMode):
+class _DeviceRedirection(TorchFunctionMode):
     """What a graph asks of the CPU by name is asked of `device`."""
 
     def __init__(self, device: torch.device) -> None:

@@ -13,11 +13,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["FREE", "Call", "Cost", "CostModel", "Trial"]
+__all__ = ["FREE", "NodeCall", "CallCost", "CostModel", "DifferentiableRun"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class CallCost:
     """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters.
 
     `workspace_bytes` is the scratch that its kernels were seen to take beside tensors that fake ones show; None where
@@ -31,7 +31,7 @@ class Cost:
     workspace_bytes: int | None = None
 
 
-FREE = Cost(0, 0, 0, 0)
+FREE = CallCost(0, 0, 0, 0)
 
 
 class CostModel(Protocol):
@@ -53,12 +53,12 @@ class CostModel(Protocol):
     def real(self) -> bool:
         """Whether calls must carry real tensors; else they carry fake ones, under an active FakeTensorMode."""
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """The times of `call`; grad mode is on. It may run the call as often as it likes."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class DifferentiableRun:
     """A call that has run on arguments of its own and can be differentiated, as often as needed."""
 
     outputs: tuple[Tensor, ...]
@@ -74,7 +74,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Call:
+class NodeCall:
     """One node as a function of the tensors that flow into it.
 
     `arguments` are the actual values, parameters and buffers apart; `differentiable` says which of them carry a
@@ -128,7 +128,7 @@ class Call:
         """The tensors the node returns; a node that returns none has written to its arguments."""
         return tensor_leaves(self.bind(arguments)()) or tuple(arguments)
 
-    def trial(self) -> Trial:
+    def trial(self) -> DifferentiableRun:
         """Runs the node once on fresh arguments, for its backward."""
         arguments = self.fresh()
         # Edges, not tensors: an in-place node moves its argument's history, the edge stays where the value entered.
@@ -137,9 +137,9 @@ class Call:
         )
         outputs = tuple(output for output in self.run(arguments) if output.requires_grad)
         if not outputs:
-            return Trial((), (), (), ())
+            return DifferentiableRun((), (), (), ())
         weights = tuple(get_gradient_edge(weight) for weight in self.weights)
-        return Trial(outputs, inputs, weights, tuple(torch.ones_like(output) for output in outputs))
+        return DifferentiableRun(outputs, inputs, weights, tuple(torch.ones_like(output) for output in outputs))
 
 
 def _layout(value: Tensor) -> Hashable:

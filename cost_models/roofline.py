@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipecompile.cost_models.device import Device, load_device
-from pipecompile.cost_models.kernels import Kernel, launches
-from pipecompile.cost_models.protocol import Call, Cost
+from pipecompile.cost_models.kernels import Kernel, call_kernels
+from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["OfDevice", "Roofline", "kernel_ns", "units"]
+__all__ = ["DeviceCostModel", "Roofline", "kernel_ns", "units"]
 
 
 @dataclass(frozen=True)
-class OfDevice:
+class DeviceCostModel:
     """Base of cost models that price fake tensors as of `device`."""
 
     device: Device
@@ -33,7 +33,7 @@ class OfDevice:
 
 
 @dataclass(frozen=True)
-class Roofline(OfDevice):
+class Roofline(DeviceCostModel):
     """Prices a call by its kernels on `device`, one after another; whole nanoseconds, the same on every machine.
 
     A kernel takes max(FLOPs / (peak · share reached), bytes / (bandwidth · share reached), launch floor), rounded up
@@ -43,22 +43,22 @@ class Roofline(OfDevice):
     """
 
     name: str
-    known: dict[Hashable, Cost] = field(default_factory=dict, init=False, repr=False)
+    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, text: str) -> Roofline:
         """The model for a device by name or file, called as the user wrote it."""
         return cls(load_device(text), f"roofline:{text}")
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are fake."""
         if call.signature not in self.known:
             self.known[call.signature] = self._cost(call)
         return self.known[call.signature]
 
-    def _cost(self, call: Call) -> Cost:
-        found = launches(call)
-        return Cost(
+    def _cost(self, call: NodeCall) -> CallCost:
+        found = call_kernels(call)
+        return CallCost(
             forward_ns=self._sum_ns(found.forward),
             backward_ns=self._sum_ns(found.backward),
             backward_input_ns=self._sum_ns(found.backward_input),

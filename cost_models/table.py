@@ -10,14 +10,14 @@ from typing import ClassVar, Literal
 import msgspec
 from torch import fx
 
-from pipecompile.cost_models.protocol import Call, Cost
+from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.errors import InputError, StaleProfileError
 from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node
 from pipecompile.ir.serialization import read
 
 __all__ = ["CostFunction", "Function", "Table"]
 
-CostFunction = Callable[[fx.Node, Call], int | Cost]
+CostFunction = Callable[[fx.Node, NodeCall], int | CallCost]
 """From a node, and its call on fake tensors, to its forward in nanoseconds or to all its times."""
 
 
@@ -63,7 +63,7 @@ class Table:
                 f"{self.name} and the model have different nodes: only {owner} has {different[0]!r}; profile again"
             )
 
-    def cost(self, call: Call) -> Cost:
+    def cost(self, call: NodeCall) -> CallCost:
         """What the node of that name costs; InputError if there is none."""
         if call.node.name not in self.graph.by_name:
             raise InputError(
@@ -73,7 +73,7 @@ class Table:
         inputs, weights = _halves(node)
         # A graph from elsewhere may leave scratch out, which then reads as 0.
         scratch = node.workspace_bytes if self.graph.fingerprint else node.workspace_bytes or None
-        return Cost(node.forward_ns, node.backward_ns, inputs, weights, scratch)
+        return CallCost(node.forward_ns, node.backward_ns, inputs, weights, scratch)
 
     def finished(self, graph: CostGraph) -> CostGraph:
         """`graph` with what a step takes once as the table's nodes of the same names have it."""
@@ -106,19 +106,19 @@ class Function:
     memory: ClassVar[Literal["cuda"]] = "cuda"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 
-    def cost(self, call: Call) -> Cost:
-        """What the function says; InputError if it is neither whole nanoseconds nor a Cost of such."""
+    def cost(self, call: NodeCall) -> CallCost:
+        """What the function says; InputError if it is neither whole nanoseconds nor a CallCost of such."""
         given = self.function(call.node, call)
         if not all(map(_is_whole, _figures(given))):
             raise InputError(
                 f"the cost function gave {given!r} for node {call.node.name!r}; "
-                "it must give the forward in whole nanoseconds, or a Cost of whole nanoseconds and bytes"
+                "it must give the forward in whole nanoseconds, or a CallCost of whole nanoseconds and bytes"
             )
-        return given if isinstance(given, Cost) else Cost(given, 2 * given, given, given)
+        return given if isinstance(given, CallCost) else CallCost(given, 2 * given, given, given)
 
 
 def _figures(given: object) -> Sequence[object]:
-    if not isinstance(given, Cost):
+    if not isinstance(given, CallCost):
         return [given]
     *times, scratch = astuple(given)
     return times if scratch is None else [*times, scratch]

@@ -23,7 +23,7 @@ from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import describe
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
-from pipecompile.cost_models.measured import Measured, CachedCosts
+from pipecompile.cost_models.measured import CachedCosts, Measured
 from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table

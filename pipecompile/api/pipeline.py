@@ -16,14 +16,14 @@ from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
 from pipecompile.api.program import Program, modes_of
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
-from pipecompile.codegen.transfer import transfer, transfer_regions, transfer_encodings
+from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule, Timeline
 from pipecompile.runtime import local, world
-from pipecompile.runtime.distributed import DistributedPipeline, BoundaryShape, tie_groups
+from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline, tie_groups
 from pipecompile.runtime.gradients import fresh_gradients, scale
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss

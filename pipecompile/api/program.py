@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pipecompile.codegen.regions import Regions, EncodedRuns
+from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture

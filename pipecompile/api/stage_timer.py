@@ -35,7 +35,12 @@ from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.runtime.timing import StageWorkload, with_split_backwards, measure_stages, with_whole_backwards
+from pipecompile.runtime.timing import (
+    StageWorkload,
+    measure_stages,
+    with_split_backwards,
+    with_whole_backwards,
+)
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan

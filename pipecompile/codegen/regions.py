@@ -35,11 +35,11 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.seed import Seed
 
-__all__ = ["Regions", "Savings", "check_regions", "enclose", "fault_of", "stage_order"]
+__all__ = ["Regions", "EncodedRuns", "check_regions", "enclose", "fault_of", "stage_order"]
 
 Regions = Mapping[int, Sequence[Sequence[str]]]
 """Stage → its regions, each the names of its nodes, in order. A region may lie within another."""
-Savings = Mapping[int, Sequence[tuple[Sequence[str], tuple[Policy, ...]]]]
+EncodedRuns = Mapping[int, Sequence[tuple[Sequence[str], tuple[Policy, ...]]]]
 """Stage → its runs of nodes that save by policies; they lie apart, and apart from regions."""
 
 
@@ -53,7 +53,7 @@ def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> l
 
 
 def check_regions(
-    module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions, savings: Savings
+    module: fx.GraphModule, assignment: Mapping[str, int], regions: Regions, savings: EncodedRuns
 ) -> None:
     """InputError names the nodes of the first region or run that is not possible under `assignment`."""
     limits = recompute_limits(module)
@@ -124,8 +124,8 @@ def enclose(
     """
     storages, staying = EncodedStorages(), _staying(graph)
     for number, (nodes, policies) in enumerate(savings):
-        _Run(nodes, policies, storages, staying).replace(graph, f"saving_{number}")
-    left = [_Region(nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
+        _EncodedRunReplacement(nodes, policies, storages, staying).replace(graph, f"saving_{number}")
+    left = [_RegionReplacement(nodes) for nodes in sorted(regions, key=len)]  # a region before what it lies in
     for number, region in enumerate(left):
         made = region.replace(graph, f"region_{number}")
         for outer in left[number + 1 :]:
@@ -146,7 +146,7 @@ def _storages(node: fx.Node) -> set[int]:
     return {storage_key(leaf) for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, Tensor)}
 
 
-class _Region:
+class _RegionReplacement:
     """A region on its way to be one node. What it does is known before those within it are replaced."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -158,7 +158,7 @@ class _Region:
         # Within an autocast region it stays entered, so that weights that were cast before are not cast again.
         self._autograd_context = contexts.pop() if len(contexts) == 1 else None
 
-    def adopt(self, inner: _Region, made: Sequence[fx.Node]) -> None:
+    def adopt(self, inner: _RegionReplacement, made: Sequence[fx.Node]) -> None:
         """Puts the nodes that stand for `inner` in the place of its nodes, if they lie in this region."""
         if inner.nodes[0] in self.nodes:
             first = self.nodes.index(inner.nodes[0])
@@ -223,7 +223,7 @@ class _Region:
         }
 
 
-class _Run(_Region):
+class _EncodedRunReplacement(_RegionReplacement):
     """Nodes that save by policies, on their way to be one node; `staying` are storages that are there anyway."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipecompile.codegen.regions import Regions, Savings, check_regions, enclose
+from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions, enclose
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.stages import origin_of, relay, stage_of
@@ -23,11 +23,11 @@ from pipecompile.passes.place import Place
 from pipecompile.passes.relay import Relay
 from pipecompile.passes.seed import Seed
 
-__all__ = ["Edge", "StageModule", "emit"]
+__all__ = ["BoundaryTensor", "StageModule", "emit"]
 
 
 @dataclass(frozen=True)
-class Edge:
+class BoundaryTensor:
     """A tensor between two stages, as it travels: contiguous, of this shape and type.
 
     `order` is how its dimensions were permuted to make it so, `gaps` the strides that it had if it was a view with
@@ -43,12 +43,12 @@ class Edge:
     gaps: tuple[int, ...] | None
 
     @staticmethod
-    def of(node: fx.Node) -> Edge:
+    def of(node: fx.Node) -> BoundaryTensor:
         """How the value of `node` travels."""
         value: Tensor = node.meta["val"]
         order = dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
-        return Edge(
+        return BoundaryTensor(
             origin_of(node),
             shape,
             value.dtype,
@@ -74,8 +74,8 @@ class StageModule:
 
     index: int
     module: fx.GraphModule
-    inputs: tuple[Edge, ...]
-    outputs: tuple[Edge, ...]
+    inputs: tuple[BoundaryTensor, ...]
+    outputs: tuple[BoundaryTensor, ...]
     gradient_inputs: tuple[bool, ...]
     written: tuple[str, ...]
     random: bool
@@ -91,7 +91,7 @@ def emit(
     module: fx.GraphModule,
     assignment: Mapping[str, int],
     regions: Regions = MappingProxyType({}),
-    savings: Savings = MappingProxyType({}),
+    savings: EncodedRuns = MappingProxyType({}),
 ) -> tuple[StageModule, ...]:
     """The stages of `module` (an instantiated capture) under `assignment`, node name → stage.
 
@@ -131,7 +131,7 @@ def _stage(
     came = copies | {
         node: value
         for node, value in zip(received, arrived, strict=True)
-        if not Edge.of(node).gradient
+        if not BoundaryTensor.of(node).gradient
     }
     for node in mine:
         if node.op != "output":
@@ -150,8 +150,8 @@ def _stage(
     return StageModule(
         index=index,
         module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
-        inputs=tuple(map(Edge.of, received)),
-        outputs=tuple(map(Edge.of, sent)),
+        inputs=tuple(map(BoundaryTensor.of, received)),
+        outputs=tuple(map(BoundaryTensor.of, sent)),
         gradient_inputs=tuple(
             n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"
         ),
@@ -168,7 +168,7 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
 
 
 def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
-    edge = Edge.of(node)
+    edge = BoundaryTensor.of(node)
     value.meta.update(_plain(node))
     if all(map(_relays, readers)):
         return value  # sent on as it is
@@ -191,7 +191,7 @@ def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[f
 def _send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
     if _relays(node) and value.all_input_nodes[0].op == "placeholder":
         return value  # it is as it came
-    edge = Edge.of(node)
+    edge = BoundaryTensor.of(node)
     if edge.permuted:
         value = graph.call_method("permute", (value, edge.order))
         value.meta.update(_plain(node))

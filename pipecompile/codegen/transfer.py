@@ -7,13 +7,13 @@ from difflib import SequenceMatcher
 
 from torch import fx
 
-from pipecompile.codegen.regions import Regions, Savings, fault_of, stage_order
+from pipecompile.codegen.regions import EncodedRuns, Regions, fault_of, stage_order
 from pipecompile.errors import CaptureError
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.graph.ties import names_of_read_state
 from pipecompile.ir.encodings import Policy
 
-__all__ = ["transfer", "transfer_regions", "transfer_savings"]
+__all__ = ["transfer", "transfer_regions", "transfer_encodings"]
 
 Key = tuple[str, str, str]
 
@@ -86,8 +86,8 @@ def transfer_regions(
     return found
 
 
-def transfer_savings(
-    savings: Savings, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
+def transfer_encodings(
+    savings: EncodedRuns, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
 ) -> dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]]:
     """The same for runs of nodes that save by policies."""
     found: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}

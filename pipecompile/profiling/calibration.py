@@ -11,12 +11,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.cost_models.calibration import Sample, fit, predicted_ns
+from pipecompile.cost_models.calibration import CalibrationSample, fit, predicted_ns
 from pipecompile.cost_models.device import FIGURES, Device
-from pipecompile.cost_models.kernels import Launches, launches
+from pipecompile.cost_models.kernels import CallKernels, call_kernels
 from pipecompile.cost_models.measured import Measured
-from pipecompile.cost_models.protocol import FREE, Call, Cost
-from pipecompile.cost_models.roofline import OfDevice
+from pipecompile.cost_models.protocol import FREE, CallCost, NodeCall
+from pipecompile.cost_models.roofline import DeviceCostModel
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import Node
 from pipecompile.profiling.profile import profile
@@ -24,7 +24,7 @@ from pipecompile.profiling.profile import profile
 __all__ = ["Calibration", "calibrate", "calibration_text"]
 
 
-class Apply(nn.Module):
+class FunctionModule(nn.Module):
     """A function of tensors as a module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -37,7 +37,7 @@ class Apply(nn.Module):
 
 
 @dataclass(frozen=True)
-class Operator:
+class CalibrationOperator:
     """One module and the shapes of its floating inputs, or of its indices below `rows`."""
 
     name: str
@@ -58,7 +58,7 @@ class Calibration:
     """The device that was fitted, and what it was fitted to."""
 
     device: Device
-    samples: tuple[Sample, ...]
+    samples: tuple[CalibrationSample, ...]
 
     @property
     def errors(self) -> list[float]:
@@ -74,14 +74,14 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class _Lister(OfDevice):
+class _KernelLister(DeviceCostModel):
     """Asks no time of a call, but which kernels it launches."""
 
-    found: list[Launches]
+    found: list[CallKernels]
     name: ClassVar[str] = "kernels"
 
-    def cost(self, call: Call) -> Cost:
-        self.found.append(launches(call))
+    def cost(self, call: NodeCall) -> CallCost:
+        self.found.append(call_kernels(call))
         return FREE
 
 
@@ -101,19 +101,19 @@ def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
     return Calibration(fit(samples, blank), tuple(samples))
 
 
-def _samples(operator: Operator, device: torch.device, blank: Device) -> Iterator[Sample]:
+def _samples(operator: CalibrationOperator, device: torch.device, blank: Device) -> Iterator[CalibrationSample]:
     """The operator's forward and its whole backward, unless it only makes views or is too short to be timed."""
     graph = _traced(operator, device)
-    inputs, lister = operator.inputs(device), _Lister(blank, [])
+    inputs, lister = operator.inputs(device), _KernelLister(blank, [])
     profile(graph, inputs, lister)
     node = _computing(profile(graph, inputs, Measured(device)).nodes)
     (found,) = lister.found
-    forward = Sample(operator.name, found.forward, node.forward_ns)
-    backward = Sample(f"{operator.name} backward", found.backward, node.backward_ns)
+    forward = CalibrationSample(operator.name, found.forward, node.forward_ns)
+    backward = CalibrationSample(f"{operator.name} backward", found.backward, node.backward_ns)
     yield from (sample for sample in (forward, backward) if sample.kernels and sample.measured_ns)
 
 
-def _traced(operator: Operator, device: torch.device) -> fx.GraphModule:
+def _traced(operator: CalibrationOperator, device: torch.device) -> fx.GraphModule:
     """A graph of one node, the operator."""
     root = nn.Module()
     root.add_module("operator", operator.module().to(device=device, dtype=operator.dtype))
@@ -166,7 +166,7 @@ def _memory_bytes(kind: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _operators(kind: str) -> Iterator[Operator]:
+def _operators(kind: str) -> Iterator[CalibrationOperator]:
     """Sizes that a CPU core computes in milliseconds; a GPU takes larger batches."""
     batch, moved = (1, 1) if kind == "cpu" else (32, 8)
     types = (
@@ -180,7 +180,7 @@ def _operators(kind: str) -> Iterator[Operator]:
     yield from _small()
 
 
-def _products(batch: int, dtype: torch.dtype) -> Iterator[Operator]:
+def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
     """What is decided by FLOPs."""
     name = str(dtype).removeprefix("torch.")
     for rows, inputs, outputs in [
@@ -189,23 +189,23 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[Operator]:
         (512, 1024, 1024),
         (1024, 256, 256),
     ]:
-        yield Operator(
+        yield CalibrationOperator(
             f"linear {batch * rows}×{inputs}×{outputs} {name}",
             lambda inputs=inputs, outputs=outputs: nn.Linear(inputs, outputs),  # type: ignore[misc]
             ((batch * rows, inputs),),
             dtype,
         )
-    yield Operator(
+    yield CalibrationOperator(
         f"batched product {name}",
-        lambda: Apply(torch.bmm),
+        lambda: FunctionModule(torch.bmm),
         ((8 * batch, 256, 64), (8 * batch, 64, 256)),
         dtype,
     )
     heads = (batch, 8, 256, 64)
     attention = nn.functional.scaled_dot_product_attention
-    yield Operator(f"attention {name}", lambda: Apply(attention), (heads, heads, heads), dtype)
+    yield CalibrationOperator(f"attention {name}", lambda: FunctionModule(attention), (heads, heads, heads), dtype)
     for width, kernel, size in [(64, 3, 32), (128, 3, 16), (256, 1, 16), (32, 5, 32)]:
-        yield Operator(
+        yield CalibrationOperator(
             f"convolution {kernel}×{kernel} of {width} {name}",
             lambda width=width, kernel=kernel: nn.Conv2d(width, width, kernel, padding=kernel // 2),  # type: ignore[misc]
             ((4 * batch, width, size, size),),
@@ -213,7 +213,7 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[Operator]:
         )
 
 
-def _moves(batch: int) -> Iterator[Operator]:
+def _moves(batch: int) -> Iterator[CalibrationOperator]:
     """What is decided by bytes."""
     rows, image = (4096 * batch, 1024), (16 * batch, 64, 64, 64)
     streams: dict[str, Callable[[], nn.Module]] = {
@@ -224,24 +224,24 @@ def _moves(batch: int) -> Iterator[Operator]:
         "layer norm": lambda: nn.LayerNorm(1024),
         "softmax": lambda: nn.Softmax(-1),
         "log softmax": lambda: nn.LogSoftmax(-1),
-        "transposed copy": lambda: Apply(lambda value: value.t().contiguous()),
-        "sum": lambda: Apply(lambda value: value.sum(-1)),
+        "transposed copy": lambda: FunctionModule(lambda value: value.t().contiguous()),
+        "sum": lambda: FunctionModule(lambda value: value.sum(-1)),
     }
     for name, module in streams.items():
-        yield Operator(name, module, (rows,))
-    yield Operator("add", lambda: Apply(torch.add), (rows, rows))
-    yield Operator("multiply", lambda: Apply(torch.mul), (rows, rows))
-    yield Operator(
-        "concatenate", lambda: Apply(lambda *values: torch.cat(values, -1)), (rows, rows)
+        yield CalibrationOperator(name, module, (rows,))
+    yield CalibrationOperator("add", lambda: FunctionModule(torch.add), (rows, rows))
+    yield CalibrationOperator("multiply", lambda: FunctionModule(torch.mul), (rows, rows))
+    yield CalibrationOperator(
+        "concatenate", lambda: FunctionModule(lambda *values: torch.cat(values, -1)), (rows, rows)
     )
-    yield Operator("batch norm", lambda: nn.BatchNorm2d(64), (image,))
-    yield Operator("group norm", lambda: nn.GroupNorm(8, 64), (image,))
-    yield Operator("max pool", lambda: nn.MaxPool2d(2), (image,))
-    yield Operator("average pool", lambda: nn.AvgPool2d(2), (image,))
-    yield Operator("embedding", lambda: nn.Embedding(8192, 1024), ((2048 * batch,),), rows=8192)
+    yield CalibrationOperator("batch norm", lambda: nn.BatchNorm2d(64), (image,))
+    yield CalibrationOperator("group norm", lambda: nn.GroupNorm(8, 64), (image,))
+    yield CalibrationOperator("max pool", lambda: nn.MaxPool2d(2), (image,))
+    yield CalibrationOperator("average pool", lambda: nn.AvgPool2d(2), (image,))
+    yield CalibrationOperator("embedding", lambda: nn.Embedding(8192, 1024), ((2048 * batch,),), rows=8192)
 
 
-def _small() -> Iterator[Operator]:
+def _small() -> Iterator[CalibrationOperator]:
     """What is decided by the launch."""
     trifles: dict[str, Callable[[], nn.Module]] = {
         "small relu": nn.ReLU,
@@ -249,11 +249,11 @@ def _small() -> Iterator[Operator]:
         "small layer norm": lambda: nn.LayerNorm(32),
         "small softmax": lambda: nn.Softmax(-1),
         "small linear": lambda: nn.Linear(32, 32),
-        "small sum": lambda: Apply(lambda value: value.sum(-1)),
+        "small sum": lambda: FunctionModule(lambda value: value.sum(-1)),
     }
     for name, module in trifles.items():
-        yield Operator(name, module, ((8, 32),))
-    yield Operator("small add", lambda: Apply(torch.add), ((8, 32), (8, 32)))
+        yield CalibrationOperator(name, module, ((8, 32),))
+    yield CalibrationOperator("small add", lambda: FunctionModule(torch.add), ((8, 32), (8, 32)))
 
 
 def calibration_text(found: Calibration) -> str:

@@ -9,15 +9,15 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from pipecompile.cost_models.protocol import Call
+from pipecompile.cost_models.protocol import NodeCall
 from pipecompile.graph.data_answers import node_conditions
 from pipecompile.profiling.operator import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["Caller"]
+__all__ = ["NodeCaller"]
 
 
-class Caller(fx.Interpreter):
+class NodeCaller(fx.Interpreter):
     """Interprets a workload: every node but `get_attr` becomes a Call, and `perform` gives its value.
 
     The output node calls the loss on (outputs, targets). Values are freed after their last use.
@@ -31,7 +31,7 @@ class Caller(fx.Interpreter):
         """Runs the whole graph."""
         self.run(*self.workload.inputs, enable_io_processing=False)
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call: NodeCall) -> Any:
         """The value of the call's node."""
         return call.bind(call.arguments)()
 
@@ -44,7 +44,7 @@ class Caller(fx.Interpreter):
         outputs, targets = args
         return outputs if self.workload.loss is None else self.workload.loss(outputs, targets)
 
-    def _call(self, node: fx.Node) -> Call:
+    def _call(self, node: fx.Node) -> NodeCall:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         if node.op == "output":
             args = (args[0], self.workload.targets)
@@ -57,7 +57,7 @@ class Caller(fx.Interpreter):
                 filled[place] = argument
             return partial(self._execute, node, *pytree.tree_unflatten(filled, spec))
 
-        return Call(
+        return NodeCall(
             node=node,
             operator=operator_name(node, self.workload.module),
             configuration=(configuration(node, self.workload.module, leaves), str(spec)),

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
-__all__ = ["DIFFERENCES", "Difference", "as_on_cuda", "attention_kernel", "differences_table"]
+__all__ = ["DIFFERENCES", "SavedTensorDifference", "as_on_cuda", "attention_kernel", "differences_table"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8  # attention.cpp, preprocess_mask
@@ -25,7 +25,7 @@ _fused: ContextVar[Collection[FusedType]] = ContextVar("_fused", default=FUSED_A
 
 
 @dataclass(frozen=True)
-class Difference:
+class SavedTensorDifference:
     """One operation: what is kept on the CPU and on CUDA, where PyTorch says so, and what stands in for it.
 
     `functions` are replaced by `replacement`, which takes the same arguments and is run on fake tensors only: its
@@ -168,7 +168,7 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 DIFFERENCES = (
-    Difference(
+    SavedTensorDifference(
         name="dropout, not in place",
         on_cpu="a mask of the input's type",
         on_cuda="a mask of one byte an element (`native_dropout`)",
@@ -176,7 +176,7 @@ DIFFERENCES = (
         functions=(F.dropout, torch.dropout),
         replacement=_dropout,
     ),
-    Difference(
+    SavedTensorDifference(
         name="scaled_dot_product_attention",
         on_cpu="with dropout, a learned mask or heads of several sizes: scores, probabilities and their mask; "
         "else query, key, value, output and a logsumexp a row",

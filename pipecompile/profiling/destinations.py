@@ -13,16 +13,16 @@ from torch.utils.hooks import RemovableHandle
 
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import size_bytes
-from pipecompile.profiling.storage_tracker import Ledger
+from pipecompile.profiling.storage_tracker import StorageTracker
 
-__all__ = ["Destinations"]
+__all__ = ["GradientDestinations"]
 
 Sources = Mapping[Node | None, Sequence[str]]
 """What a call is given: the names of nodes by the autograd node behind their values."""
 Strides = tuple[tuple[int, int], ...]
 
 
-class Destinations:
+class GradientDestinations:
     """By storage of a ledger: the nodes that it is `captured` at, and what is `given` by it.
 
     It is captured where gradients of parameters branch off the way to a node's inputs, or those of several inputs,
@@ -35,7 +35,7 @@ class Destinations:
     the way to the node's inputs, or off a custom Function (runtime/split_backward.py).
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: StorageTracker) -> None:
         self.captured: dict[int, list[str]] = defaultdict(list)
         self.given: dict[int, list[tuple[str, str]]] = defaultdict(list)
         self.readers: dict[str, set[str]] = defaultdict(set)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from pipecompile.cost_models.protocol import Call
+from pipecompile.cost_models.protocol import NodeCall
 from pipecompile.errors import CaptureError
 from pipecompile.graph.autograd_nodes import autograd_nodes_since, known_uses
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
@@ -22,17 +22,17 @@ from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.graph import Content, Gradient, Packs
-from pipecompile.profiling.caller import Caller
-from pipecompile.profiling.destinations import Destinations, Sources
+from pipecompile.profiling.caller import NodeCaller
+from pipecompile.profiling.destinations import GradientDestinations, Sources
 from pipecompile.profiling.kernel_scratch import Scratch
-from pipecompile.profiling.storage_tracker import Ledger
+from pipecompile.profiling.storage_tracker import StorageTracker
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["Facts", "Observation", "observe"]
+__all__ = ["NodeObservation", "StepObservation", "observe"]
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeObservation:
     """One node: its value, and the storages (indices into `Observation.storages`) that its backward keeps.
 
     `bytes` and `gradient_bytes` count the elements of the value and of its differentiable part; `storages` are the ones
@@ -66,7 +66,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Observation:
+class StepObservation:
     """The facts of every node but `get_attr`, by name, the bytes of the storages they speak of, and the gradients.
 
     `contents` are of storages that are saved, where they are plain elements. `gradients` are those that live longer
@@ -74,14 +74,14 @@ class Observation:
     node the only reader that gives a gradient for it, if that repeats elements.
     """
 
-    nodes: dict[str, Facts]
+    nodes: dict[str, NodeObservation]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
     gradients: tuple[Gradient, ...]
     expanded: Mapping[str, str]
 
 
-def observe(workload: Workload, scratch: Scratch) -> Observation:
+def observe(workload: Workload, scratch: Scratch) -> StepObservation:
     """Runs `workload`, which is fake, forward and backward once; no real memory is touched.
 
     `scratch` is that of the kernels that it would run on.
@@ -105,20 +105,20 @@ class _Packed:
         self.value, self.shape = value, value.shape
 
 
-class _Observer(Caller):
+class _Observer(NodeCaller):
     """Ticks 0 … n − 1 are the forwards of the n nodes in order, n … 2n − 1 their backwards, the last node's first."""
 
     def __init__(self, workload: Workload, scratch: Scratch) -> None:
         super().__init__(workload)
-        self.facts: list[tuple[str, Facts]] = []
+        self.facts: list[tuple[str, NodeObservation]] = []
         self.numbers: list[int] = []  # the autograd sequence number at which each node begins
         self.state = [value for _, value in named_state(workload.module)]
-        self.ledger = Ledger(self.state, scratch)
+        self.ledger = StorageTracker(self.state, scratch)
         self.roots: tuple[Tensor, ...] = ()
         self.contents: dict[int, Content | None] = {}
-        self.destinations = Destinations(self.ledger)
+        self.destinations = GradientDestinations(self.ledger)
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call: NodeCall) -> Any:
         tick = len(self.facts)
         self.ledger.enter(tick)
         self.numbers.append(torch._C._autograd._get_sequence_nr())
@@ -131,7 +131,7 @@ class _Observer(Caller):
             call.node.name, outputs, list(autograd_nodes_since(self.numbers[-1], behind)), sources
         )
         differentiable = tuple(output for output in outputs if output.requires_grad)
-        facts = Facts(
+        facts = NodeObservation(
             operator=call.operator,
             bytes=size_bytes(outputs),
             gradient_bytes=size_bytes(differentiable),
@@ -166,7 +166,7 @@ class _Observer(Caller):
                     found[value.grad_fn].append(source.name)
         return found
 
-    def _kept(self, call: Call) -> tuple[Any, dict[int, tuple[Use, ...]], Packs]:
+    def _kept(self, call: NodeCall) -> tuple[Any, dict[int, tuple[Use, ...]], Packs]:
         """The value of a node, the storages that its backward keeps and for what, and when it was given the last."""
         saved: dict[int, list[_Packed]] = {}
         begin = self.ledger.kernels
@@ -255,7 +255,7 @@ class _Observer(Caller):
     def _running(self) -> str:
         return self.facts[2 * len(self.facts) - 1 - max(self.ledger.tick, len(self.facts))][0]
 
-    def observation(self) -> Observation:
+    def observation(self) -> StepObservation:
         """What was seen."""
         gradients = (
             self._gradients()
@@ -286,7 +286,7 @@ class _Observer(Caller):
             name: reader for name, reader in self.destinations.expanded if readers[name] == {reader}
         }
         storages = tuple(life.bytes for life in self.ledger.lives)
-        return Observation(nodes, storages, contents, gradients, expanded)
+        return StepObservation(nodes, storages, contents, gradients, expanded)
 
     def _silent(self, name: str, users: Iterable[fx.Node]) -> tuple[str, ...]:
         """The readers of a node that give no gradient for it, if others do."""

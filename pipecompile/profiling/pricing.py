@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from pipecompile.cost_models.protocol import FREE, Call, Cost, CostModel
-from pipecompile.profiling.caller import Caller
-from pipecompile.profiling.observation import Observation
+from pipecompile.cost_models.protocol import FREE, CallCost, CostModel, NodeCall
+from pipecompile.profiling.caller import NodeCaller
+from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
 from pipecompile.profiling.workload import Workload
 
 __all__ = ["price"]
 
 
-def price(workload: Workload, observation: Observation, cost_model: CostModel) -> dict[str, Cost]:
+def price(workload: Workload, observation: StepObservation, cost_model: CostModel) -> dict[str, CallCost]:
     """The cost of every node but `get_attr`, by name.
 
     Placeholders are free, and so is the output node where there is no loss. Buffers change as in any forward.
@@ -30,11 +30,11 @@ def price(workload: Workload, observation: Observation, cost_model: CostModel) -
     return pricer.costs
 
 
-class _Pricer(Caller):
+class _Pricer(NodeCaller):
     def __init__(
         self,
         workload: Workload,
-        observation: Observation,
+        observation: StepObservation,
         model: CostModel,
         advance: Callable[[], None],
     ) -> None:
@@ -42,15 +42,15 @@ class _Pricer(Caller):
         self.observation = observation
         self.model = model
         self.advance = advance
-        self.costs: dict[str, Cost] = {}
+        self.costs: dict[str, CallCost] = {}
 
-    def perform(self, call: Call) -> Any:
+    def perform(self, call: NodeCall) -> Any:
         # Before the node runs: it may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
         return super().perform(call)
 
-    def _cost(self, call: Call) -> Cost:
+    def _cost(self, call: NodeCall) -> CallCost:
         if call.node.op == "placeholder" or (
             call.node.op == "output" and self.workload.loss is None
         ):

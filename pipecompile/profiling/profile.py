@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipecompile.cost_models.protocol import Cost, CostModel
+from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.kernel_scratch import scratch_on
-from pipecompile.profiling.observation import Facts, Observation, observe
+from pipecompile.profiling.observation import NodeObservation, StepObservation, observe
 from pipecompile.profiling.pricing import price
 from pipecompile.profiling.workload import Loss, Workload
 
@@ -84,7 +84,7 @@ def _anywhere() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _known(graph: fx.Graph, observation: Observation) -> dict[int, int]:
+def _known(graph: fx.Graph, observation: StepObservation) -> dict[int, int]:
     """The storages that nodes save or pass on, numbered anew in their order."""
     read = {node.name for node in graph.nodes if node.users}
     nodes = observation.nodes.items()
@@ -113,7 +113,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 def _nodes(
-    workload: Workload, observation: Observation, costs: dict[str, Cost], known: dict[int, int]
+    workload: Workload, observation: StepObservation, costs: dict[str, CallCost], known: dict[int, int]
 ) -> Iterator[ir.Node]:
     parameter_bytes = {name: size_bytes([value]) for name, value in named_state(workload.module)}
     claimed: set[int] = set()
@@ -149,7 +149,7 @@ def _nodes(
         )
 
 
-def _input_bytes(workload: Workload, node: fx.Node, facts: Facts) -> int:
+def _input_bytes(workload: Workload, node: fx.Node, facts: NodeObservation) -> int:
     """What the node reads of the minibatch: the loss its targets."""
     return (
         size_bytes(workload.targets)
@@ -161,7 +161,7 @@ def _input_bytes(workload: Workload, node: fx.Node, facts: Facts) -> int:
 
 
 def _tensors(
-    graph: fx.Graph, observation: Observation, known: dict[int, int]
+    graph: fx.Graph, observation: StepObservation, known: dict[int, int]
 ) -> Iterator[ir.Tensor]:
     """One for each value that somebody reads; a tuple counts as the sum of its tensors and has no one storage."""
     position = {node: index for index, node in enumerate(graph.nodes)}

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.profiling.kernel_scratch import Scratch, hidden_bytes
 
-__all__ = ["Ledger", "Life"]
+__all__ = ["StorageTracker", "StorageLife"]
 
 aten = torch.ops.aten
 _DRAWS = (aten.bernoulli_.float, aten.bernoulli.default, aten.bernoulli.p)
@@ -32,7 +32,7 @@ _SCALINGS = (aten.div_.Scalar, aten.mul_.Scalar)
 
 
 @dataclass
-class Life:
+class StorageLife:
     """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all).
 
     `read` are the ticks after the first whose autograd nodes take it. A `sum` is one of gradients of several readers;
@@ -47,7 +47,7 @@ class Life:
     continues: int | None = None
 
 
-class Ledger(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Follows every storage that operators return while it is active; `excluded` ones are not counted.
 
     `rises` is, per tick, the most that lived in it above what lived when it began, without sums of
@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):
         self.masks: set[int] = set()
         self.copies: set[int] = set()
         self._scratch_of = scratch_of
-        self.lives: list[Life] = []
+        self.lives: list[StorageLife] = []
         self.rises: dict[int, int] = {}
         self.tick_of: Callable[[int], int | None] = lambda sequence_number: None
         self._excluded: set[int] = set()
@@ -172,19 +172,19 @@ class Ledger(TorchDispatchMode):
         elif in_place:
             self.lives[summand].died = self.tick
             self._add(
-                storage, Life(self.lives[summand].bytes, self.tick, sum=True, continues=summand)
+                storage, StorageLife(self.lives[summand].bytes, self.tick, sum=True, continues=summand)
             )
         elif not born_here:
             self._now += storage.nbytes()
-            self._add(storage, Life(storage.nbytes(), self.tick, sum=True))
+            self._add(storage, StorageLife(storage.nbytes(), self.tick, sum=True))
 
     def _bear(self, storage: Any, size: int | None = None) -> int:
-        life = Life(storage.nbytes() if size is None else size, self.tick)
+        life = StorageLife(storage.nbytes() if size is None else size, self.tick)
         self._now += life.bytes
         self.rises[self.tick] = max(self.rises.get(self.tick, 0), self._now - self._began)
         return self._add(storage, life)
 
-    def _add(self, storage: Any, life: Life) -> int:
+    def _add(self, storage: Any, life: StorageLife) -> int:
         """The index of `life`, which is that of `storage`."""
         self.lives.append(life)
         self._makers.append(self._maker)

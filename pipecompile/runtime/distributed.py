@@ -22,9 +22,9 @@ from torch.distributed.pipelining.schedules import (
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.runtime.gradients import scale
-from pipecompile.runtime.stage import EagerStage, Live, Saved
+from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 
-__all__ = ["DistributedPipeline", "Shape", "tie_groups"]
+__all__ = ["DistributedPipeline", "BoundaryShape", "tie_groups"]
 
 # torch has no recompute action. UNSHARD stands for it: it does nothing to stages that are not sharded, and is one of
 # the kinds whose meaning may be registered.
@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-class Shape(tuple[tuple[int, ...], torch.dtype, bool]):
+class BoundaryShape(tuple[tuple[int, ...], torch.dtype, bool]):
     """Shape, type, and whether it carries a gradient, of one tensor that crosses a boundary."""
 
     __slots__ = ()
@@ -71,7 +71,7 @@ def tie_groups(
     return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
 
 
-class _Stage(PipelineStage):
+class _TorchStage(PipelineStage):
     """Lets torch's runtime talk to one of our stages."""
 
     def __init__(
@@ -80,8 +80,8 @@ class _Stage(PipelineStage):
         index: int,
         count: int,
         device: torch.device,
-        inputs: Sequence[Shape],
-        outputs: Sequence[Shape],
+        inputs: Sequence[BoundaryShape],
+        outputs: Sequence[BoundaryShape],
     ) -> None:
         super().__init__(
             core.module,
@@ -92,8 +92,8 @@ class _Stage(PipelineStage):
             output_args=tuple(shape.example() for shape in outputs),
         )
         self._core = core
-        self._saved: dict[int, Saved] = {}
-        self._live: dict[int, Live] = {}
+        self._saved: dict[int, SavedForward] = {}
+        self._live: dict[int, BackwardParts] = {}
         self.moments: Sequence[StreamKey] = ()
         self.targets: Sequence[Any] = ()
         self.recomputed: frozenset[int] = frozenset()
@@ -210,13 +210,13 @@ class DistributedPipeline:
         self,
         stages: Mapping[int, EagerStage],
         device: torch.device,
-        shapes: Sequence[Sequence[Shape]],
-        results: Sequence[Shape],
+        shapes: Sequence[Sequence[BoundaryShape]],
+        results: Sequence[BoundaryShape],
         ties: Ties,
     ) -> None:
         self._count = len(shapes)
         self._ends = [*shapes, results]
-        self._build: Callable[[int], _Stage] = lambda index: _Stage(
+        self._build: Callable[[int], _TorchStage] = lambda index: _TorchStage(
             stages[index], index, self._count, device, self._ends[index], self._ends[index + 1]
         )
         self._ties = ties
@@ -225,7 +225,7 @@ class DistributedPipeline:
             dict.fromkeys(p for stage in stages.values() for p in stage.module.parameters())
         )
         self._local = sorted(stages)
-        self._prepared: dict[Schedule, tuple[_PipelineScheduleRuntime, list[_Stage]]] = {}
+        self._prepared: dict[Schedule, tuple[_PipelineScheduleRuntime, list[_TorchStage]]] = {}
 
     def run(
         self,
@@ -274,7 +274,7 @@ class DistributedPipeline:
 
     def _prepare(
         self, schedule: Schedule, backward: bool
-    ) -> tuple[_PipelineScheduleRuntime, list[_Stage]]:
+    ) -> tuple[_PipelineScheduleRuntime, list[_TorchStage]]:
         if schedule not in self._prepared:
             stages = [self._build(index) for index in self._local]
             runtime = _PipelineScheduleRuntime(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.runtime.stage import Carried, EagerStage, Live, Saved
+from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward, TiedGradients
 
 __all__ = ["evaluate", "step"]
 
@@ -28,7 +28,7 @@ def step(
     Gradients are added to the parameters' `.grad`, in the order of the actions, and for tied parameters in that of
     the unsplit model.
     """
-    run = _Step(stages, inputs, targets, seed, step)
+    run = _LocalStep(stages, inputs, targets, seed, step)
     recomputed = {
         (action.stage, action.microbatch) for action in order if action.kind is Kind.RECOMPUTE
     }
@@ -89,7 +89,7 @@ def _later_holders(stages: Sequence[EagerStage], index: int) -> list[int]:
     ]
 
 
-class _Step:
+class _LocalStep:
     """What travels between the stages, and what they keep, during one step."""
 
     def __init__(
@@ -107,9 +107,9 @@ class _Step:
             (0, j): row for j, row in enumerate(inputs)
         }
         self._gradients: dict[tuple[int, int], Sequence[Tensor | None]] = {}
-        self._saved: dict[tuple[int, int], Saved] = {}
-        self._live: dict[tuple[int, int], Live] = {}
-        self._carried: list[Carried] = [{} for _ in inputs]
+        self._saved: dict[tuple[int, int], SavedForward] = {}
+        self._live: dict[tuple[int, int], BackwardParts] = {}
+        self._carried: list[TiedGradients] = [{} for _ in inputs]
 
     def perform(self, action: Action, *, recompute: bool) -> None:
         """One action."""

@@ -67,7 +67,7 @@ def probe() -> Links:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _RankPair:
     """This rank and another: one sends, the other receives."""
 
     peer: int
@@ -94,7 +94,7 @@ class _Line:
 
 
 def _between(
-    pairs: Iterable[tuple[int, int]], device: torch.device, measure: Callable[[_Line], T]
+    pairs: Iterable[tuple[int, int]], device: torch.device, measure: Callable[[_RankPair], T]
 ) -> dict[tuple[int, int], T]:
     """What `measure` finds for the pairs that this rank belongs to, as sender or as receiver; the others wait."""
     found = {}
@@ -103,13 +103,13 @@ def _between(
         if world.rank() in (source, destination):
             sends = world.rank() == source
             found[source, destination] = measure(
-                _Line(destination if sends else source, sends, device)
+                _RankPair(destination if sends else source, sends, device)
             )
     dist.barrier()
     return found
 
 
-def _fastest(line: _Line, time_ns: Callable[[_Line, Tensor], int]) -> dict[int, float]:
+def _fastest(line: _RankPair, time_ns: Callable[[_RankPair, Tensor], int]) -> dict[int, float]:
     """By size the time that a tenth of the messages stay under: what else the machine does only adds to it.
 
     Sizes take turns, so that a burst of other work does not hit one of them alone, and so that caches are cold. A
@@ -126,14 +126,14 @@ def _fastest(line: _Line, time_ns: Callable[[_Line, Tensor], int]) -> dict[int, 
     return {size: min(time for other, time in tenths.items() if other >= size) for size in SIZES}
 
 
-def _transfer(line: _Line) -> Link | None:
+def _transfer(line: _RankPair) -> Link | None:
     """The link, on the rank that sends: a message goes there, and one of the smallest size comes back."""
     trips = _fastest(line, _round_trip_ns)
     back = trips[SIZES[0]] / 2
     return fitted({size: trip - back for size, trip in trips.items()}) if line.sends else None
 
 
-def _round_trip_ns(line: _Line, message: Tensor) -> int:
+def _round_trip_ns(line: _RankPair, message: Tensor) -> int:
     answer = line.message(SIZES[0])
     start = perf_counter_ns()
     line.pass_on(message)
@@ -141,13 +141,13 @@ def _round_trip_ns(line: _Line, message: Tensor) -> int:
     return perf_counter_ns() - start
 
 
-def _taken(line: _Line) -> Link:
+def _taken(line: _RankPair) -> Link:
     """What a message takes of its rank's own time: a send copies what it can at once, a receive waits for no copy."""
     times = _fastest(line, _called_ns)
     return fitted(times) if line.sends else Link(latency_ns=round(min(times.values())))
 
 
-def _called_ns(line: _Line, message: Tensor) -> int:
+def _called_ns(line: _RankPair, message: Tensor) -> int:
     """The time in calls for a message on its way beside compute; it starts when its receiver waits for it."""
     matrix = torch.ones(SIDE, SIDE)
     _meet(line)
@@ -163,7 +163,7 @@ def _called_ns(line: _Line, message: Tensor) -> int:
     return perf_counter_ns() - waited + started - start
 
 
-def _meet(line: _Line) -> None:
+def _meet(line: _RankPair) -> None:
     """Both go on from here together."""
     answer = line.message(1)
     line.pass_on(answer)

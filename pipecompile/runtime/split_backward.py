@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Carried", "Part", "first_half", "second_half"]
+__all__ = ["TiedGradients", "BackwardPart", "first_half", "second_half"]
 
-Carried = dict[Tensor, Tensor]
+TiedGradients = dict[Tensor, Tensor]
 _FIRST_HALF, _OUTPUTS = object(), object()  # where gradients begin, beside nodes
 
 
 @dataclass
-class Part:
+class BackwardPart:
     """Where the second half begins for some parameters (None: for all that are reached), and what flows in there."""
 
     edges: Sequence[GradientEdge]
@@ -47,11 +47,11 @@ class Part:
     shares: bool = False
 
     @staticmethod
-    def at(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> Part:
+    def at(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> BackwardPart:
         """Beginning at `tensors`, for all parameters."""
-        return Part([get_gradient_edge(value) for value in tensors], gradients)
+        return BackwardPart([get_gradient_edge(value) for value in tensors], gradients)
 
-    def run(self, carried: Carried) -> None:
+    def run(self, carried: TiedGradients) -> None:
         """Adds to `.grad`; what is `carried` here from later stages is the first summand, as in a whole backward."""
         own = carried if self.parameters is None else [p for p in self.parameters if p in carried]
         added = {parameter: carried.pop(parameter) for parameter in list(own)}
@@ -70,15 +70,15 @@ def first_half(
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     gathered: Collection[Tensor] = (),
-) -> tuple[list[Tensor | None], list[Part]]:
+) -> tuple[list[Tensor | None], list[BackwardPart]]:
     """The gradients of `inputs`, which are leaves, and what the second half needs.
 
     `gathered` are parameters to which later stages contribute: such a gradient is made at once from all summands.
     """
     if not inputs or not outputs:
-        return [None] * len(inputs), [Part.at(outputs, gradients)]
+        return [None] * len(inputs), [BackwardPart.at(outputs, gradients)]
     roots, leaves = (list(map(get_gradient_edge, values)) for values in (outputs, inputs))
-    graph = _Graph(roots)
+    graph = _BackwardGraph(roots)
     groups = _groups(graph, {edge.node for edge in leaves}, gathered)
     nodes = [node for node in graph.order if node in groups]
     begins = [
@@ -92,31 +92,31 @@ def first_half(
         torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
     )
     given: list[Tensor | None] = list(islice(found, len(leaves)))
-    parts = [Part(roots, gradients, groups[_OUTPUTS], shares=True)] if _OUTPUTS in groups else []
+    parts = [BackwardPart(roots, gradients, groups[_OUTPUTS], shares=True)] if _OUTPUTS in groups else []
     parts += [
         _part(edges, list(islice(found, len(edges))), parameters) for parameters, edges in begins
     ]
     return given, parts
 
 
-def second_half(parts: list[Part], carried: Carried) -> None:
+def second_half(parts: list[BackwardPart], carried: TiedGradients) -> None:
     """Adds to the parameters' `.grad`. Consumes `parts`, from the outputs down, so that memory is freed on the way."""
     parts.reverse()
     while parts:
         part = parts.pop()
         part.run(carried)
-    Part((), ()).run(carried)
+    BackwardPart((), ()).run(carried)
 
 
 def _part(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
-) -> Part:
+) -> BackwardPart:
     """Without the edges through which nothing flows."""
     pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[1] is not None]
-    return Part([edge for edge, _ in pairs], [gradient for _, gradient in pairs], parameters)
+    return BackwardPart([edge for edge, _ in pairs], [gradient for _, gradient in pairs], parameters)
 
 
-class _Graph:
+class _BackwardGraph:
     """The nodes that `edges` lead to, each after all that lead to it, and which outputs of each are used."""
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
@@ -156,7 +156,7 @@ class _Graph:
 
 
 def _groups(
-    graph: _Graph, inputs: Collection[Node], gathered: Collection[Tensor]
+    graph: _BackwardGraph, inputs: Collection[Node], gathered: Collection[Tensor]
 ) -> dict[object, list[Tensor]]:
     """The parameters by where the second half begins for them."""
     path = graph.leading_to(inputs)

@@ -23,16 +23,16 @@ from pipecompile.errors import InputError
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
-from pipecompile.runtime.split_backward import Carried, Part, first_half, second_half
+from pipecompile.runtime.split_backward import BackwardPart, TiedGradients, first_half, second_half
 
-__all__ = ["Carried", "EagerStage", "Live", "Loss", "Saved"]
+__all__ = ["TiedGradients", "EagerStage", "BackwardParts", "Loss", "SavedForward"]
 
 Loss = Callable[[Sequence[Tensor], Any], Tensor]
-Live = list[Part]
+BackwardParts = list[BackwardPart]
 
 
 @dataclass
-class Saved:
+class SavedForward:
     """What a stage keeps of one microbatch from its forward to its backward.
 
     `outputs` is None between a forward that will be recomputed and its recompute. `arrived` are gradients of inputs, by
@@ -82,11 +82,11 @@ class EagerStage:
         target: Any = None,
         *,
         recompute: bool = False,
-    ) -> tuple[tuple[Tensor, ...], Saved]:
+    ) -> tuple[tuple[Tensor, ...], SavedForward]:
         """One microbatch. With `recompute`, only the inputs are kept, and `recompute` must come before the backward."""
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
         before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
-        saved = Saved(moment, leaves, target, None, before)
+        saved = SavedForward(moment, leaves, target, None, before)
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad:
                 leaf.register_hook(partial(_keep_layout, saved.arrived, index, leaf.stride()))
@@ -97,7 +97,7 @@ class EagerStage:
             return tuple(value.detach().clone() for value in outputs), saved
         return tuple(value.detach() for value in outputs), saved
 
-    def recompute(self, saved: Saved) -> None:
+    def recompute(self, saved: SavedForward) -> None:
         """The forward once more, with gradients; random numbers and buffers are those of the first time."""
         # On copies: the second run must not update the buffers again, nor touch what the backward will read.
         twins = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
@@ -110,7 +110,7 @@ class EagerStage:
             return self._outputs(inputs, moment)
 
     def backward(
-        self, saved: Saved, gradients: Sequence[Tensor | None], carried: Carried
+        self, saved: SavedForward, gradients: Sequence[Tensor | None], carried: TiedGradients
     ) -> list[Tensor | None]:
         """Adds to the parameters' `.grad` and returns the gradients of the inputs (None where there are none).
 
@@ -119,14 +119,14 @@ class EagerStage:
         """
         roots, seeds = self._roots(saved, gradients)
         with _set_aside(self.tied, carried):
-            Part.at(roots, seeds).run(self._taken(carried))
+            BackwardPart.at(roots, seeds).run(self._taken(carried))
         for index in saved.arrived:
             saved.inputs[index].grad = None  # the same numbers, laid out anew
         return [saved.arrived.get(index, value.grad) for index, value in enumerate(saved.inputs)]
 
     def backward_input(
-        self, saved: Saved, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], Live]:
+        self, saved: SavedForward, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], BackwardParts]:
         """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
         assert not has_recomputed_regions(self.module), (
             "each half would compute the regions again: go back as a whole"
@@ -138,12 +138,12 @@ class EagerStage:
         by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
         return [by_input.get(id(value)) for value in saved.inputs], live
 
-    def backward_weight(self, live: Live, carried: Carried) -> None:
+    def backward_weight(self, live: BackwardParts, carried: TiedGradients) -> None:
         """The second half: the gradients of the parameters. Consumes `live`."""
         with _set_aside(self.tied, carried):
             second_half(live, self._taken(carried))
 
-    def _taken(self, carried: Carried) -> Carried:
+    def _taken(self, carried: TiedGradients) -> TiedGradients:
         """What is carried to this stage; what is for others stays."""
         return {
             parameter: carried.pop(parameter) for parameter in self.gathered if parameter in carried
@@ -154,7 +154,7 @@ class EagerStage:
             self._gradient_inputs[index] and torch.is_grad_enabled()
         )
 
-    def _run(self, saved: Saved) -> tuple[Tensor, ...]:
+    def _run(self, saved: SavedForward) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.moment)
         if self.loss is not None:
             return (_scalar(self.loss(outputs, saved.target)),)
@@ -172,7 +172,7 @@ class EagerStage:
         return outputs
 
     def _roots(
-        self, saved: Saved, gradients: Sequence[Tensor | None]
+        self, saved: SavedForward, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
@@ -199,7 +199,7 @@ def _scalar(loss: Any) -> Tensor:
 
 
 @contextmanager
-def _set_aside(tied: Collection[nn.Parameter], carried: Carried) -> Iterator[None]:
+def _set_aside(tied: Collection[nn.Parameter], carried: TiedGradients) -> Iterator[None]:
     """What the block adds to `tied` parameters goes to `carried` instead of their `.grad`."""
     before = [parameter.grad for parameter in tied]
     for parameter in tied:

@@ -20,16 +20,16 @@ from pipecompile.cost_models.clock import Clock
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.gradients import scale
-from pipecompile.runtime.stage import EagerStage, Live, Saved
+from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 
-__all__ = ["Work", "halved", "timed", "whole"]
+__all__ = ["StageWorkload", "with_split_backwards", "measure_stages", "with_whole_backwards"]
 
 LEAST_RUNS, MOST_RUNS = 3, 25
 SECONDS = 0.5  # of timed runs, if they are short
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWorkload:
     """A stage and what its actions work on, per microbatch.
 
     `seeds` are the gradients of its outputs, the same for every microbatch.
@@ -41,13 +41,13 @@ class Work:
     seeds: Sequence[Tensor | None]
 
 
-def whole(order: Iterable[Action]) -> tuple[Action, ...]:
+def with_whole_backwards(order: Iterable[Action]) -> tuple[Action, ...]:
     """The order with each backward in one piece."""
     named = (a._replace(kind=Kind.BACKWARD) if a.kind is Kind.BACKWARD_INPUT else a for a in order)
     return tuple(action for action in named if action.kind is not Kind.BACKWARD_WEIGHT)
 
 
-def halved(order: Iterable[Action]) -> tuple[Action, ...]:
+def with_split_backwards(order: Iterable[Action]) -> tuple[Action, ...]:
     """The order with each backward in two halves."""
     return tuple(half for action in order for half in _halves(action))
 
@@ -59,8 +59,8 @@ def _halves(action: Action) -> tuple[Action, ...]:
 
 
 @torch.enable_grad()
-def timed(
-    works: Mapping[int, Work], order: Sequence[Action], device: torch.device
+def measure_stages(
+    works: Mapping[int, StageWorkload], order: Sequence[Action], device: torch.device
 ) -> dict[int, dict[Kind, int]]:
     """Nanoseconds of each kind of action of each stage, as a mean over the microbatches; REDUCE is the end of a step.
 
@@ -86,13 +86,13 @@ def timed(
     }
 
 
-def _run(works: Mapping[int, Work], order: Sequence[Action], clock: Clock) -> dict[Action, int]:
+def _run(works: Mapping[int, StageWorkload], order: Sequence[Action], clock: Clock) -> dict[Action, int]:
     """One step of these stages; what each action took."""
     for work in works.values():
         for parameter in work.stage.module.parameters():
             parameter.grad = None
     steps = {
-        index: _Step(work, [a for a in order if a.stage == index]) for index, work in works.items()
+        index: _TimedStage(work, [a for a in order if a.stage == index]) for index, work in works.items()
     }
     ends = {index: Action(index, Kind.REDUCE) for index in works}
     marks: dict[Action, tuple[Any, Any]] = {}
@@ -105,14 +105,14 @@ def _run(works: Mapping[int, Work], order: Sequence[Action], clock: Clock) -> di
     return {action: clock.between_ns(*pair) for action, pair in marks.items()}
 
 
-class _Step:
+class _TimedStage:
     """What a stage keeps between its actions."""
 
-    def __init__(self, work: Work, order: Iterable[Action]) -> None:
+    def __init__(self, work: StageWorkload, order: Iterable[Action]) -> None:
         self.work = work
         self.recomputed = {action.microbatch for action in order if action.kind is Kind.RECOMPUTE}
-        self.saved: dict[int | None, Saved] = {}
-        self.live: dict[int | None, Live] = {}
+        self.saved: dict[int | None, SavedForward] = {}
+        self.live: dict[int | None, BackwardParts] = {}
 
     def perform(self, action: Action) -> None:
         """One action; what leaves the stage is dropped."""
@@ -131,7 +131,7 @@ class _Step:
             case _:
                 scale(stage.module.parameters(), len(self.work.inputs))
 
-    def _forward(self, index: int) -> Saved:
+    def _forward(self, index: int) -> SavedForward:
         work, again = self.work, index in self.recomputed
         _, saved = work.stage.forward(
             work.inputs[index], StreamKey(0, 0, index), work.targets[index], recompute=again

@@ -33,7 +33,7 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.distributed import _whole
-from pipecompile.runtime.stage import EagerStage, Live, Saved
+from pipecompile.runtime.stage import BackwardParts, EagerStage, Saved
 from tests.sweeps import sweep
 
 VALUE = 16 * 24 * 32 * 4  # bytes
@@ -431,7 +431,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
     runs = stages_of(captured, sample, cut)
     values: dict[tuple[int, int], Sequence[Tensor | None]] = {}
     saved: dict[tuple[int, int], Saved] = {}
-    live: dict[tuple[int, int], Live] = {}
+    live: dict[tuple[int, int], BackwardParts] = {}
     for microbatch in range(2):
         values[0, microbatch] = sample.args
         for stage in range(first):
@@ -776,7 +776,7 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
             sent.append(values)
             del own
         given: Sequence[Tensor | None] = ()
-        left: list[Live] = []
+        left: list[BackwardParts] = []
         for index, stage in reversed(list(enumerate(runs))):
             with record_function(f"{label} {index} input {microbatch}"):
                 gradients, live = stage.backward_input(saved.pop(), given)

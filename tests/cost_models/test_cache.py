@@ -17,7 +17,7 @@ from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.target import Target
-from pipecompile.cost_models.cache import NodeCost, cache_folder, cached_costs, store_costs
+from pipecompile.cost_models.cache import CachedCost, cache_folder, cached_costs, store_costs
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.graph import CostGraph
 
@@ -30,9 +30,9 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def costs(forward_ns: int) -> dict[str, NodeCost]:
+def costs(forward_ns: int) -> dict[str, CachedCost]:
     return {
-        "a": NodeCost(
+        "a": CachedCost(
             forward_ns=forward_ns,
             backward_ns=2,
             backward_input_ns=1,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.cost_models.calibration import Sample, fit, predicted_ns
+from pipecompile.cost_models.calibration import CalibrationSample, fit, predicted_ns
 from pipecompile.cost_models.device import Device, load_device
 from pipecompile.cost_models.kernels import Kernel
 from pipecompile.cost_models.roofline import kernel_ns
@@ -30,9 +30,9 @@ def kernels() -> list[Kernel]:
     return [*products, *convolutions, *streams, *trifles]
 
 
-def timed(device: Device, noise: list[float]) -> list[Sample]:
+def timed(device: Device, noise: list[float]) -> list[CalibrationSample]:
     return [
-        Sample(str(place), (kernel,), round(kernel_ns(kernel, device) * factor))
+        CalibrationSample(str(place), (kernel,), round(kernel_ns(kernel, device) * factor))
         for place, (kernel, factor) in enumerate(zip(kernels(), noise, strict=True))
     ]
 
@@ -83,7 +83,7 @@ def test_one_outlier_moves_nothing() -> None:
 def test_kernels_of_one_sample_add_up() -> None:
     device = load_device("h100")
     pairs = [
-        Sample(s.name, s.kernels * 2, 2 * s.measured_ns)
+        CalibrationSample(s.name, s.kernels * 2, 2 * s.measured_ns)
         for s in timed(device, [1.0] * len(kernels()))
     ]
     assert reached(fit(pairs, blank(device))) == pytest.approx(reached(device), rel=0.01)

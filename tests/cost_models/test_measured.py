@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.cost_models.clock import Sample, settled
-from pipecompile.cost_models.measured import Measured, _Redirected
-from pipecompile.cost_models.placement import lent
+from pipecompile.cost_models.clock import TimeSample, settled
+from pipecompile.cost_models.device_transfer import moved_to
+from pipecompile.cost_models.measured import Measured, _DeviceRedirection
 from pipecompile.graph.autograd_context import AutogradContext
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
@@ -133,7 +133,7 @@ META = torch.device("meta")  # stands for another device
 
 
 def test_what_a_graph_asks_of_the_cpu_is_asked_of_the_device() -> None:
-    with _Redirected(META), META:
+    with _DeviceRedirection(META), META:
         made = [
             torch.zeros(2),
             torch.ones(2, device="cpu"),
@@ -166,7 +166,7 @@ def test_what_is_lent_comes_back_even_after_a_failure() -> None:
     state, random = state_of(model), torch.get_rng_state()
 
     def use() -> None:
-        with lent(
+        with moved_to(
             [*model.parameters(), *model.buffers()], torch.device("cpu"), list(model.buffers())
         ):
             assert model.weight.grad is None
@@ -194,7 +194,7 @@ def test_hooks_on_parameters_rest_while_nodes_are_measured() -> None:
     assert calls == ["first", "second", "accumulated"]
 
 
-def runs_of(times: list[int]) -> tuple[list[int], Sample]:
+def runs_of(times: list[int]) -> tuple[list[int], TimeSample]:
     """How many runs were asked for at a time, from a machine that takes these times, the last one for ever."""
     asked: list[int] = []
 
@@ -208,9 +208,9 @@ def runs_of(times: list[int]) -> tuple[list[int], Sample]:
 def test_it_runs_until_the_median_stays() -> None:
     assert runs_of([900, *[200] * 5, *[110] * 5, *[101] * 5, 100]) == (
         [1, 5, 5, 5, 5],
-        Sample(100, 0),
+        TimeSample(100, 0),
     )
-    assert runs_of([100]) == ([1, 5, 5], Sample(100, 0))
+    assert runs_of([100]) == ([1, 5, 5], TimeSample(100, 0))
 
 
 def test_a_machine_that_never_settles_is_not_waited_for() -> None:
@@ -221,7 +221,7 @@ def test_a_machine_that_never_settles_is_not_waited_for() -> None:
 def test_long_runs_are_few() -> None:
     asked, sample = runs_of([60_000_000, 51_000_000, 52_000_000, 56_000_000])
     assert asked == [1, 3]
-    assert sample == Sample(52_000_000, 2_500_000)
+    assert sample == TimeSample(52_000_000, 2_500_000)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

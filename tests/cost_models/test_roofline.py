@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from pipecompile.cost_models.device import Device, load_device, named_devices
-from pipecompile.cost_models.kernels import Kernel, Launches, launches
-from pipecompile.cost_models.protocol import FREE, Call, Cost
+from pipecompile.cost_models.kernels import CallKernels, Kernel, call_kernels
+from pipecompile.cost_models.protocol import FREE, CallCost, NodeCall
 from pipecompile.cost_models.roofline import Roofline, kernel_ns
 from pipecompile.cost_models.table import Function
 from pipecompile.errors import FormatError, InputError
@@ -34,14 +34,14 @@ class Lister:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.memory, self.fused_attention = device.memory, device.fused_attention
-        self.found: dict[str, Launches] = {}
+        self.found: dict[str, CallKernels] = {}
 
-    def cost(self, call: Call) -> Cost:
-        self.found[call.node.name] = launches(call)
+    def cost(self, call: NodeCall) -> CallCost:
+        self.found[call.node.name] = call_kernels(call)
         return FREE
 
 
-def launched(model: nn.Module, *inputs: Tensor, device: Device = H100) -> Launches:
+def launched(model: nn.Module, *inputs: Tensor, device: Device = H100) -> CallKernels:
     """The kernels of the last node that computes."""
     lister = Lister(device)
     profile(fx.symbolic_trace(model), inputs, lister)
@@ -198,7 +198,7 @@ def test_a_kernel_takes_the_longest_of_compute_memory_and_launch(
     )
 
 
-def given(node: fx.Node, call: Call) -> int:
+def given(node: fx.Node, call: NodeCall) -> int:
     return 1
 
 
@@ -226,7 +226,7 @@ def test_scratch_that_was_measured_replaces_the_margin() -> None:
     graph = profile(
         fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3))),
         [wanting(1, 3, 8, 8)],
-        Function(lambda node, call: Cost(1, 1, 1, 1, workspace_bytes=7)),
+        Function(lambda node, call: CallCost(1, 1, 1, 1, workspace_bytes=7)),
     )
     assert graph.by_name["_0"].workspace_bytes == 7
 

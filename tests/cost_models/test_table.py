@@ -19,7 +19,7 @@ from pipecompile.api.options import options_for
 from pipecompile.api.planning import make_plan
 from pipecompile.api.staleness import staleness
 from pipecompile.api.target import Target
-from pipecompile.cost_models.protocol import Call, Cost
+from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.errors import InputError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.graph import CostGraph
@@ -163,7 +163,7 @@ def test_a_forward_alone_stands_for_the_backward() -> None:
 
 
 def test_a_function_may_give_all_times() -> None:
-    assert set(priced(lambda node, call: Cost(1, 5, 3, 4)).values()) == {(0, 0, 0, 0), (1, 5, 3, 4)}
+    assert set(priced(lambda node, call: CallCost(1, 5, 3, 4)).values()) == {(0, 0, 0, 0), (1, 5, 3, 4)}
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, None, True])
@@ -172,14 +172,14 @@ def test_what_is_no_time_is_refused(given: object) -> None:
         priced(lambda node, call: given)
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(Cost)])
+@pytest.mark.parametrize("field", [field.name for field in fields(CallCost)])
 @pytest.mark.parametrize("given", [-1, 1.5, True])
 def test_every_figure_of_a_cost_is_held_to_the_same(field: str, given: Any) -> None:
-    with pytest.raises(InputError, match="a Cost of whole nanoseconds and bytes"):
-        priced(lambda node, call: replace_field(Cost(1, 5, 3, 4, 8), **{field: given}))
+    with pytest.raises(InputError, match="a CallCost of whole nanoseconds and bytes"):
+        priced(lambda node, call: replace_field(CallCost(1, 5, 3, 4, 8), **{field: given}))
 
 
-def weighed(node: fx.Node, call: Call) -> int:
+def weighed(node: fx.Node, call: NodeCall) -> int:
     return 1000 if node.name == "_0" else 1
 
 

@@ -14,15 +14,15 @@ from pipecompile.cli import commands
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InputError
 from pipecompile.profiling import calibration as calibrating
-from pipecompile.profiling.calibration import Operator, calibrate
+from pipecompile.profiling.calibration import CalibrationOperator, calibrate
 
 
-def few(kind: str) -> Iterator[Operator]:
-    yield Operator("product", lambda: nn.Linear(256, 256), ((256, 256),))
-    yield Operator("stream", nn.ReLU, ((512, 512),))
-    yield Operator("small", nn.GELU, ((8, 8),))
-    yield Operator("views", nn.Flatten, ((8, 8),))
-    yield Operator("lookup", lambda: nn.Embedding(64, 8), ((16,),), rows=64)
+def few(kind: str) -> Iterator[CalibrationOperator]:
+    yield CalibrationOperator("product", lambda: nn.Linear(256, 256), ((256, 256),))
+    yield CalibrationOperator("stream", nn.ReLU, ((512, 512),))
+    yield CalibrationOperator("small", nn.GELU, ((8, 8),))
+    yield CalibrationOperator("views", nn.Flatten, ((8, 8),))
+    yield CalibrationOperator("lookup", lambda: nn.Embedding(64, 8), ((16,),), rows=64)
 
 
 def test_forward_and_backward_of_every_operator_that_launches_something(

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.profiling.kernel_scratch import scratch_on
-from pipecompile.profiling.observation import Observation, observe
+from pipecompile.profiling.observation import StepObservation, observe
 from pipecompile.profiling.workload import Workload
 
 MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"))
 
 
-def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> Observation:
+def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> StepObservation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
     with FakeTensorMode(allow_non_fake_inputs=True):
         return observe(workload.faked(), scratch_on("cpu"))
@@ -97,18 +97,18 @@ class Aliases(nn.Module):
 
 
 @pytest.fixture
-def aliases() -> Observation:
+def aliases() -> StepObservation:
     return observed(fx.symbolic_trace(Aliases()), torch.randn(4, 8))
 
 
-def test_views_share_a_storage(aliases: Observation) -> None:
+def test_views_share_a_storage(aliases: StepObservation) -> None:
     linear, chunk, left = (aliases.nodes[name] for name in ("linear", "chunk", "getitem"))
     assert linear.storages == chunk.storages == left.storages
     assert (chunk.bytes, left.bytes) == (4 * 8 * 4, 4 * 4 * 4)
     assert aliases.storages[left.storages[0]] == 4 * 8 * 4
 
 
-def test_a_view_that_is_saved_keeps_the_whole_storage_once(aliases: Observation) -> None:
+def test_a_view_that_is_saved_keeps_the_whole_storage_once(aliases: StepObservation) -> None:
     assert aliases.nodes["sin"].saved == aliases.nodes["linear"].storages
     assert set(aliases.nodes["mul"].saved) == {
         *aliases.nodes["linear"].storages,
@@ -116,18 +116,18 @@ def test_a_view_that_is_saved_keeps_the_whole_storage_once(aliases: Observation)
     }
 
 
-def test_an_in_place_write_is_seen_and_its_value_stays_where_it_was(aliases: Observation) -> None:
+def test_an_in_place_write_is_seen_and_its_value_stays_where_it_was(aliases: StepObservation) -> None:
     assert [name for name, facts in aliases.nodes.items() if facts.mutates] == ["add_"]
     assert aliases.nodes["add_"].storages == aliases.nodes["mul"].storages
 
 
-def test_parameters_are_read_and_never_kept(aliases: Observation) -> None:
+def test_parameters_are_read_and_never_kept(aliases: StepObservation) -> None:
     linear = aliases.nodes["linear"]
     assert linear.parameters == ("linear.weight", "linear.bias")
     assert linear.saved == aliases.nodes["image"].storages
 
 
-def test_who_needs_a_gradient(aliases: Observation) -> None:
+def test_who_needs_a_gradient(aliases: StepObservation) -> None:
     assert aliases.nodes["image"].gradient_bytes == 0
     assert aliases.nodes["linear"].differentiable == (False,)
     assert aliases.nodes["chunk"].gradient_bytes == aliases.nodes["chunk"].bytes == 4 * 8 * 4
@@ -162,17 +162,17 @@ SIZE = 4 * 8 * 4  # of each value, in bytes
 
 
 @pytest.fixture
-def chain() -> Observation:
+def chain() -> StepObservation:
     return observed(fx.symbolic_trace(Chain()), torch.randn(4, 8))
 
 
-def test_a_forward_rises_by_what_it_makes(chain: Observation) -> None:
+def test_a_forward_rises_by_what_it_makes(chain: StepObservation) -> None:
     assert {name: facts.forward_peak for name, facts in chain.nodes.items()} == {
         "image": 0, "first": SIZE, "cos": SIZE, "add": SIZE, "second": SIZE, "output": 0,
     }  # fmt: skip
 
 
-def test_one_gradient_lives_between_any_two_nodes(chain: Observation) -> None:
+def test_one_gradient_lives_between_any_two_nodes(chain: StepObservation) -> None:
     """What `add` hands to `cos` and to `hidden` is one storage, to which what `cos` gives is added in place."""
     names = list(chain.nodes)
     for place in range(names.index("first"), names.index("second")):
@@ -182,7 +182,7 @@ def test_one_gradient_lives_between_any_two_nodes(chain: Observation) -> None:
         assert [gradient.bytes for gradient in flowing] == [SIZE], names[place]
 
 
-def test_a_sum_in_place_continues_what_it_was_added_to(chain: Observation) -> None:
+def test_a_sum_in_place_continues_what_it_was_added_to(chain: StepObservation) -> None:
     given, summed = chain.gradients
     assert (given.producer, given.last, given.readers, given.sum) == (
         "second",
@@ -200,7 +200,7 @@ def test_a_sum_of_what_others_hold_is_new() -> None:
     assert (summed.producer, summed.last, summed.continues) == ("cos", "first", None)
 
 
-def test_a_backward_makes_the_gradients_of_parameters_too(chain: Observation) -> None:
+def test_a_backward_makes_the_gradients_of_parameters_too(chain: StepObservation) -> None:
     weight = 8 * 8 * 4
     assert chain.nodes["second"].backward_peak == SIZE + weight
     assert chain.nodes["first"].backward_peak == weight, "the minibatch needs no gradient"

@@ -10,7 +10,7 @@ import torch
 from allocations import allocations, highest
 from torch import Tensor, nn
 
-from pipecompile.profiling.storage_tracker import Ledger, Life
+from pipecompile.profiling.storage_tracker import StorageLife, StorageTracker
 
 
 def no_scratch(*_: Any) -> int:
@@ -20,7 +20,7 @@ def no_scratch(*_: Any) -> int:
 def test_storages_live_until_their_last_holder_lets_go() -> None:
     """A view keeps its base, and what works in place makes nothing."""
     image = torch.randn(16)
-    with Ledger([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as ledger:
         made = image * 2
         ledger.enter(1)
         view = made[:4].add_(1)
@@ -30,14 +30,14 @@ def test_storages_live_until_their_last_holder_lets_go() -> None:
         ledger.enter(3)
         del view
         ledger.enter(4)
-    assert ledger.lives == [Life(64, born=0, died=3), Life(16, born=2)]
+    assert ledger.lives == [StorageLife(64, born=0, died=3), StorageLife(16, born=2)]
     assert ledger.rises == {0: 64, 1: 0, 2: 16, 3: 0, 4: 0}
     assert ledger.indices([short, image, short]) == (1,)
 
 
 def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
     image = torch.randn(16)
-    with Ledger([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as ledger:
         kept = (image + 1) * 2
         ledger.enter(1)
         del kept
@@ -47,7 +47,7 @@ def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
 
 def test_a_saved_tensor_lives_until_the_backward() -> None:
     image = torch.randn(16, requires_grad=True)
-    with Ledger([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as ledger:
         value = image.exp()  # saves its result
         total = value.sum()
         del value
@@ -70,7 +70,7 @@ def test_gradients_that_meet_are_added_in_place() -> None:
         del hidden
         total.backward()
 
-    with Ledger([image, *scales], no_scratch) as ledger:
+    with StorageTracker([image, *scales], no_scratch) as ledger:
         step()
     image.grad = None
     assert ledger.rises[0] == highest(allocations(step))
@@ -120,7 +120,7 @@ def test_the_highest_sum_of_a_step_is_that_of_the_allocator(name: str) -> None:
     step()  # once, so that nothing is made for the first time only
     for parameter in model.parameters():
         parameter.grad = None
-    with Ledger([*model.parameters(), image], no_scratch) as ledger:
+    with StorageTracker([*model.parameters(), image], no_scratch) as ledger:
         step()
     for parameter in model.parameters():
         parameter.grad = None

@@ -19,11 +19,11 @@ from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime.distributed import DistributedPipeline, Shape
+from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline
 from pipecompile.runtime.stage import EagerStage
 
 ROW = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1")]
-SHAPE = Shape(((4, 8), torch.float32, True))
+SHAPE = BoundaryShape(((4, 8), torch.float32, True))
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
         for stage in emitted
     }
     shapes, scalar = (
-        [[Shape(((4, 8), torch.float32, False))], [SHAPE]],
-        [Shape(((), torch.float32, True))],
+        [[BoundaryShape(((4, 8), torch.float32, False))], [SHAPE]],
+        [BoundaryShape(((), torch.float32, True))],
     )
     pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes, scalar, ())
     rows = [[call.args[0]], [call.args[0].flip(0)]]

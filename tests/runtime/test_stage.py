@@ -14,7 +14,7 @@ from pipecompile.codegen.stages import emit
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.runtime.stage import Carried, EagerStage
+from pipecompile.runtime.stage import EagerStage, TiedGradients
 
 NOW = StreamKey(seed=1, step=0, microbatch=0)
 
@@ -244,7 +244,7 @@ def test_gradients_of_a_tied_parameter_are_handed_on_and_summed_as_autograd_does
     second = EagerStage(Scale(weight), gradient_inputs=(True,), loss=loss_of, tied=[weight])
     weight.grad = torch.ones(6)
     for x in xs:
-        carried: Carried = {}
+        carried: TiedGradients = {}
         outputs, early = first.forward([x], NOW)
         _, late = second.forward(outputs, NOW, x)
         before = weight.grad.clone()

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["lent", "without_hooks"]
+__all__ = ["moved_to", "without_hooks"]
 
 
 @contextmanager
-def lent(
+def moved_to(
     state: Iterable[Tensor], device: torch.device, written: Collection[Tensor] = ()
 ) -> Iterator[None]:
     """In the block `state` lies on `device`, has no gradients and no hooks; afterwards all is as it was.

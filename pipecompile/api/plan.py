@@ -1,5 +1,6 @@
-"""From a cost graph and options to a plan. Needs no PyTorch, and gives the same bytes for the same
-input.
+"""From a cost graph and options to a plan.
+
+Needs no PyTorch, and returns the same bytes for the same input.
 """
 
 from __future__ import annotations
@@ -47,100 +48,116 @@ def draft(
     links: Links = FREE,
     assignment: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The plan for `graph` under `options`; InfeasibleError says which constraint cannot be met.
+    """Return the plan for `graph` under `options`; InfeasibleError says which constraint cannot be
+    met.
 
-    `microbatch_shapes` are those of the model's input tensors. Links default to free ones: what a
-    transfer costs is not known before it is measured. `assignment` is a feasible cut that is to be
-    kept.
+    `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
+    what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
+    to stage) that is to be kept. Where the options leave the placement open, the plan with the
+    shortest step is returned.
     """
-    shapes = [tuple(shape) for shape in microbatch_shapes]
-    fingerprint = Fingerprint(graph=graph_digest, costs=costs_digest(graph))
-    drafts, refusals = [], []
+    origin = _Origin(
+        Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
+        capture,
+        tuple(tuple(shape) for shape in microbatch_shapes),
+    )
+    plans, refusals = [], []
     for placement in placements(options):
         try:
-            drafts.append(
-                _drafted(graph, options, links, placement, fingerprint, capture, shapes, assignment)
-            )
+            planner = recompute_planner(graph, options, placement, settled=True)
+            plans.append(_plan_on_placement(planner, links, origin, assignment))
         except InfeasibleError as error:
             refusals.append(error)
-    if not drafts:
+    if not plans:
         raise refusals[0]
-    return min(drafts, key=lambda plan: plan.prediction.step_ns)
+    return min(plans, key=lambda plan: plan.prediction.step_ns)
 
 
-def _drafted(
-    graph: CostGraph,
-    options: Options,
+class _Origin(NamedTuple):
+    """What a plan is made for, and how the model became a graph."""
+
+    fingerprint: Fingerprint
+    capture: Provenance
+    microbatch_shapes: tuple[tuple[int, ...], ...]
+
+
+def _plan_on_placement(
+    planner: RecomputePlanner,
     links: Links,
-    placement: Sequence[int],
-    fingerprint: Fingerprint,
-    capture: Provenance,
-    microbatch_shapes: Sequence[tuple[int, ...]],
+    origin: _Origin,
     assignment: Mapping[str, int] | None,
 ) -> Plan:
-    """The plan with its stages on these ranks."""
+    """The plan whose stages lie on the ranks of the planner's placement."""
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
     from pipecompile.api.partition import cut, with_memory_time
     from pipecompile.api.partition_problem import problem_of
 
-    planner = recompute_planner(graph, options, placement, settled=True)
+    graph, options = planner.graph, planner.options
     partition = cut(planner, links, assignment)
-    made = scheduled(planner, links, partition.assignment)
-    if made.waiting:
-        problem = problem_of(graph, options, links, placement)
-        partition = with_memory_time(_waiting(planner), problem, partition.assignment, partition)
+    result = scheduled(planner, links, partition.assignment)
+    if result.recomputes_while_waiting:
+        problem = problem_of(graph, options, links, planner.view.placement)
+        while_waiting = _while_waiting(planner)
+        partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
     return Plan(
-        fingerprint=fingerprint,
+        fingerprint=origin.fingerprint,
         options=options,
-        capture=capture,
+        capture=origin.capture,
         k=options.k,
-        ranks=made.schedule.ranks,
-        stages_per_rank=options.k // made.schedule.ranks,
+        ranks=result.schedule.ranks,
+        stages_per_rank=options.k // result.schedule.ranks,
         replicas=1,
         microbatches=options.microbatches,
-        microbatch_shapes=tuple(microbatch_shapes),
+        microbatch_shapes=origin.microbatch_shapes,
         links=links,
         allocator=graph.memory,
         time_unit=graph.time_unit,
-        stages=made.stages,
+        stages=result.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
-        parameters=tuple(owners_of(graph, made.stages)),
-        schedule=made.schedule,
-        prediction=made.prediction,
-        search=_told(partition.search, made.prediction.step_ns),
-        ordering=made.ordering,
+        parameters=tuple(owners_of(graph, result.stages)),
+        schedule=result.schedule,
+        prediction=result.prediction,
+        search=_with_step(partition.search, result.prediction.step_ns),
+        ordering=result.ordering,
     )
 
 
 class Scheduled(NamedTuple):
-    """The stages of a cut, who does what when, what that is expected to take, and whether
-    recomputes fill `waiting`.
+    """The stages of a cut, the order of their actions, and what a step is expected to take and
+    hold.
+
+    With `recomputes_while_waiting` whole stages recompute where their ranks would wait.
     """
 
     stages: tuple[Stage, ...]
     schedule: Schedule
     ordering: Ordering | None
     prediction: Prediction
-    waiting: bool
+    recomputes_while_waiting: bool
 
 
 def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    """The stages of a cut in order; with whole stages computed again, rather than regions, if the
-    step is shorter.
+    """Return the stages of a cut with their schedule.
+
+    Regions are recomputed as part of a backward, and whole stages in an action of their own, which
+    may begin while the rank waits for gradients. So whole stages are tried too where regions were
+    chosen, and the shorter step is returned.
     """
-    found = _ordered(planner, links, assignment)
-    if planner.options.recompute == "auto" and any(stage.regions for stage in found.stages):
+    with_regions = _schedule(planner, links, assignment)
+    has_regions = any(stage.regions for stage in with_regions.stages)
+    if planner.options.recompute == "auto" and has_regions:
         with suppress(InfeasibleError):
-            other = _ordered(_waiting(planner), links, assignment)
-            return min(found, other, key=lambda each: each.prediction.step_ns)
-    return found
+            with_stages = _schedule(_while_waiting(planner), links, assignment)
+            return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
+    return with_regions
 
 
-def _waiting(planner: RecomputePlanner) -> RecomputePlanner:
+def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
+    """The planner for stages that recompute as a whole, while their ranks wait."""
     return replace(planner, waiting=True, known={})
 
 
-def _ordered(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
     graph, options = planner.graph, planner.options
     stages = stages_of(graph, assignment, planner)
     schedule, ordering = schedule_plan(options, stages, links, planner.view.placement, graph.memory)
@@ -148,18 +165,17 @@ def _ordered(planner: RecomputePlanner, links: Links, assignment: Mapping[str, i
     return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
 
 
-def _told(search: Search, step_ns: int) -> Search:
-    """With the step of the plan, whose schedule may be another than the one by which the cuts were
-    compared.
+def _with_step(search: Search, step_ns: int) -> Search:
+    """`search` with the step of the plan: cuts were compared by a named schedule, which it may not
+    have.
+
+    The cut of another objective is only named if its step is more than 1 % shorter than that.
     """
-    faster = (
-        search.faster
-        if search.faster is not None and search.faster.step_ns * 100 < step_ns * 99
-        else None
-    )
-    return msgspec.structs.replace(
-        search, values={**search.values, "step_ns": step_ns}, faster=faster
-    )
+    faster = search.faster
+    if faster is not None and faster.step_ns * 100 >= step_ns * 99:
+        faster = None
+    values = {**search.values, "step_ns": step_ns}
+    return msgspec.structs.replace(search, values=values, faster=faster)
 
 
 def predicted(
@@ -169,7 +185,7 @@ def predicted(
     caps: Sequence[int] | None,
     allocator: AllocatorName,
 ) -> Prediction:
-    """The step of `schedule` simulated, and what its ranks hold, each under its cap."""
+    """Return the step of `schedule`, simulated, and what its ranks hold, each under its cap."""
     room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
     problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, room)
     timeline = simulate(problem, schedule)

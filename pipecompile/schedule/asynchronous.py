@@ -87,6 +87,7 @@ def _update_of_several_microbatches(size: PipelineSize, microbatch: int) -> int:
     An update has at least p microbatches, the fewest that the paper allows: 11 microbatches on 4
     ranks make two updates, of 6 and of 5 microbatches.
     """
+    # Fewer microbatches than ranks make a single update.
     updates = max(1, size.microbatches // size.ranks)
     return microbatch * updates // size.microbatches
 
@@ -107,6 +108,7 @@ def with_versions(
     for action in row:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None, "compute actions name their microbatch"
+        # Recomputes and backwards too: all actions of a microbatch in a stage share its version.
         yield action._replace(version=rule.version(size, stage, microbatch))
         update = rule.update(size, microbatch)
         is_last = microbatch + 1 == microbatches or rule.update(size, microbatch + 1) > update

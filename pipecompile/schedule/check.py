@@ -139,6 +139,7 @@ def _count_violations(checked: _CheckedSchedule) -> Iterator[str]:
     """Each required action must be there once, and no other one."""
     counts, required = checked.counts, set(_required_actions(checked))
     repeated = {action for action, count in counts.items() if count > 1}
+    # Only these can be wrong, and in a sound schedule there are none: the sort below is free.
     suspects = (required ^ counts.keys()) | repeated
     for action in sorted(suspects, key=_by_stage_and_microbatch):
         count = counts[action]
@@ -175,12 +176,14 @@ def _required_actions(checked: _CheckedSchedule) -> Iterator[Action]:
             recompute = Action(stage, Kind.RECOMPUTE, microbatch)
             if checked.problem.recomputes(recompute):
                 yield recompute
+            # The schedule itself says whether it splits this backward.
             halves = (
                 Action(stage, Kind.BACKWARD_INPUT, microbatch),
                 Action(stage, Kind.BACKWARD_WEIGHT, microbatch),
             )
             is_split = halves[0] in counts or halves[1] in counts
             yield from halves if is_split else (Action(stage, Kind.BACKWARD, microbatch),)
+    # Asynchronous schedules sum within their optimizer steps.
     if checked.trains and schedule.weight_versions == "synchronous":
         yield from (Action(stage, Kind.REDUCE) for stage in range(len(schedule.placement)))
     for pair in checked.messages.values():
@@ -202,12 +205,14 @@ def _ordered_pairs(checked: _CheckedSchedule) -> Iterator[tuple[Action, Action]]
         if action.kind not in COMPUTE:
             continue
         for needed in dependencies(action):
+            # Within a rank the result is handed over directly; else the receive must come first.
             if checked.rank(needed) == checked.rank(action):
                 yield needed, action
             elif needed in checked.messages:
                 yield checked.messages[needed][1], action
         if action in checked.messages:
             yield action, checked.messages[action][0]
+        # The pair is skipped where the schedule has no such recompute.
         if action.kind in BACKWARDS:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch), action
         if action.kind in WEIGHT_GRADIENT_KINDS:
@@ -247,6 +252,7 @@ def _memory_violations(checked: _CheckedSchedule) -> Iterator[str]:
     problem = checked.problem
     pairs = zip(checked.schedule.compute, problem.caps or (), strict=False)
     for rank, (row, cap) in enumerate(pairs):
+        # Time plays no role: a rank takes and frees bytes in the order of its row.
         held = problem.held_bytes(row)
         over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
         if over is not None:
@@ -266,6 +272,7 @@ def _crossed_messages(checked: _CheckedSchedule) -> Iterator[str]:
             sent[rank, checked.rank(receive)].append(receive)
         elif action.kind in _RECEIVES:
             expected[checked.rank(_partner(action)), rank].append(action)
+    # Counts are right by now, so a link without sends has no receives either.
     for link in sorted(sent):
         pairs = zip_longest(sent[link], expected[link])
         crossed = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -304,6 +311,7 @@ def _deadlock(checked: _CheckedSchedule, dependencies: Dependencies) -> str | No
 
 def _rendezvous(checked: _CheckedSchedule) -> Dependencies:
     """A transfer ends when its partner is reached, that is, when the action before that is done."""
+    # A transfer is reached as soon as the action in front of it in its row is done.
     before = {right: left for row in checked.schedule.rows for left, right in pairwise(row)}
 
     def dependencies(action: Action) -> list[Action]:

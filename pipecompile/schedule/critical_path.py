@@ -81,11 +81,13 @@ def _predecessor(
 ) -> tuple[StartReason, _Place | None]:
     """Return why an event does not begin earlier, and the place of the event that it waits for."""
     action, start_ns, _ = timeline.events[rank][index]
+    # Reasons are tried from the most local one on: the rank itself, then its inputs.
     if not start_ns:
         return "start", None
     if index and timeline.events[rank][index - 1].end_ns == start_ns:
         return "rank", (rank, index - 1)
     delivery = deliveries.get(_code(problem, action))
+    # Neither the rank nor an input explains the start, so sends blocked the rank until then.
     if delivery is None or delivery.arrival_ns < start_ns:
         return "send", (rank, index - 1)
     produced_ns = timeline.events[delivery.rank][delivery.position].end_ns
@@ -110,11 +112,13 @@ def _deliveries(problem: PlacedProblem, timeline: Timeline) -> dict[int, _Delive
             clock_ns = end_ns
             for target, peer, transfer_ns in waiting[task]:
                 code = target * problem.microbatches + number
+                # A message without a receiver is not sent.
                 if code not in scheduled:
                     continue
                 delivery = _Delivery(clock_ns + transfer_ns, rank, index, queued=False)
                 if peer == rank:
                     delivery = delivery._replace(arrival_ns=end_ns)
+                # The next message of this action leaves only after this one.
                 elif network.blocking:
                     clock_ns += transfer_ns
                 elif network.shared:
@@ -129,4 +133,5 @@ def _queued(ahead: _Delivery | None, delivery: _Delivery, transfer_ns: int) -> _
     """Return a delivery over a link that the message ahead of it may still occupy."""
     if ahead is None or ahead.arrival_ns <= delivery.arrival_ns - transfer_ns:
         return delivery
+    # The message starts when the one ahead arrives, and so keeps that one as its cause.
     return ahead._replace(arrival_ns=ahead.arrival_ns + transfer_ns, queued=True)

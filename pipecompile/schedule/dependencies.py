@@ -63,6 +63,7 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
     waiting: list[list[Dependent]] = [[] for _ in range(4 * stages)]
 
     def add(kind: int, stage: int, to_kind: int, to_stage: int, transfer_ns: int = 0) -> None:
+        # Within a rank a result is handed over at once.
         is_remote = placement[stage] != placement[to_stage]
         waiting[kind * stages + stage].append(
             Dependent(
@@ -76,6 +77,7 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
         add(_FORWARD, stage, _RECOMPUTE, stage)
         add(_FORWARD, stage, _BACKWARD, stage)
         add(_BACKWARD, stage, _WEIGHT, stage)
+    # Neighbours come before skips: this is the order in which messages are sent.
     for stage in range(stages - 1):
         add(_FORWARD, stage, _FORWARD, stage + 1, problem.forward_transfer_ns[stage])
         if problem.gradient[stage]:
@@ -98,6 +100,7 @@ def message_of(
     if action.kind is Kind.FORWARD and stage + 1 < stages:
         send = Action(stage, Kind.SEND_FORWARD, microbatch)
         return send, Action(stage + 1, Kind.RECEIVE_FORWARD, microbatch)
+    # Both B and I produce the gradient that the stage before waits for; W produces none.
     if action.kind in BACKWARDS and stage and gradient[stage - 1]:
         send = Action(stage, Kind.SEND_BACKWARD, microbatch)
         return send, Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
@@ -155,6 +158,7 @@ def dependency_order(
             yield rank, action
             heads[rank] += 1
             done.add(action)
+            # The ranks that waited for this action go on after those that are ready already.
             ready.extend(waiting.pop(action, ()))
     if waiting:
         stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)

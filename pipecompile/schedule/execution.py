@@ -94,6 +94,7 @@ class _Executor:
         ]
         self.durations = [list(_durations(problem, row)) for row in rows]
         self.numbers = [[action.microbatch or 0 for action in row] for row in rows]
+        # These three are by code: missing inputs, when the last input arrives, when it is computed.
         self.pending = self._pending()
         self.arrivals = [0] * len(self.pending)
         self.produced = [0] * len(self.pending)
@@ -114,6 +115,7 @@ class _Executor:
         for row in self.dependents:
             for dependent in row:
                 inputs[dependent.task] += 1
+        # A negative number marks what the schedule does not have; nothing is delivered to it.
         pending = [-1 - max(inputs)] * (len(inputs) * self.microbatches)
         for tasks, numbers in zip(self.tasks, self.numbers, strict=True):
             for task, number in zip(tasks, numbers, strict=True):
@@ -136,12 +138,14 @@ class _Executor:
         tasks, numbers, durations, starts = (
             table[rank] for table in (self.tasks, self.numbers, self.durations, self.starts)
         )
+        # Rows are looked up once, since this is the inner loop of every simulation.
         woken: list[int] = []
         for index in range(len(starts), len(tasks)):
             code = tasks[index] * self.microbatches + numbers[index]
             if self.pending[code] > 0:
                 self.waiting[code] = rank
                 break
+            # All inputs are produced, though they may still be under way.
             start, now = self.arrivals[code], self.free_ns[rank]
             if start > now:
                 self.waits[rank].append(Wait(index, now, max(now, self.produced[code]), start))
@@ -174,10 +178,12 @@ class _Executor:
     def send(self, rank: int, peer: int, produced_ns: int, transfer_ns: int) -> int:
         """Return when a message arrives."""
         if self.network.blocking:
+            # The rank itself is busy with the message, and so goes on later.
             self.sending_ns[rank] += transfer_ns
             self.free_ns[rank] += transfer_ns
             return self.free_ns[rank]
         if self.network.shared:
+            # The message waits until the one ahead of it on the link has arrived.
             links = self.links_ns[rank]
             links[peer] = max(produced_ns, links[peer]) + transfer_ns
             return links[peer]

@@ -58,6 +58,7 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     """
     for _ in range(len(layout) - rank):
         yield from forwards(layout[rank])
+    # Tasks beyond the last microbatch are dropped by `tasks.numbered`.
     for _ in range(microbatches):
         yield from backwards(layout[rank])
         yield from forwards(layout[rank])
@@ -86,9 +87,11 @@ def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     groups = max(1, microbatches // ranks)
     size = max(ranks, -(-microbatches // groups))
     lead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * size
+    # One group after the other; within a group one stage after the other.
     forward_tasks = [task for task in forwards(stages) for _ in range(size)] * groups
     backward_tasks = [task for task in backwards(stages) for _ in range(size)] * groups
     yield from forward_tasks[:lead]
+    # The slice is empty when no forwards are left.
     for index, task in enumerate(backward_tasks, start=lead):
         yield from forward_tasks[index : index + 1]
         yield task

@@ -70,6 +70,7 @@ class _Climb:
 
     def run(self, steps: int, enough: int) -> Rows:
         best, best_rows = self.present, [list(row) for row in self.rows]
+        # A ring: step s is compared with the order of step s − MEMORY.
         history = [self.present] * MEMORY
         for step in range(steps):
             if best <= enough:
@@ -89,6 +90,7 @@ class _Climb:
         before = row[first : first + len(segment)]
         row[first : first + len(segment)] = segment
         times = self.instance.times(self.rows)
+        # A move may deadlock the order; then it is undone as well.
         if times is None or objective_ns(times, self.objective) > max(allowed, self.present):
             row[first : first + len(segment)] = before
             return
@@ -100,6 +102,7 @@ class _Climb:
         """Return a move of an operation on the critical path; None if it may not be made."""
         operation = self.path[self.random.randrange(len(self.path))]
         rank, index = self.places[operation]
+        # Short moves are by far the most likely ones.
         row, distance = self.rows[rank], 1 + min(int(self.random.expovariate(0.5)), FARTHEST)
         if self.random.random() < 0.5:
             first, passed = index - distance, row[max(index - distance, 0) : index]
@@ -156,6 +159,7 @@ class _Climb:
             rank, index = self.places[operation]
             if index and ends[self.rows[rank][index - 1]] == start:
                 tight.append(self.rows[rank][index - 1])
+            # Nothing ends just before it: it starts the step.
             if not tight:
                 return path
             path.append(tight[self.random.randrange(len(tight))] if len(tight) > 1 else tight[0])

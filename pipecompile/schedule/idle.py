@@ -54,6 +54,7 @@ def _blocked_by_memory(
     problem: PlacedProblem, execution: Execution, timeline: Timeline, rank: int
 ) -> Iterator[int]:
     """Yield the part of each wait in which a later forward could have run, had its bytes fitted."""
+    # Without caps memory never blocks a rank.
     if problem.caps is None:
         return
     row, held_bytes = timeline.events[rank], timeline.held_bytes[rank]
@@ -70,6 +71,7 @@ def _blocked_by_memory(
                 ready_ns[stage] = min(arrival, ready_ns.get(stage, arrival))
         seen = wait.position
         held = held_bytes[wait.position - 1] if wait.position else 0
+        # What the rank could still take during this wait.
         room = problem.caps[rank] - held
         first_ns = min(
             (

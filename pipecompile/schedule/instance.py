@@ -122,9 +122,11 @@ class ScheduleInstance:
             forward[stage + 1].append((FORWARD, stage, problem.forward_transfer_ns[stage]))
             if problem.gradient[stage]:
                 backward[stage].append((BACKWARD, stage + 1, problem.backward_transfer_ns[stage]))
+        # A tensor that skips stages goes forward, and its gradient goes back.
         for skip in problem.skips:
             forward[skip.destination].append((FORWARD, skip.source, skip.forward_ns))
             backward[skip.source].append((BACKWARD, skip.destination, skip.backward_ns))
+        # Weight gradients and recomputes wait for their own stage only.
         nothing: tuple[TaskInputs, ...] = ((),) * stages
         return tuple(map(tuple, forward)), tuple(map(tuple, backward)), nothing, nothing
 
@@ -179,6 +181,7 @@ class ScheduleInstance:
         when that is there: linear in the number of operations.
         """
         durations, sources = self.durations, self.sources
+        # An end below zero says that the operation has not run yet.
         ends = [-1] * self.code_count
         free, heads, lengths = [0] * len(rows), [0] * len(rows), [len(row) for row in rows]
         waiting: dict[int, list[int]] = {}
@@ -191,6 +194,7 @@ class ScheduleInstance:
                 for source, transfer_ns in sources[operation]:
                     end = ends[source]
                     if end < 0:
+                        # The rank comes back here when the source has run.
                         waiting.setdefault(source, []).append(rank)
                         break
                     if end + transfer_ns > clock:
@@ -227,6 +231,7 @@ class ScheduleInstance:
             for stage in stages:
                 kind = WEIGHT if self.split[stage] else BACKWARD
                 gradients.append((ends[self.operation(kind, stage, last)], stage))
+            # The stage that is complete first is summed first.
             for end, stage in sorted(gradients):
                 reduce_ns = self.problem.costs[stage].reduce_ns
                 if reduce_ns:

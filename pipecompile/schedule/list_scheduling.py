@@ -124,6 +124,7 @@ class _OrderBuilder:
         """Return whether all operations could be done."""
         while self.queue:
             now, rank = heappop(self.queue)
+            # Moments may be out of date: the rank has started something since.
             if self.free[rank] <= now:
                 choice = self.choose(rank, now)
                 if choice is not None:
@@ -141,6 +142,7 @@ class _OrderBuilder:
         self.todo_ns[rank] -= self.task_ns[kind][stage]
         self.held[rank] += self.task_bytes[kind][stage]
         self.rows[rank].append(self.instance.operation(kind, stage, microbatch))
+        # The rank chooses next when it is free, and users when their last input arrives.
         heappush(self.queue, (end, rank))
         self.recomputed[rank] = stage if kind == RECOMPUTE else None
         if kind > BACKWARD:
@@ -160,6 +162,7 @@ class _OrderBuilder:
             return BACKWARD, recomputed
         backward, next_backward = self._backward(rank, now)
         forward, next_forward, is_blocked = self._forward(rank, now)
+        # Where both could start, the priorities decide.
         if backward is not None and (forward is None or self._prefers_backward(rank)):
             return self._with_recompute(rank, backward, now)
         if forward is None:
@@ -189,6 +192,7 @@ class _OrderBuilder:
         for stage in self.forwards[rank]:
             microbatch = done[stage]
             in_flight = microbatch - self.done[BACKWARD][stage]
+            # The stage is done, or as far ahead as it may be.
             if microbatch == self.microbatches or in_flight >= self.priorities.depth[stage]:
                 continue
             if self.missing[FORWARD][stage][microbatch]:
@@ -221,6 +225,7 @@ class _OrderBuilder:
         """Return whether this forward would delay the rank's first backward, which is known."""
         if not self.priorities.yields_to_backward or next_backward is None:
             return False
+        # Only the first backward counts: later ones have others to fill the pipeline.
         if self.done[BACKWARD][self.instance.stages_by_rank[rank][-1]]:
             return False
         return next_backward - now < self.task_ns[FORWARD][stage]
@@ -238,6 +243,7 @@ class _OrderBuilder:
                 pending.append((done[BACKWARD][stage] - done[WEIGHT][stage], -stage))
         if not pending:
             return None
+        # Of equal ones the first stage goes first.
         stage = -max(pending)[1]
         if is_blocked or next_ns is None or not self._waits(rank, stage, now, next_ns):
             return WEIGHT, stage
@@ -245,6 +251,7 @@ class _OrderBuilder:
 
     def _waits(self, rank: int, stage: int, now: int, next_ns: int) -> bool:
         """Return whether a rank idles until `next_ns` rather than start a weight gradient."""
+        # The wait is longer than the patience for it: the weight gradient starts.
         if next_ns - now >= self.priorities.patience * self.task_ns[WEIGHT][stage]:
             return False
         if not self.priorities.waits_within_slack:
@@ -253,6 +260,7 @@ class _OrderBuilder:
         to_come = self.microbatches - min(
             backwards[other] for other in self.instance.stages_by_rank[rank]
         )
+        # The time until the goal in which the rank has nothing to do.
         slack_ns = self.goal_ns - now - self.todo_ns[rank]
         return (next_ns - now) * to_come <= SHARES * slack_ns
 

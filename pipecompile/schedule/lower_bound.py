@@ -67,6 +67,7 @@ def jackson_makespan(jobs: list[tuple[int, int, int]]) -> int:
             heappush(ready, (-tail, time))
             index += 1
         tail, left = heappop(ready)
+        # The job runs until it ends or until the next head, when a larger tail may take over.
         until = jobs[index][0] if index < len(jobs) else now + left
         spent = min(left, until - now)
         now += spent
@@ -91,10 +92,12 @@ def _drain_bound(
     stages, cap = instance.stages_by_rank[rank], instance.problem.caps[rank]
     per_byte = _most_work_per_byte(instance, stages)
     total = sum(time for _, time, _ in jobs)
+    # The cap does not limit what can be left at the end.
     if per_byte == inf or cap * per_byte >= total:
         return 0
     left = int(cap * per_byte)
     now, done = 0, 0
+    # The earliest time by which all work except `left` can be done on this rank.
     for head, time, _ in sorted(jobs):
         now = max(now, head)
         spent = min(time, total - left - done)
@@ -135,12 +138,15 @@ def _heads(instance: ScheduleInstance) -> TaskTimes:
     freed_by, heads, loads = _freed_by(instance), _zero_times(instance), RankLoads(instance)
     for j in range(instance.problem.microbatches):
         for kind, stage in _dependency_order(instance):
+            # Microbatches of a task follow each other.
             head = heads[kind][stage][j - 1] + times[kind][stage] if j else 0
             for other, source, transfer_ns in inputs[kind][stage]:
                 head = max(head, heads[other][source][j] + times[other][source] + transfer_ns)
+            # A microbatch goes through F, R, B and W of a stage in this order.
             before = _kind_before(instance, kind, stage)
             if before is not None:
                 head = max(head, heads[before][stage][j] + times[before][stage])
+            # A forward waits until a backward has made room for it.
             for freeing, count in freed_by[stage] if kind == FORWARD else ():
                 if j >= count:
                     head = max(head, heads[BACKWARD][freeing][j - count] + times[BACKWARD][freeing])
@@ -161,6 +167,7 @@ def _tails(instance: ScheduleInstance) -> TaskTimes:
             for waiting, count in frees[stage] if kind == BACKWARD else ():
                 if j + count <= last:
                     tail = max(tail, times[FORWARD][waiting] + tails[FORWARD][waiting][j + count])
+            # The sum over the replicas follows the stage's last gradient.
             if j == last and kind == instance.kinds[stage][-1]:
                 tail = max(tail, instance.problem.costs[stage].reduce_ns)
             tails[kind][stage][j] = max(tail, loads.after(kind, stage, last - j))

@@ -189,6 +189,7 @@ def _named(name: str) -> _NamedSchedule:
 
 def _has_shape(name: str, placement: Sequence[int]) -> bool:
     shape, stages_per_rank = required_placement(name)
+    # GPipe and an evaluation run on every placement.
     if shape == "any":
         return True
     number = len(placement) // len(set(placement))

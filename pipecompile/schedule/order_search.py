@@ -89,6 +89,7 @@ class OrderSearch:
     def run(self) -> Schedule:
         """Return the best order found, as a schedule of compute actions."""
         self._seed()
+        # Without time for climbing most of the budget goes to list schedules.
         self._build(self.budget * (0.25 if self._climbs else 0.8))
         self._move_weight_gradients()
         for number, candidate in enumerate(self.pool[:CLIMBERS]):
@@ -112,6 +113,7 @@ class OrderSearch:
         if rows is None or times is None:
             return
         value_ns = objective_ns(times, self.objective)
+        # Different values keep the pool from filling up with variations of one order.
         if all(value_ns != other.value_ns for other in self.pool):
             self.pool.append(_OrderCandidate(value_ns, rows, priorities))
             self.pool.sort(key=lambda candidate: candidate.value_ns)
@@ -122,6 +124,8 @@ class OrderSearch:
         for schedule in self.named:
             rows = self.instance.rows_of_schedule(schedule)
             self._add(rows)
+            # Named orders are for equal stages: their weight gradients are rarely where they fit
+            # best.
             if self.instance.fits(rows) and self.instance.times(rows) is not None:
                 self._add(refill_weight_gradients(self.instance, rows))
 
@@ -189,6 +193,7 @@ class OrderSearch:
             times = self._times(rows)
             if times.makespan_ns <= self.bound_ns:
                 break
+            # Wide enough for about WINDOW_OPERATIONS operations on average.
             width_ns = max(1, times.makespan_ns * WINDOW_OPERATIONS // self.size)
             start_ns = self.random.randrange(-width_ns // 2, times.makespan_ns)
             window = window_between(self.instance, rows, times.ends, start_ns, start_ns + width_ns)
@@ -196,6 +201,7 @@ class OrderSearch:
                 self.instance, rows, times, window, effort=WINDOW_EFFORT, seed=0
             )
             left_seconds -= effort * SECONDS_PER_EFFORT + WINDOW_SECONDS
+            # The rest of the work on a window grows with the whole order.
             left_seconds -= self.size / OPERATIONS_PER_SECOND * 10
             idle += 1
             if reordered is not None:

@@ -26,6 +26,7 @@ _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def thrifty_priorities(instance: ScheduleInstance) -> Iterator[Priorities]:
     """Yield the few that come near the bound by themselves with many microbatches, best first."""
+    # Depths of 7/4, 6/4, 8/4 and 5/4 of those of 1F1B, rounded up.
     for patience, quarters in product((0.75, 1.0), (7, 6, 8, 5)):
         depth = tuple(-(-quarters * stages // 4) for stages in _stages_to_the_end(instance))
         yield Priorities(
@@ -100,6 +101,7 @@ def varied_priorities(priorities: Priorities, source: random.Random) -> Prioriti
     """Return priorities that differ little from these."""
     depth = []
     for before in priorities.depth:
+        # Most depths stay as they are.
         step = source.choice((-2, -1, 0, 0, 1, 2)) if source.random() < 0.4 else 0
         depth.append(max(1, before + step))
     varied = replace(priorities, depth=tuple(depth))

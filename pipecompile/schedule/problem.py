@@ -138,6 +138,7 @@ class PlacedProblem:
         In an evaluation, a row without backwards, nothing is held longer than its own action.
         """
         changes = map(self.change_bytes, row)
+        # Nothing waits for a backward in an evaluation, so that bytes do not add up.
         trains = any(action.kind in BACKWARDS for action in row)
         return tuple(accumulate(changes) if trains else changes)
 
@@ -171,6 +172,7 @@ class PlacedProblem:
         last = list(self._changes)
         for stage, costs in enumerate(self.costs):
             if costs.recompute and costs.except_last:
+                # The only forward keeps what a recompute would make.
                 last[stage] = changes(
                     kept=costs.recomputed_bytes + self._skipped_bytes[stage],
                     recomputed=0,

@@ -30,7 +30,9 @@ class RankLoads:
             # Stages whose backward must come before that of this one, and the other way around.
             before = [s for s in stages if stage <= s <= reach[stage]]
             after = [s for s in stages if s <= stage <= reach[s]]
+            # Its rank takes a microbatch through its earlier stages first.
             self.least_before[FORWARD].append(sum(forward[s] for s in stages if s <= stage))
+            # All forwards up to where its gradient comes from, and the backwards on the way back.
             self.least_before[BACKWARD].append(
                 sum(forward[s] for s in stages if s <= reach[stage])
                 + sum(recompute[s] + backward[s] for s in before)

@@ -50,6 +50,7 @@ def move_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     while True:
         moved = _moved_into_gaps(problem, schedule, execution.waits)
         after = execute(problem, moved)
+        # Moves delay nothing, so either the step got shorter or they gained nothing.
         if _end_ns(after) >= _end_ns(execution):
             return schedule
         schedule, execution = moved, after
@@ -77,6 +78,7 @@ def _moves(
 ) -> dict[int, int]:
     """Return by index of a recompute the index of the action in front of which it goes."""
     held = list(accumulate(map(problem.change_bytes, row)))
+    # Orders over their cap are allowed here; they must only not get worse.
     limit = max([cap, *held])
     gaps = {wait.position: wait.end_ns - wait.start_ns for wait in waits}
     moves: dict[int, int] = {}
@@ -92,6 +94,7 @@ def _moves(
             continue
         time_ns, size = problem.duration_ns(action), problem.change_bytes(action)
         forward = forwards[action.stage, action.microbatch]
+        # The nearest one, so that what is recomputed is held as briefly as possible.
         gap = next((gap for gap in reversed(earlier) if gaps[gap] >= time_ns), -1)
         if gap > forward and max(held[gap - 1 : index]) + size <= limit:
             moves[index] = gap

@@ -144,10 +144,12 @@ def _best_answer(
     skips: bool = False,
 ) -> ScheduleAnswer:
     """Return the best of the candidates; `began` is when the work on them began."""
+    # An order that fits is better than any that does not.
     best = min(candidates, key=lambda candidate: (candidate.over_bytes, candidate.value_ns))
     violations = _memory_violations(best)
     named = tuple(order for candidate in candidates for order in _named_orders(candidate))
     bounds = [candidate.bound_ns for candidate in candidates if candidate.bound_ns is not None]
+    # The smallest one holds for all placements together.
     bound_ns, timeline = min(bounds, default=None), best.timeline
     order = Order(
         asked="csv" if request.order is not None else request.name,
@@ -327,6 +329,7 @@ def _over_bytes(problem: PlacedProblem, peaks: Sequence[int]) -> int:
 
 def _memory_violations(candidate: _PlacementCandidate) -> list[str]:
     """Return which ranks exceed their caps; ScheduleError if anything else is wrong."""
+    # torch has no messages for skips, but the rest of the order can be checked.
     problem = _without_skips(candidate.problem)
     schedule = add_transfers(problem, candidate.schedule)
     violations = faults = check_schedule(schedule, problem)

@@ -72,6 +72,7 @@ def search(
     bound_ns = order_lower_bound(problem, objective)
     best = best_named(named)
     candidates = [] if best is None else [(best.value_ns, best.schedule)]
+    # A named order that meets the bound cannot be improved.
     if best is None or best.value_ns > bound_ns:
         instances = list(_instances(problem))
         # Whole seconds, so that it is zero except for large problems.
@@ -82,6 +83,7 @@ def search(
         for instance in instances:
             share = left_seconds / len(instances)
             order = OrderSearch(instance, objective, bound_ns, share, seeds).run()
+            # Recomputes may still fit into earlier gaps, of which the search knows nothing.
             schedule = move_recomputes(problem, order)
             candidates.append((objective_ns(simulate(problem, schedule), objective), schedule))
     value_ns, schedule = min(candidates, key=lambda candidate: candidate[0])
@@ -128,6 +130,7 @@ def _check_that_any_order_fits(problem: PlacedProblem) -> None:
     """
     if problem.caps is None:
         return
+    # For one microbatch alone it makes no difference whether backwards are split.
     instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
     if serial_order(instance) is not None:
         return

@@ -72,6 +72,7 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
     ranks = options.k // stages_per_rank
     if name == "search" and options.placement is None:
         return tuple(dict.fromkeys(place(shape, ranks, stages_per_rank) for shape in SHAPES))
+    # A placement that the schedule cannot have is refused when it is generated.
     default = "linear" if shape == "any" else shape
     return (place(options.placement or default, ranks, stages_per_rank),)
 
@@ -84,6 +85,7 @@ def _unfilled_ranks(options: Options, stages_per_rank: int) -> str:
     k, source = options.k, f"schedule {options.schedule!r}"
     if options.stages_per_rank:
         source = f"stages_per_rank={stages_per_rank}"
+    # Rounded up: with 2 stages on a rank k=3 is nearest to k=4, which gives 2 ranks.
     ranks = -(-k // stages_per_rank)
     return (
         f"k={k} stages do not fill their ranks: {source} places {stages_per_rank} stages on a "
@@ -101,6 +103,7 @@ def representative_schedule(options: Options, placement: Sequence[int]) -> str:
     if options.schedule != "search":
         return options.schedule
     shapes = shapes_of(placement)
+    # With one stage on each rank every shape is linear.
     if "linear" in shapes:
         return "1f1b"
     return "zb-v" if "v" in shapes else "interleaved-1f1b"
@@ -169,6 +172,7 @@ def schedule_plan(
     else:
         compute = named_schedule_within(options.schedule, safe, excess)
     schedule = add_transfers(problem, compute)
+    # `problem` has no caps: memory is judged by the memory model, in `excess`.
     violations = check_schedule(schedule, problem)
     assert not violations, f"the schedule is not sound: {violations}"
     return schedule, ordering
@@ -257,6 +261,7 @@ def _fitting_results(
             break
         caps = list(lowered.caps or ())
         for rank, (row, more) in enumerate(zip(result.schedule.compute, over, strict=True)):
+            # The rank must hold less than it did, by what it exceeded.
             if more:
                 caps[rank] = max(0, max(lowered.held_bytes(row)) - more)
         lowered = replace(lowered, caps=tuple(caps))

@@ -65,6 +65,7 @@ def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | No
         return stage in unfinished and not waits and fits(RECOMPUTE, stage)
 
     while unfinished:
+        # The deepest stage that can go back does so; else the next forward runs.
         stage = next(filter(can_go_back, reversed(range(next_forward))), None)
         if stage is not None:
             unfinished.remove(stage)

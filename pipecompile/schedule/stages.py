@@ -51,6 +51,7 @@ def problem_of_stages(
     rank itself is added to the action that it belongs to.
     """
     boundaries = list(pairwise(placement))
+    # crosses_ranks[s] is about the boundary before stage s; the ends have none.
     crosses_ranks = [False, *(left != right for left, right in boundaries), False]
     forward_ns, backward_ns, costs = [], [], []
     for stage, (left, right) in zip(stages, boundaries, strict=False):

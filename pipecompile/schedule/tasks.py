@@ -52,6 +52,7 @@ def numbered(tasks: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
     used: Counter[Task] = Counter()
     actions = []
     for stage, kind in tasks:
+        # DualPipeV has full and split backwards of one stage.
         halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
         microbatch = used[stage, halves[0]]
         for half in halves:

@@ -49,6 +49,7 @@ def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
         message = message_of(action, problem.stages, problem.gradient)
         if message:
             send, receive = message
+            # Both ends are appended now, so that all ranks have messages in one global order.
             peer = placement[receive.stage]
             if peer != rank:
                 rows[rank].append(send)

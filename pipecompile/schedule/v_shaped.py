@@ -96,6 +96,7 @@ def _repeated(layout: Layout, microbatches: int, block: BuildingBlock) -> list[l
     """Return the tasks of each rank, where each microbatch's block begins a period later."""
     rows = []
     for slots in _slots(layout, block):
+        # Blocks of different microbatches never collide, so slots give one order of the tasks.
         shifted = [(slot + _PERIOD * i, task) for i in range(microbatches) for slot, task in slots]
         rows.append([task for _, task in sorted(shifted)])
     return _with_weight_gradients(rows, 2 * len(layout) - 1, block)
@@ -141,6 +142,7 @@ def _with_weight_gradients(
             if task is None:
                 continue
             complete[rank].append(task)
+            # Activations are held from F to W; I frees none of them.
             held[rank] += {_F: 1, _I: 0, _W: -1}[task[1]]
             if task in done:
                 done[task] += 1
@@ -180,6 +182,7 @@ def _early_forward(queue: Iterable[Task], done: dict[Task, int], room: int) -> i
             break
         if task[1] is _F and _can_begin(task, done, last=0):
             return index
+        # A forward that is overtaken needs room later, and an I lets a W free some.
         room += {_F: -1, _I: 1}[task[1]]
     return None
 

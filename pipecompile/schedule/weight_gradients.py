@@ -30,11 +30,13 @@ def _postponed(instance: ScheduleInstance, row: list[int], times: OrderTimes) ->
     kinds = [instance.decode(operation)[0] for operation in row]
     if WEIGHT not in kinds:
         return row
+    # The index of the last backward.
     last = len(kinds) - 1 - kinds[::-1].index(BACKWARD)
     left_ns, moved = times.makespan_ns - times.ends[row[-1]], set[int]()
     for index in range(last - 1, -1, -1):
         if kinds[index] == WEIGHT:
             left_ns -= instance.durations[row[index]]
+            # Only those nearest to the end move, so that their order stays.
             if left_ns < 0:
                 break
             moved.add(index)
@@ -59,6 +61,7 @@ def _advanced(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> 
     free_ns = times.ends[row[0]] if row else 0
     for operation in row:
         kind, stage, microbatch = instance.decode(operation)
+        # How long the rank waits before this operation.
         wait_ns = times.ends[operation] - instance.durations[operation] - free_ns
         while wait_ns > 0:
             chosen = _fitting_stage(instance, pending, wait_ns)

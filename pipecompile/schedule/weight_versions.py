@@ -90,6 +90,7 @@ def _stale_versions(schedule: Schedule) -> Iterator[str]:
     for rank, action in schedule:
         stage = action.stage
         newest[stage] += action.kind is Kind.STEP
+        # Forwards that name no version are reported by another rule.
         version = newest[stage] if action.version is None else action.version
         must_be_newest = schedule.weight_versions == "stashed" or stage == 0
         if must_be_newest and action.kind is Kind.FORWARD and version < newest[stage]:

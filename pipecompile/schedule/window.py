@@ -88,6 +88,7 @@ class _Neighbourhood:
         ]
         members = [operation for row in self.free for operation in row]
         self.origin = min(times.ends[o] - self.durations[o] for o in members)
+        # The present order is a solution, so no operation needs to end later.
         self.horizon = times.makespan_ns - self.origin
         self.model = cp_model.CpModel()
         self.starts = {
@@ -154,6 +155,7 @@ class _Neighbourhood:
         """
         intervals, demands = [], []
         for first, last, size in self._lifetimes(free):
+            # It was taken before the window and is freed in it.
             if first not in self.starts:
                 room += size  # it is held from the beginning on, and an interval of its own below
             start = self.starts.get(first, 0)
@@ -161,6 +163,7 @@ class _Neighbourhood:
             length = self.model.new_int_var(0, self.horizon, "")
             intervals.append(self.model.new_interval_var(start, length, end, ""))
             demands.append(size)
+        # Otherwise the cap is no constraint.
         if sum(demands) > room:
             self.model.add_cumulative(intervals, demands, room)
 
@@ -189,6 +192,7 @@ class _Neighbourhood:
         makespan = model.new_int_var(0, self.horizon, "")
         for operation, start in self.starts.items():
             model.add(makespan >= start + self.durations[operation] + tails[operation])
+            # The search starts from the present order.
             model.add_hint(start, self.ends[operation] - self.durations[operation] - self.origin)
         model.minimize(makespan)
 
@@ -228,6 +232,7 @@ class _Neighbourhood:
         """Return the rows with the window in the order found, None without one, and the effort."""
         solver = cp_model.CpSolver()
         solver.parameters.max_deterministic_time = effort
+        # One worker and a fixed seed give the same order on every machine.
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         is_solved = solver.solve(self.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)

@@ -128,7 +128,7 @@ def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
     pipeline = _compiled(target, setting, **choices)
     if setting.recompute not in ("none", "stage", "except-last"):
         stages = pipeline.plan.stages
-        assert any(stage.recompute != "none" or stage.saving for stage in stages), (
+        assert any(stage.recompute != "none" or stage.encoded_runs for stage in stages), (
             "everything is kept as it is"
         )
     rank = torch.distributed.get_rank()

@@ -34,7 +34,7 @@ from pipecompile.codegen.stages import emit
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import (
@@ -69,9 +69,9 @@ class Stage:
     nodes: tuple[str, ...]
 
     @cached_property
-    def lives(self) -> Lives:
+    def lives(self) -> LiveRanges:
         """The storages of its graph."""
-        return Lives(self.graph)
+        return LiveRanges(self.graph)
 
     @cached_property
     def problem(self) -> RecomputeProblem:
@@ -355,7 +355,7 @@ def _told(row: dict[str, Any]) -> str:
 def _peak(target: Target, stage: Stage, in_flight: int, choice: RegionChoice) -> dict[str, Any]:
     regions = [stage.nodes[start:stop] for start, stop in choice.regions]
     footprint = footprint_of(stage.lives, stage.before, stage.nodes, regions)
-    kept = footprint.kept.expected
+    kept = footprint.activations.expected
     forward, backward = footprint.forward_peak.expected, footprint.backward_peak.expected
     return {
         "regions": len(regions),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from pipecompile.ir.graph import CostGraph, Gradient, Node, Parameter, Tensor
+from pipecompile.ir.graph import CostGraph, GradientStorage, Node, Parameter, Tensor
 from pipecompile.ir.module_paths import block_of
 
 __all__ = ["LEAST", "tiled"]
@@ -72,9 +72,12 @@ class _Tiling:
             contents=tuple(source.contents[index] for index in storages) if source.contents else (),
             parameters=tuple(sorted(self._parameters(), key=lambda parameter: parameter.name)),
             gradients=tuple(gradients),
-            together=tuple(
-                tuple(self._named(name, homes[index].layer, to) for name in source.together[index])
-                for homes in [[self._home[names[0]] for names in source.together]]
+            recomputed_together=tuple(
+                tuple(
+                    self._named(name, homes[index].layer, to)
+                    for name in source.recomputed_together[index]
+                )
+                for homes in [[self._home[names[0]] for names in source.recomputed_together]]
                 for index, to in self._moved(homes)
             ),
         )
@@ -198,7 +201,7 @@ class _Tiling:
             group=self._named(node.group, layer, to) if node.group in self._home else node.group,
             module=_renamed(node.module, to),
             parameters=tuple(_renamed(name, to) for name in node.parameters),
-            given_as_views=tuple(_renamed(name, to) for name in node.given_as_views),
+            view_gradients=tuple(_renamed(name, to) for name in node.view_gradients),
             saved=tuple(self._stored(storage, layer, to) for storage in node.saved),
         )
 
@@ -211,16 +214,16 @@ class _Tiling:
             storage=None if tensor.storage is None else self._stored(tensor.storage, layer, to),
         )
 
-    def _gradient(self, gradient: Gradient, to: int) -> Gradient:
+    def _gradient(self, gradient: GradientStorage, to: int) -> GradientStorage:
         layer, before = self._home[gradient.producer].layer, gradient.continues
         return replace(
             gradient,
             producer=self._named(gradient.producer, layer, to),
             last=self._named(gradient.last, layer, to),
             readers=tuple(self._named(name, layer, to) for name in gradient.readers),
-            captured=tuple(self._named(name, layer, to) for name in gradient.captured),
-            given=tuple(
-                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.given
+            captured_at=tuple(self._named(name, layer, to) for name in gradient.captured_at),
+            edges=tuple(
+                tuple(self._named(name, layer, to) for name in pair) for pair in gradient.edges
             ),
             continues=None
             if before is None

@@ -100,7 +100,7 @@ def one_process(name: str) -> dict[str, Any]:
 def sum_of_ranks_ns(plan: Plan) -> int:
     """What all ranks do in a step, one after another."""
     timeline = simulate_plan(plan)
-    return sum(timeline.busy_ns) + sum(stage.finish_ns for stage in plan.stages)
+    return sum(timeline.busy_ns) + sum(stage.per_step_ns for stage in plan.stages)
 
 
 @contextmanager

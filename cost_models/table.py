@@ -36,7 +36,7 @@ class Table:
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
         """As the graph has it."""
-        return self.graph.memory
+        return self.graph.allocator
 
     @property
     def fused_attention(self) -> tuple[FusedType, ...]:
@@ -79,7 +79,7 @@ class Table:
         """`graph` with what a step takes once as the table's nodes of the same names have it."""
         known = self.graph.by_name
         nodes = (
-            msgspec.structs.replace(node, finish_ns=known[node.name].finish_ns)
+            msgspec.structs.replace(node, per_step_ns=known[node.name].per_step_ns)
             for node in graph.nodes
         )
         return msgspec.structs.replace(graph, nodes=tuple(nodes))

@@ -176,10 +176,14 @@ def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
     """The same graph with what may not be recomputed, and what has to be copied if it is."""
     limits, copied = recompute_limits(module), copied_bytes(module)
     nodes = tuple(
-        replace(node, recomputable=node.name not in limits.never, written=copied.get(node.name, ()))
+        replace(
+            node,
+            is_recomputable=node.name not in limits.never,
+            buffer_copies=copied.get(node.name, ()),
+        )
         for node in graph.nodes
     )
-    return replace(graph, nodes=nodes, together=limits.together)
+    return replace(graph, nodes=nodes, recomputed_together=limits.together)
 
 
 def loss_of(
@@ -219,7 +223,7 @@ def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
         replace(
             node,
             parameters=canonical(node.parameters),
-            given_as_views=canonical(node.given_as_views),
+            view_gradients=canonical(node.view_gradients),
         )
         for node in costs.nodes
     ]

@@ -21,8 +21,12 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.lower_bounds import buffers, floors, freeable
-from pipecompile.memory_model.rank import rank_memory, room
+from pipecompile.memory_model.lower_bounds import (
+    bytes_lower_bounds,
+    freeable_bytes,
+    receive_buffers,
+)
+from pipecompile.memory_model.rank import available_for_activations, rank_memory
 from pipecompile.partition.problem import (
     BoundaryBuffers,
     MemoryConstraint,
@@ -132,8 +136,8 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     # If there are more microbatches than fit in flight, a backward has run before most are in
     # flight, and its gradients of parameters are there.
     has_gradients = options.microbatches > max(in_flight) and not one_in_flight
-    resident, saved = floors(
-        graph, options.recompute, gradients=has_gradients, saving=options.saving
+    resident, saved = bytes_lower_bounds(
+        graph, options.recompute, gradients=has_gradients, encodings=options.saving
     )
     constraint = MemoryConstraint(caps, in_flight, resident, saved)
     if ranks != options.k:
@@ -143,8 +147,8 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     return replace(
         constraint,
         price=_price(planner, one_in_flight),
-        boundary_buffers=BoundaryBuffers(*buffers(graph, options.microbatches)),
-        freeable=freeable(graph, options.recompute, options.saving, rate) if can_free else (),
+        boundary_buffers=BoundaryBuffers(*receive_buffers(graph, options.microbatches)),
+        freeable=freeable_bytes(graph, options.recompute, options.saving, rate) if can_free else (),
     )
 
 
@@ -192,12 +196,13 @@ def rank_excess_bytes(
     """
     caps, rank = options.caps(max(placement) + 1), placement[min(footprints)]
     assert caps is not None
-    allocator = ALLOCATORS[graph.memory]
+    allocator = ALLOCATORS[graph.allocator]
     if one_in_flight:
         needed = sum(
-            (footprint.kept + footprint.between).bound for footprint in footprints.values()
+            (footprint.activations + footprint.added_by_input_backward).bound
+            for footprint in footprints.values()
         )
-        left = room(
+        left = available_for_activations(
             footprints,
             caps[rank],
             microbatches=options.microbatches,

@@ -110,7 +110,7 @@ def _plan_on_placement(
         microbatches=options.microbatches,
         microbatch_shapes=origin.microbatch_shapes,
         links=links,
-        allocator=graph.memory,
+        allocator=graph.allocator,
         time_unit=graph.time_unit,
         stages=result.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
@@ -160,8 +160,10 @@ def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
 def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
     graph, options = planner.graph, planner.options
     stages = stages_of(graph, assignment, planner)
-    schedule, ordering = schedule_plan(options, stages, links, planner.view.placement, graph.memory)
-    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.memory)
+    schedule, ordering = schedule_plan(
+        options, stages, links, planner.view.placement, graph.allocator
+    )
+    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.allocator)
     return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
 
 

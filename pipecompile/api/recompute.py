@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
-from pipecompile.memory_model.snapshots import Moment
+from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
 from pipecompile.schedule.named import MAY_SPLIT
@@ -27,7 +27,7 @@ def recompute_planner(
 def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView:
     name = representative_schedule(options, placement)
 
-    def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Moment, ...]:
+    def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Snapshot, ...]:
         return snapshots_of(name, placement, options.microbatches, whole, but_last)[
             placement[stage]
         ]

@@ -76,7 +76,7 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
         return f"recomputes nothing, yet takes {stage.recompute_ns} ns for it"
     if stage.recompute_bound_ns > stage.extra_ns:
         return f"takes {stage.extra_ns} ns more, but at least {stage.recompute_bound_ns}"
-    policies = {policy for run in stage.saving for policy in run.policies}
+    policies = {policy for run in stage.encoded_runs for policy in run.encodings}
     if not policies <= {*options.saving}:
         return f"saves by {min(policies - {*options.saving})!r}, which the options do not allow"
     return _misplaced_run(stage)
@@ -89,7 +89,7 @@ def _misplaced_run(stage: Stage) -> str | None:
     Each is a run of the stage's nodes. Regions lie side by side or one within the other; encoded
     runs lie apart from each other and from all regions.
     """
-    encoded = [run.nodes for run in stage.saving]
+    encoded = [run.nodes for run in stage.encoded_runs]
     for nodes in chain(stage.regions, encoded):
         first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
         if not nodes or nodes != stage.nodes[first : first + len(nodes)]:

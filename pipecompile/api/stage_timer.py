@@ -157,20 +157,26 @@ class StageTimer:
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
                 ]
-                works[stage.index] = StageWorkload(run, inputs, targets, _output_gradients(stage, outputs))
+                works[stage.index] = StageWorkload(
+                    run, inputs, targets, _output_gradients(stage, outputs)
+                )
             values = outputs
         return works
 
     def _state_on_device(self, *stages: StageModule) -> AbstractContextManager[None]:
         """Keep the stages' state on the device for the block."""
         state = [value for stage in stages for _, value in named_state(stage.module)]
-        return moved_to(state, self.device, [buffer for stage in stages for buffer in stage.buffers])
+        return moved_to(
+            state, self.device, [buffer for stage in stages for buffer in stage.buffers]
+        )
 
     def _program(self, plan: Plan) -> Program:
         """The plan's stages, cut out of a copy of the graph, because cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
-        return Program(self.captured.capture, module, plan.assignment, plan.regions, plan.savings)
+        return Program(
+            self.captured.capture, module, plan.assignment, plan.regions, plan.encoded_runs
+        )
 
     @cached_property
     def _inputs(self) -> Sequence[Tensor]:
@@ -210,7 +216,9 @@ def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Ten
     return [torch.ones_like(value) if is_needed else None for value, is_needed in pairs]
 
 
-def _timed(plan: Plan, works: Mapping[int, StageWorkload], device: torch.device) -> dict[int, Times]:
+def _timed(
+    plan: Plan, works: Mapping[int, StageWorkload], device: torch.device
+) -> dict[int, Times]:
     """The times of the stages, run in the order of the plan: with whole backwards, then with split
     ones if it may have any.
     """

@@ -73,14 +73,15 @@ def _stage(
         backward_ns=sum(node.backward_ns for node in nodes),
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
+        # `recompute.ns` includes encodings, which the plan lists by themselves.
         recompute_ns=recompute.ns - sum(run.ns for run in recompute.saving),
         recompute_bound_ns=recompute.least,
-        finish_ns=sum(node.finish_ns for node in nodes),
+        per_step_ns=sum(node.per_step_ns for node in nodes),
         inputs=inputs,
         outputs=outputs,
         recompute=recompute.kind,
         regions=recompute.regions,
-        saving=recompute.saving,
+        encoded_runs=recompute.saving,
         footprint=recompute.footprint,
     )
 
@@ -104,6 +105,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
 def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterator[Boundary]:
     """The tensors sent from `stage` to the next one, relayed ones included, in graph order."""
     for tensor in graph.tensors:
+        # A tensor without consumers crosses nothing.
         last = max((assignment[name] for name in tensor.consumers), default=-1)
         if assignment[tensor.producer] <= stage < last:
             yield Boundary(
@@ -128,6 +130,7 @@ def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterator[OwnedParame
     ]
     for parameter in graph.parameters:
         readers = [stage for stage, names in enumerate(names_by_stage) if parameter.name in names]
+        # A parameter that no node reads is in the state dict even so.
         holders = readers or [0]
         yield OwnedParameter(
             name=parameter.name,
@@ -144,6 +147,7 @@ def module_ranges(paths: Iterable[str]) -> Iterator[str]:
 
     Paths in `h.0`, `h.1` and `h.2`, then in `ln_f`, give `h.0-2` and `ln_f`.
     """
+    # Each block once, in the order of its first node.
     blocks = dict.fromkeys(block for path in paths if (block := block_of(path)))
     for parent, run in groupby(blocks, key=lambda block: re.sub(r"\.\d+$", "", block)):
         members = list(run)

@@ -174,7 +174,9 @@ def compare(
     tied = {
         p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1
     }
-    halved = any("half" in run.policies for stage in pipeline.plan.stages for run in stage.saving)
+    halved = any(
+        "half" in run.encodings for stage in pipeline.plan.stages for run in stage.encoded_runs
+    )
     unsplit, own = losses
     pair = (unsplit, unsplit if own is None else own.item())
     distance = _distance(pipeline, gradients) if halved else None

@@ -9,10 +9,17 @@ import msgspec
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.serialization import Value
 
-__all__ = ["AMOUNTS", "NOTHING", "Footprint", "Parcel", "Shared", "size_of"]
+__all__ = [
+    "AMOUNT_FIELDS",
+    "EMPTY_FOOTPRINT",
+    "Footprint",
+    "MessageStorage",
+    "SharedParameter",
+    "size_of",
+]
 
 
-class Shared(Value, frozen=True, kw_only=True):
+class SharedParameter(Value, frozen=True, kw_only=True):
     """What a stage counts of a parameter that nodes outside of it read too: on one rank there is one for all stages."""
 
     name: str
@@ -21,7 +28,7 @@ class Shared(Value, frozen=True, kw_only=True):
     optimizer: Amount
 
 
-class Parcel(Value, frozen=True, kw_only=True):
+class MessageStorage(Value, frozen=True, kw_only=True):
     """A storage that a stage makes for the next one, or for the one before: the tensors `names` lie in it.
 
     `needed` tells whether the second half of the stage's own backward needs it.
@@ -29,10 +36,10 @@ class Parcel(Value, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     size: Amount
-    needed: bool
+    is_needed_by_weight_backward: bool
 
 
-def size_of(parcels: Iterable[Parcel]) -> Amount:
+def size_of(parcels: Iterable[MessageStorage]) -> Amount:
     """All of them together."""
     return sum((parcel.size for parcel in parcels), ZERO)
 
@@ -63,39 +70,41 @@ class Footprint(Value, frozen=True, kw_only=True):
     inputs: Amount
     received: Amount
     received_gradients: Amount
-    kept: Amount
-    dropped: Amount
-    between: Amount
+    activations: Amount
+    freed_by_input_backward: Amount
+    added_by_input_backward: Amount
     forward_peak: Amount
     first_backward_peak: Amount
     backward_peak: Amount
-    input_peak: Amount
-    first_weight_peak: Amount
-    weight_peak: Amount
-    first_stripped_peak: Amount
-    stripped_peak: Amount
-    written: Amount = ZERO
-    sent: tuple[Parcel, ...] = ()
-    returned: tuple[Parcel, ...] = ()
-    passed: tuple[Parcel, ...] = ()
-    handed_on: tuple[str, ...] = ()
-    wanted: tuple[str, ...] = ()
-    relayed: tuple[str, ...] = ()
-    retained: tuple[str, ...] = ()
-    shared: tuple[Shared, ...] = ()
+    input_backward_peak: Amount
+    first_weight_backward_peak: Amount
+    weight_backward_peak: Amount
+    first_weight_backward_peak_freeing_outputs: Amount
+    weight_backward_peak_freeing_outputs: Amount
+    buffer_copies: Amount = ZERO
+    sent_outputs: tuple[MessageStorage, ...] = ()
+    sent_by_backward: tuple[MessageStorage, ...] = ()
+    sent_by_input_backward: tuple[MessageStorage, ...] = ()
+    relayed_inputs: tuple[str, ...] = ()
+    inputs_for_weight_backward: tuple[str, ...] = ()
+    relayed_gradients: tuple[str, ...] = ()
+    gradients_for_weight_backward: tuple[str, ...] = ()
+    shared: tuple[SharedParameter, ...] = ()
 
     @property
     def outputs(self) -> Amount:
         """All that is sent."""
-        return size_of(self.sent)
+        return size_of(self.sent_outputs)
 
     @property
-    def remade(self) -> Amount:
+    def outputs_freed_by_input_backward(self) -> Amount:
         """What is sent and not needed by a second half: computed again, it goes with the first."""
-        return size_of(parcel for parcel in self.sent if not parcel.needed)
+        return size_of(
+            parcel for parcel in self.sent_outputs if not parcel.is_needed_by_weight_backward
+        )
 
 
-AMOUNTS: tuple[str, ...] = tuple(
+AMOUNT_FIELDS: tuple[str, ...] = tuple(
     field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount
 )
-NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))  # type: ignore[arg-type]  # all others have defaults
+EMPTY_FOOTPRINT = Footprint(**dict.fromkeys(AMOUNT_FIELDS, ZERO))  # type: ignore[arg-type]  # all others have defaults

@@ -1,4 +1,4 @@
-"""The cost graph: what a model's nodes cost and what flows between them, without PyTorch."""
+"""The cost graph: what a model's nodes cost, and the tensors between them. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = [
     "Content",
     "CostGraph",
     "FusedType",
-    "Gradient",
+    "GradientStorage",
     "Node",
-    "Packs",
+    "SavesAt",
     "Parameter",
     "Tensor",
     "TimeUnit",
 ]
 
 FusedType = Literal["bfloat16", "float16", "float32"]
-Packs = Literal["never", "before", "after"]
+SavesAt = Literal["never", "before", "after"]
 TimeUnit = Literal["ns", "relative"]
 """What times are in: nanoseconds of a device, or units that only compare nodes with one another."""
 FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
@@ -58,19 +58,19 @@ class Node(Value, frozen=True, kw_only=True):
     group: str | None
     backward_input_ns: NonNegative | None = None
     backward_weight_ns: NonNegative | None = None
-    finish_ns: NonNegative = 0
+    per_step_ns: NonNegative = 0
     forward_peak_bytes: NonNegative = 0
     backward_peak_bytes: NonNegative = 0
     workspace_bytes: NonNegative = 0
-    packs: Packs = "after"
-    recomputable: bool = True
+    saves_at: SavesAt = "after"
+    is_recomputable: bool = True
     input_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     uses: tuple[tuple[Use, ...], ...] = ()
-    written: tuple[NonNegative, ...] = ()
+    buffer_copies: tuple[NonNegative, ...] = ()
     parameters: tuple[str, ...] = ()
-    given_as_views: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
+    view_gradients: tuple[str, ...] = ()
+    gradients_by_input_backward: tuple[str, ...] = ()
     module: str = ""
     operator: str = ""
     source: str = ""
@@ -102,23 +102,23 @@ class Tensor(Value, frozen=True, kw_only=True):
     bytes: NonNegative
     gradient_bytes: NonNegative
     storage: NonNegative | None = None
-    permuted: bool = False
-    dense: bool = True
-    spread_bytes: NonNegative = 0
-    expanded_by: str | None = None
-    silent: tuple[str, ...] = ()
+    is_permuted: bool = False
+    is_dense: bool = True
+    strided_copy_bytes: NonNegative = 0
+    gradient_expanded_by: str | None = None
+    consumers_without_gradient: tuple[str, ...] = ()
 
     @property
-    def givers(self) -> tuple[str, ...]:
+    def consumers_with_gradient(self) -> tuple[str, ...]:
         """The consumers that give a gradient for it."""
         return (
-            tuple(name for name in self.consumers if name not in self.silent)
+            tuple(name for name in self.consumers if name not in self.consumers_without_gradient)
             if self.gradient_bytes
             else ()
         )
 
 
-class Gradient(Value, frozen=True, kw_only=True):
+class GradientStorage(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
 
     `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
@@ -136,10 +136,10 @@ class Gradient(Value, frozen=True, kw_only=True):
     last: str
     bytes: NonNegative
     readers: tuple[str, ...] = ()
-    captured: tuple[str, ...] = ()
-    given: tuple[tuple[str, str], ...] = ()
-    sum: bool = False
-    copy: bool = False
+    captured_at: tuple[str, ...] = ()
+    edges: tuple[tuple[str, str], ...] = ()
+    is_sum: bool = False
+    is_copy: bool = False
     continues: NonNegative | None = None
 
 
@@ -157,24 +157,25 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     """The planner's whole input: nodes in the order of the forward, and the tensors between them.
 
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
-    Storages are sizes in bytes: several nodes may save views of one storage, and it is then held once; `contents` are
-    of the same storages, None where it is not known. `memory` says
-    whose allocator holds them, `fused_attention` for which data types a GPU was taken to fuse attention. Of each of
-    `together` either all nodes are computed again with one another, or none.
+    Times (`_ns`) are in `time_unit`. `storages` are sizes in bytes: several nodes may save views of
+    one storage, which is then held once; `contents` are those of the same storages, None where they
+    are not known. `memory` says whose allocator holds them, and `fused_attention` for which data
+    types the device fuses attention. The nodes of each set in `together` are recomputed together or
+    not at all.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
     fingerprint: str = ""
     time_unit: TimeUnit = "ns"
-    memory: Literal["cpu", "cuda"] = "cuda"
+    allocator: Literal["cpu", "cuda"] = "cuda"
     fused_attention: tuple[FusedType, ...] = FUSED_ATTENTION
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
     storages: tuple[NonNegative, ...] = ()
     contents: tuple[Content | None, ...] = ()
     parameters: tuple[Parameter, ...] = ()
-    gradients: tuple[Gradient, ...] = ()
-    together: tuple[tuple[str, ...], ...] = ()
+    gradients: tuple[GradientStorage, ...] = ()
+    recomputed_together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         names = set(self.by_name)
@@ -188,9 +189,9 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                     raise ValueError(
                         f"tensor of {tensor.producer!r} names {name!r}, which is not a node"
                     )
-            if tensor.expanded_by not in (None, *tensor.consumers):
+            if tensor.gradient_expanded_by not in (None, *tensor.consumers):
                 raise ValueError(
-                    f"tensor of {tensor.producer!r} is expanded by {tensor.expanded_by!r}, not a consumer"
+                    f"tensor of {tensor.producer!r} is expanded by {tensor.gradient_expanded_by!r}, not a consumer"
                 )
             self._check_storages(
                 f"tensor of {tensor.producer!r}",
@@ -199,8 +200,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         for index, gradient in enumerate(self.gradients):
             known_at = (
                 *gradient.readers,
-                *gradient.captured,
-                *chain(*gradient.given),
+                *gradient.captured_at,
+                *chain(*gradient.edges),
             )
             for name in (gradient.producer, gradient.last, *known_at):
                 if name not in names:
@@ -225,13 +226,14 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
             self._check_storages(f"node {node.name!r}", node.saved)
             if node.uses and len(node.uses) != len(node.saved):
                 raise ValueError(
-                    f"node {node.name!r} saves {len(node.saved)} storages, but for {len(node.uses)} uses"
+                    f"node {node.name!r} saves {len(node.saved)} storages, "
+                    f"but has {len(node.uses)} uses"
                 )
             for parameter in set(node.parameters) - known:
                 raise ValueError(
                     f"node {node.name!r} reads {parameter!r}, which is not among the parameters"
                 )
-            for parameter in set(node.given_as_views) - set(node.parameters):
+            for parameter in set(node.view_gradients) - set(node.parameters):
                 raise ValueError(
                     f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read"
                 )

@@ -1,4 +1,7 @@
-"""The plan: the lockfile a team commits. Simulating and checking it needs neither the model nor PyTorch."""
+"""The plan: the file that a team commits, like a lockfile.
+
+Simulating, checking and drawing it needs neither the model nor PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ __all__ = [
     "Prediction",
     "Recompute",
     "Route",
-    "Saving",
+    "EncodedNodes",
     "Search",
     "Stage",
 ]
@@ -42,14 +45,15 @@ RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class Options(Value, frozen=True, kw_only=True):
-    """What was asked for. `memory_bytes` is the cap of every rank, or one for each; None for no cap.
+    """The options that a plan was made by.
 
-    `stages_per_rank` and `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer`
-    its state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held beside that state.
-    `recompute` says what stages compute again: what fits the cap at the least extra time, nothing, all, all but for the
-    step's last microbatch, or regions by hand; `saving` by which policies they may besides keep what backwards need,
-    where that lets a stage fit. `granularity` says what the model was cut between, `leaf` which modules were asked to
-    be one node.
+    `memory_bytes` is the cap of every rank, or one for each; None for no cap. `stages_per_rank` and
+    `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer` its
+    state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
+    beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
+    time, the others are named in the glossary. `encoded_runs` are the encodings of saved tensors that
+    stages may use where that lets them fit. `granularity` is what the model was cut between, and
+    `leaf` are modules that were taken as one node.
     """
 
     k: Positive
@@ -71,51 +75,58 @@ class Options(Value, frozen=True, kw_only=True):
     saving: tuple[Policy, ...] = ()
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
-        """The cap of each rank, if there are any; InputError if they are listed for another number of ranks."""
+        """Return the cap of each rank, None without caps.
+
+        InputError if they are listed for another number of ranks.
+        """
         return None if self.memory_bytes is None else budgets(self.memory_bytes, ranks)
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):
-    """SHA-256 of the captured graph and of its costs: the plan is for these and no others."""
+    """SHA-256 of the captured graph and of its costs: the plan holds for these alone."""
 
     graph: str
     costs: str
 
 
 class Boundary(Value, frozen=True, kw_only=True):
-    """A tensor as it crosses from one stage to the next, per microbatch."""
+    """A tensor of one microbatch as it crosses from one stage to the next."""
 
     name: str
     bytes: NonNegative
     gradient_bytes: NonNegative
 
 
-class Saving(Value, frozen=True, kw_only=True):
-    """Nodes of a stage that follow each other, and by which policies they keep what their backwards need.
+class EncodedNodes(Value, frozen=True, kw_only=True):
+    """A run of nodes of a stage whose saved tensors are encoded, and by which policies.
 
-    The times are extra ones of a microbatch, in its forward and in its backward.
+    The times are what that adds to the forward and to the backward of a microbatch.
     """
 
     nodes: tuple[str, ...]
-    policies: tuple[Policy, ...]
+    encodings: tuple[Policy, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
 
     @property
     def ns(self) -> int:
-        """Both times."""
+        """The extra time of forward and backward."""
         return self.forward_ns + self.backward_ns
 
 
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
-    """One stage: what it runs, what it costs for one microbatch, what enters and leaves it, what it holds.
+    """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
-    `finish_ns` is what it costs once a step: the division of its gradients, and entering and leaving the step.
-    `recompute` says what it computes again, in `recompute_ns`: everything, in an action of its own ("stage", or for all
-    microbatches of a step "except-last"), or `regions` of its nodes, as part of the backward. `saving` are nodes
-    outside of these that save by policies; what that takes is in no other time. Under `auto` no choice of regions side
-    by side, and of forms, that lets it fit takes less than `recompute_bound_ns`, 0 if nothing is known; under another
-    policy it is `recompute_ns`.
+    `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs that
+    lie in one block of the model. `per_step_ns` is what it costs once a step: the division of its
+    gradients, and entering and leaving the step.
+
+    `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
+    ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
+    nodes, as part of the backward. `encoded_runs` are runs of nodes outside of these whose saved tensors
+    are encoded; what that takes is in no other time. Under `auto`, `recompute_bound_ns` is a lower
+    bound: no choice of disjoint regions and encodings that lets the stage fit takes less time (0 if
+    nothing is known). Under another policy it is `recompute_ns`.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -127,12 +138,12 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     backward_weight_ns: NonNegative | None
     recompute_ns: NonNegative
     recompute_bound_ns: NonNegative = 0
-    finish_ns: NonNegative = 0
+    per_step_ns: NonNegative = 0
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage", "except-last", "regions"]
     regions: tuple[tuple[str, ...], ...] = ()
-    saving: tuple[Saving, ...] = ()
+    encoded_runs: tuple[EncodedNodes, ...] = ()
     footprint: Footprint
 
     @cached_property
@@ -142,24 +153,27 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
 
     @property
     def extra_ns(self) -> int:
-        """The time that a microbatch takes longer: what is computed again, and what saving in other forms takes."""
-        return self.recompute_ns + sum(run.ns for run in self.saving)
+        """The time that recompute and encodings add to a microbatch."""
+        return self.recompute_ns + sum(run.ns for run in self.encoded_runs)
 
     @property
     def recomputes(self) -> bool:
-        """Whether it runs its forward again, in actions of its own."""
+        """Whether it recomputes its whole forward, in actions of its own."""
         return self.recompute in ("stage", "except-last")
 
 
 class Route(Value, frozen=True, kw_only=True):
-    """A tensor that is wanted later than in the next stage: it travels through every stage in between."""
+    """A tensor that is read later than in the next stage: the stages in between relay it."""
 
     name: str
     stages: tuple[NonNegative, ...]
 
 
 class OwnedParameter(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """A parameter or buffer: its owner answers for it; tied ones lie on several `stages`, their gradients summed."""
+    """A parameter or buffer, the stages that hold it, and the stage whose copy is saved (`owner`).
+
+    The gradients of a tied parameter, which several stages hold, are summed over them.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -170,7 +184,7 @@ class OwnedParameter(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prediction(Value, frozen=True, kw_only=True):
-    """What one step will take and hold. Loads and idle times are per rank."""
+    """The predicted time and memory of one step; loads, idle times and memory are per rank."""
 
     step_ns: NonNegative
     span_ns: NonNegative
@@ -181,16 +195,16 @@ class Prediction(Value, frozen=True, kw_only=True):
 
 
 class Faster(Value, frozen=True, kw_only=True):
-    """What another objective would have given: its cut's simulated step."""
+    """Another objective, and the simulated step of its cut."""
 
     objective: str
     step_ns: NonNegative
 
 
 class Search(Value, frozen=True, kw_only=True):
-    """How good the cut is: `value` and `bound` in the objective's unit, and all objectives' values.
+    """How good the cut is: `value` and lower `bound` of the objective, and all objectives' values.
 
-    `faster` is there if the cut of another objective has a simulated step that is more than 1 % shorter.
+    `faster` is another objective, if the simulated step of its cut is more than 1 % shorter.
     """
 
     objective: str
@@ -204,10 +218,10 @@ class Search(Value, frozen=True, kw_only=True):
 
 
 class Ordering(Value, frozen=True, kw_only=True):
-    """How the schedule was searched for: steps in ns, of the best order found and of the named ones that fit.
+    """The result of a search for a schedule: steps of the best order and of named ones that fit.
 
-    No order on this placement has a shorter step than `bound_ns`. Unless `kept`, the plan has the best named order:
-    the gain of what was found did not survive noise on the durations.
+    No order on this placement has a shorter step than `bound_ns`. Unless the search's order is
+    `kept`, the plan has the best named one: the gain did not survive noise on the durations.
     """
 
     searched_ns: NonNegative
@@ -231,7 +245,7 @@ class Provenance(Value, frozen=True, kw_only=True):
 class Plan(Value, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
-    `allocator` is the one that its memory is predicted for.
+    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`.
     """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
@@ -281,11 +295,12 @@ class Plan(Value, frozen=True, kw_only=True):
         )
         if (self.options.schedule == "search") != (self.ordering is not None):
             raise ValueError(
-                "a plan says how its schedule was searched for if that was asked for, and only then"
+                "a plan must have an ordering if its options ask for a search, and only then"
             )
         if self.options.schedule not in ("search", self.schedule.name):
             raise ValueError(
-                f"the options ask for {self.options.schedule!r}, the schedule is {self.schedule.name!r}"
+                f"the options ask for {self.options.schedule!r}, "
+                f"the schedule is {self.schedule.name!r}"
             )
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
@@ -307,14 +322,14 @@ class Plan(Value, frozen=True, kw_only=True):
 
     @property
     def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:
-        """By stage the runs of its nodes that its backward computes again."""
+        """By stage the runs of its nodes that its backward recomputes."""
         return {index: stage.regions for index, stage in enumerate(self.stages) if stage.regions}
 
     @property
-    def savings(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Policy, ...]], ...]]:
-        """By stage the runs of its nodes that save by policies, with these."""
+    def encoded_runs(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Policy, ...]], ...]]:
+        """By stage the runs of its nodes whose saved tensors are encoded, with the policies."""
         runs = {
-            index: tuple((run.nodes, run.policies) for run in s.saving)
+            index: tuple((run.nodes, run.encodings) for run in s.encoded_runs)
             for index, s in enumerate(self.stages)
         }
         return {index: chosen for index, chosen in runs.items() if chosen}
@@ -324,7 +339,7 @@ class Plan(Value, frozen=True, kw_only=True):
         return [parameter for parameter in self.parameters if stage in parameter.stages]
 
     def footprints(self, rank: int) -> dict[int, Footprint]:
-        """What the stages of a rank hold, by stage."""
+        """Return what the stages of a rank hold, by stage."""
         placement = self.schedule.placement
         return {
             index: stage.footprint

@@ -11,26 +11,26 @@ from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from pipecompile.ir.graph import Gradient, Parameter, Tensor
-from pipecompile.memory_model.subgraph import Change, Section
+from pipecompile.ir.graph import GradientStorage, Parameter, Tensor
+from pipecompile.memory_model.subgraph import LivenessChange, StageSubgraph
 
-__all__ = ["Gradients"]
+__all__ = ["GradientFlow"]
 
 AT_ONCE = frozenset({"torch.nn.LSTM"})
 """Operators whose kernel makes all gradients in either half of a backward."""
 
 
-class Gradients:
+class GradientFlow:
     """Those of one stage, a `section` of the graph."""
 
-    def __init__(self, section: Section) -> None:
+    def __init__(self, section: StageSubgraph) -> None:
         self.section = section
         self.lives, self.graph = section.lives, section.graph
         self.nodes, self.inside = section.nodes, section.inside
         self.place = section.lives.place
 
     @cached_property
-    def captured(self) -> list[tuple[Gradient, int]]:
+    def captured(self) -> list[tuple[GradientStorage, int]]:
         """What the first half of a split backward holds, each with the node where the second lets it go.
 
         Those that are returned lie in the message.
@@ -42,7 +42,7 @@ class Gradients:
         ]
 
     @cached_property
-    def _captured(self) -> list[tuple[Gradient, set[int]]]:
+    def _captured(self) -> list[tuple[GradientStorage, set[int]]]:
         pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
         return [(each, places) for each, places in pairs if places]
 
@@ -55,7 +55,7 @@ class Gradients:
             held = self._held_as_received()
             yield from dict.fromkeys(name for each in held for name in self._came_for(each))
 
-    def _held_as_received(self) -> Iterator[Gradient]:
+    def _held_as_received(self) -> Iterator[GradientStorage]:
         found = {
             id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
         }
@@ -63,12 +63,12 @@ class Gradients:
             if key not in self._own and self.section.halves.captured_at(each):
                 yield each
 
-    def _came_for(self, received: Gradient) -> list[str]:
+    def _came_for(self, received: GradientStorage) -> list[str]:
         """The leaving tensors whose gradient it may be that is captured: all if none is seen to be."""
         names = {
             tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
         }
-        users = {self.place[name] for name in received.captured}
+        users = {self.place[name] for name in received.captured_at}
         met = [
             name
             for name, sent in names.items()
@@ -76,7 +76,7 @@ class Gradients:
         ]
         return met or list(names)
 
-    def homes(self, *, hold: bool) -> Sequence[Gradient | None]:
+    def homes(self, *, hold: bool) -> Sequence[GradientStorage | None]:
         """In which gradient of the stage that of each input lies as it is returned; None where it is a copy.
 
         A whole backward copies what others have too, except what it has through a view; a first half (`hold`) does
@@ -85,16 +85,16 @@ class Gradients:
         return self._own_homes if hold else self._taken_homes
 
     @cached_property
-    def _taken_homes(self) -> Sequence[Gradient | None]:
+    def _taken_homes(self) -> Sequence[GradientStorage | None]:
         views = self.lives.viewed
         pairs = zip(self.section.given, self._own_homes, strict=True)
         return [
-            home if tensor.permuted or self.lives.place[tensor.producer] in views else None
+            home if tensor.is_permuted or self.lives.place[tensor.producer] in views else None
             for (tensor, _), home in pairs
         ]
 
     @cached_property
-    def _own_homes(self) -> Sequence[Gradient | None]:
+    def _own_homes(self) -> Sequence[GradientStorage | None]:
         pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             found
@@ -103,9 +103,11 @@ class Gradients:
             for tensor, found in pairs
         ]
 
-    def _sole(self, tensor: Tensor, place: int) -> Gradient | None:
+    def _sole(self, tensor: Tensor, place: int) -> GradientStorage | None:
         """In what the gradient of an input lies if its one reader is at `place`."""
-        givers = {self.lives.place[name] for name in tensor.givers} - self.section.before
+        givers = {
+            self.lives.place[name] for name in tensor.consumers_with_gradient
+        } - self.section.before
         return (
             self.lives.given.get((self.lives.place[tensor.producer], place))
             if givers == {place}
@@ -113,13 +115,15 @@ class Gradients:
         )
 
     @cached_property
-    def _parts(self) -> list[tuple[Tensor, Gradient]]:
+    def _parts(self) -> list[tuple[Tensor, GradientStorage]]:
         """The inputs whose gradients are parts of larger ones, which live until the backward ends."""
         pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
         return [
             (tensor, found)
             for tensor, found in pairs
-            if found is not None and found.bytes > tensor.gradient_bytes and not tensor.spread_bytes
+            if found is not None
+            and found.bytes > tensor.gradient_bytes
+            and not tensor.strided_copy_bytes
         ]
 
     def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
@@ -152,9 +156,9 @@ class Gradients:
         unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
         return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
 
-    def _by_home(self, *, hold: bool) -> list[tuple[Gradient | None, list[Tensor]]]:
+    def _by_home(self, *, hold: bool) -> list[tuple[GradientStorage | None, list[Tensor]]]:
         """The inputs that are read, with what their gradients lie in, if that is no copy."""
-        found: dict[int, tuple[Gradient | None, list[Tensor]]] = {}
+        found: dict[int, tuple[GradientStorage | None, list[Tensor]]] = {}
         for index, ((tensor, _), home) in enumerate(
             zip(self.section.given, self.homes(hold=hold), strict=True)
         ):
@@ -176,16 +180,16 @@ class Gradients:
             or any(self.lives.place[name] in self.inside for name in last.consumers)
         ):
             return None
-        return last.producer if tensor.dense and last.dense else None
+        return last.producer if tensor.is_dense and last.is_dense else None
 
     @cached_property
-    def own(self) -> list[Gradient]:
+    def own(self) -> list[GradientStorage]:
         """Those that are made here; what comes from later stages is in order, and needs no copy."""
         return [
             gradient
             for place in self.nodes
             for gradient in self.lives.gradients.get(place, ())
-            if not (gradient.copy and place in self._sent_as_is)
+            if not (gradient.is_copy and place in self._sent_as_is)
         ]
 
     @cached_property
@@ -202,24 +206,24 @@ class Gradients:
                 found.add(place)
         return found
 
-    def flowing(self, *, hold: bool = False) -> Iterator[Change]:
+    def flowing(self, *, hold: bool = False) -> Iterator[LivenessChange]:
         """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
         homes, parts = self.homes(hold=hold), self._parts
         held = {id(gradient) for gradient, _ in self.captured if hold}
         parted = {id(found) for _, found in parts} - held
         stay = held.union(map(id, homes))
         for gradient in self.own:
-            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
+            yield LivenessChange(self.place[gradient.producer], gradient.bytes, begins=True)
             if id(gradient) not in stay:
                 last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
-                yield Change(last, gradient.bytes, begins=False)
+                yield LivenessChange(last, gradient.bytes, begins=False)
         late = {tensor.producer for tensor, _ in parts if hold}
         for (tensor, place), home in zip(self.section.given, homes, strict=True):
             if home is None:  # it lies in what others hold, or not in order: autograd copies it
                 at = self.nodes[0] if tensor.producer in late else place
-                yield Change(at, tensor.gradient_bytes, begins=True)
+                yield LivenessChange(at, tensor.gradient_bytes, begins=True)
         for tensor in self._zeros:
-            yield Change(self.nodes[0], tensor.gradient_bytes, begins=True)
+            yield LivenessChange(self.nodes[0], tensor.gradient_bytes, begins=True)
 
     def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
         """`sums`, and what lives at the end with parts that stay until then.
@@ -240,12 +244,12 @@ class Gradients:
             sums[end] = max(0, max(before, meanwhile) - copied[-1])
         return sums
 
-    def _last(self, gradient: Gradient) -> int:
+    def _last(self, gradient: GradientStorage) -> int:
         """The node of the stage in whose backward it is let go."""
         last = self.place[gradient.last]
         if last in self.inside:
             return last
-        users = (self.place[name] for name in (*gradient.readers, *gradient.captured))
+        users = (self.place[name] for name in (*gradient.readers, *gradient.captured_at))
         return min(self.inside.intersection(users), default=self.place[gradient.producer])
 
     @property
@@ -257,29 +261,29 @@ class Gradients:
     def _early(self) -> frozenset[str]:
         return self.section.halves.early if self.section.splits else frozenset()
 
-    def making(self, *, half: bool = False) -> Iterator[Change]:
+    def making(self, *, half: bool = False) -> Iterator[LivenessChange]:
         """In the first backward of a step the gradients of parameters begin to live.
 
         In a second `half` those that the first made are copied last.
         """
         early = self._early if half else ()
         for parameter, places in self.section.trained:
-            yield Change(
+            yield LivenessChange(
                 self.nodes[0] if parameter.name in early else places[-1],
                 parameter.bytes,
                 begins=True,
             )
         for place, node in zip(self.nodes, self.section.own, strict=True):
             if not node.parameters:
-                yield Change(place, node.parameter_bytes, begins=True)
+                yield LivenessChange(place, node.parameter_bytes, begins=True)
 
-    def adding(self, *, half: bool = False) -> Iterator[Change]:
+    def adding(self, *, half: bool = False) -> Iterator[LivenessChange]:
         """Later they are made, added and let go, but for what the first half made if this is the second."""
         early = self._early if half else ()
         for parameter, places in self.section.trained:
             if len(places) > 1 and parameter.name not in early:
-                yield Change(places[-1], parameter.bytes, begins=True)
-                yield Change(places[0], parameter.bytes, begins=False)
+                yield LivenessChange(places[-1], parameter.bytes, begins=True)
+                yield LivenessChange(places[0], parameter.bytes, begins=False)
 
     @property
     def between(self) -> Iterator[int]:
@@ -287,13 +291,13 @@ class Gradients:
         yield from (gradient.bytes for gradient, _ in self.captured)
         yield from (parameter.bytes for parameter, _ in self.early)
 
-    def released(self) -> Iterator[Change]:
+    def released(self) -> Iterator[LivenessChange]:
         """In a second half: what the first held for it, and gradients that only it needs."""
         for gradient, place in self.captured:
-            yield Change(place, gradient.bytes, begins=False)
+            yield LivenessChange(place, gradient.bytes, begins=False)
         for gradient in filter(self.section.halves.is_aside, self.own):
-            yield Change(self.place[gradient.producer], gradient.bytes, begins=True)
-            yield Change(self.place[gradient.last], gradient.bytes, begins=False)
+            yield LivenessChange(self.place[gradient.producer], gradient.bytes, begins=True)
+            yield LivenessChange(self.place[gradient.last], gradient.bytes, begins=False)
 
     def first_rises(self) -> Iterator[int]:
         """By node what it makes live in the first half, which makes few gradients of parameters."""
@@ -311,7 +315,7 @@ class Gradients:
         for gradient in self.own:
             place = self.place[gradient.producer]
             made = self._is_at_once(place) or halves.is_aside(gradient)
-            others[place] += 0 if gradient.sum or made else gradient.bytes
+            others[place] += 0 if gradient.is_sum or made else gradient.bytes
         for parameter, places in self.early:
             for place in places:
                 others[place] += 0 if self._is_at_once(place) else parameter.bytes
@@ -332,7 +336,7 @@ class Gradients:
         held = {id(each) for each, _ in self._captured if hold}
         parts = (id(found) for _, found in self._parts)
         stay = held.union(map(id, self.homes(hold=hold)), parts)
-        new = [gradient for gradient in self.own if gradient.sum]
+        new = [gradient for gradient in self.own if gradient.is_sum]
         for gradient in new:
             if not self._is_in_place(gradient, held):
                 sums[self.place[gradient.producer]] += gradient.bytes
@@ -348,7 +352,7 @@ class Gradients:
             sums[place] += size
         return sums
 
-    def _is_in_place(self, gradient: Gradient, held: Collection[int]) -> bool:
+    def _is_in_place(self, gradient: GradientStorage, held: Collection[int]) -> bool:
         """Whether a sum lies in what the first of its summands lay in, which is none that is `held`."""
         if gradient.continues is None:
             return False
@@ -369,5 +373,5 @@ class Gradients:
     ) -> Iterator[tuple[int, int]]:
         """Where a gradient of a parameter is added to one that is a view, which gives a new sum: both summands."""
         for parameter, places in parameters:
-            if len(places) > 1 and parameter.name in self.graph.nodes[places[-1]].given_as_views:
+            if len(places) > 1 and parameter.name in self.graph.nodes[places[-1]].view_gradients:
                 yield places[-2], 2 * parameter.bytes

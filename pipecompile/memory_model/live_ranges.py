@@ -11,9 +11,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from pipecompile.ir.encodings import Use
-from pipecompile.ir.graph import Content, CostGraph, Gradient, Tensor
+from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
 
-__all__ = ["Lives", "Storage"]
+__all__ = ["LiveRanges", "Storage"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Lives:
+class LiveRanges:
     """The storages of a cost graph, ready for any stage; `optimizer` and `master_weights` are as in a plan's options.
 
     Nodes are known by their place in the graph's order.
@@ -61,7 +61,7 @@ class Lives:
                 roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
                 places = set(map(self.place.__getitem__, tensor.consumers))
                 readers[tensor.storage] |= places
-                takers[tensor.storage] |= {(producer, place) for place in places if tensor.dense}
+                takers[tensor.storage] |= {(producer, place) for place in places if tensor.is_dense}
         for index, node in enumerate(self.graph.nodes):
             for storage in node.saved:
                 roots.setdefault(storage, index)
@@ -132,7 +132,7 @@ class Lives:
         """By reader, where that was made of which it has a gradient."""
         found = defaultdict[int, list[int]](list)
         for tensor, producer, _ in self.tensors:
-            for name in tensor.givers:
+            for name in tensor.consumers_with_gradient:
                 found[self.place[name]].append(producer)
         return found
 
@@ -185,27 +185,27 @@ class Lives:
         )
 
     @cached_property
-    def gradients(self) -> dict[int, tuple[Gradient, ...]]:
+    def gradients(self) -> dict[int, tuple[GradientStorage, ...]]:
         """By the node in whose backward they are made, without summands of a parameter's gradient."""
-        made = defaultdict[int, list[Gradient]](list)
+        made = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             if not self._is_summand(gradient):
                 made[self.place[gradient.producer]].append(gradient)
         return {place: tuple(rows) for place, rows in made.items()}
 
     @cached_property
-    def given(self) -> dict[tuple[int, int], Gradient]:
+    def given(self) -> dict[tuple[int, int], GradientStorage]:
         """In what lies the gradient that a reader has for a node, by the places of the node and the reader.
 
         Without those that lie in several, of which a sum is made.
         """
-        found = defaultdict[tuple[int, int], list[Gradient]](list)
+        found = defaultdict[tuple[int, int], list[GradientStorage]](list)
         for gradient in self.graph.gradients:
-            for name, reader in gradient.given:
+            for name, reader in gradient.edges:
                 found[self.place[name], self.place[reader]].append(gradient)
         return {pair: every[0] for pair, every in found.items() if len(every) == 1}
 
-    def reached(self, gradient: Gradient, start: int) -> set[int]:
+    def reached(self, gradient: GradientStorage, start: int) -> set[int]:
         """The nodes before the one at `start` whose gradients lie in this."""
         found: set[int] = set()
         waiting = [start]
@@ -218,26 +218,26 @@ class Lives:
         return found
 
     @cached_property
-    def summed(self) -> Mapping[int, Sequence[Gradient]]:
+    def summed(self) -> Mapping[int, Sequence[GradientStorage]]:
         """By reader what others gave before for a node that it reads, and what ends when its own is added to that."""
-        found = defaultdict[int, list[Gradient]](list)
+        found = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             last = self.place[gradient.last]
-            others = (name for name, reader in gradient.given if reader != gradient.last)
+            others = (name for name, reader in gradient.edges if reader != gradient.last)
             if not set(self.sources.get(last, ())).isdisjoint(map(self.place.__getitem__, others)):
                 found[last].append(gradient)
         return found
 
     @cached_property
-    def capturing(self) -> Mapping[int, Sequence[Gradient]]:
+    def capturing(self) -> Mapping[int, Sequence[GradientStorage]]:
         """By node what is captured there."""
-        found = defaultdict[int, list[Gradient]](list)
+        found = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
-            for name in gradient.captured:
+            for name in gradient.captured_at:
                 found[self.place[name]].append(gradient)
         return found
 
-    def _is_summand(self, gradient: Gradient) -> bool:
+    def _is_summand(self, gradient: GradientStorage) -> bool:
         """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
         by_name = self.graph.by_name
         if gradient.producer == gradient.last:

@@ -12,10 +12,10 @@ from pipecompile.ir.encodings import POLICY_OF, Policy
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.plan import Recompute
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.encodings import OTHER, Run, forms_of
+from pipecompile.memory_model.encodings import OTHER, EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import Storage
 
-__all__ = ["Freeable", "buffers", "floors", "freeable"]
+__all__ = ["FreeableBytes", "receive_buffers", "floors", "freeable_bytes"]
 
 CLASSES = 32  # of nodes that are told apart by what it takes to compute a byte of theirs again
 RATIOS = [
@@ -25,25 +25,25 @@ NO_TIME = Fraction(0)
 
 
 @dataclass(frozen=True)
-class Freeable:
+class FreeableBytes:
     """Bytes per node that a stage need not keep, or not as they are, for at least `rate` ns per byte."""
 
     rate: Fraction
     bytes: Mapping[str, int]
 
 
-def floors(
-    graph: CostGraph, recompute: Recompute, *, gradients: bool, saving: Sequence[Policy] = ()
+def bytes_lower_bounds(
+    graph: CostGraph, recompute: Recompute, *, gradients: bool, encodings: Sequence[Policy] = ()
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
 
     A parameter counts in equal parts for the nodes that read it, with its gradient if `gradients` are there when most
     microbatches are in flight; a saved storage for its producer, whose stage keeps it until the backward: as often as
     microbatches are in flight, once if stages recompute as a whole, not at all if regions of them do, or if it may lie
-    in another form by `saving` (see `freeable`).
+    in another form by `encodings` (see `freeable`).
     """
     resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
-    rounded = ALLOCATORS[graph.memory].rounded
+    rounded = ALLOCATORS[graph.allocator].rounded
     readers: dict[str, list[str]] = {}
     for node in graph.nodes:
         if not node.parameters:
@@ -58,25 +58,29 @@ def floors(
             )
     whole = recompute in ("stage", "except-last")
     kept = resident if whole else saved
-    for each in _saved(graph, recompute, saving) if whole or recompute in ("none", "auto") else ():
+    for each in (
+        _saved(graph, recompute, encodings) if whole or recompute in ("none", "auto") else ()
+    ):
         if whole or each.is_kept:
             kept[each.producer] += each.bytes
     return resident, saved
 
 
-def freeable(
+def freeable_bytes(
     graph: CostGraph,
     recompute: Recompute,
-    saving: Sequence[Policy] = (),
+    encodings: Sequence[Policy] = (),
     bytes_per_ns: Fraction = NO_TIME,
-) -> tuple[Freeable, ...]:
-    """What need not be kept, the cheapest first: in regions that are computed again, or in other forms by `saving`.
+) -> tuple[FreeableBytes, ...]:
+    """What need not be kept, the cheapest first: in regions that are computed again, or in other forms by `encodings`.
 
     Who frees a storage by a region runs its producer once more; who keeps it in another form moves its bytes at a rate
     of `bytes_per_ns`, or in no time if that is 0. Each storage is in one class, at the lower of both rates, so the
     least time for some bytes is found by taking class after class: a fractional knapsack, which nothing beats.
     """
-    found = [each for each in _saved(graph, recompute, saving) if each.bytes and not each.is_kept]
+    found = [
+        each for each in _saved(graph, recompute, encodings) if each.bytes and not each.is_kept
+    ]
     sizes: dict[str, int] = {}
     for each in found:
         sizes[each.producer] = sizes.get(each.producer, 0) + (0 if each.early else each.bytes)
@@ -103,18 +107,20 @@ class _Saved(NamedTuple):
         return not self.again and self.moved is None
 
 
-def _saved(graph: CostGraph, recompute: Recompute, saving: Sequence[Policy]) -> Iterator[_Saved]:
+def _saved(graph: CostGraph, recompute: Recompute, encodings: Sequence[Policy]) -> Iterator[_Saved]:
     savers, least = _savers(graph), _least(graph)
     for producer, storage in _roots(graph, savers):
         node, names = graph.by_name[producer], savers[storage]
         # If others save it too its producer must run again, unless they save it in another form.
-        early = node.packs == "before" and (producer in names if saving else names == {producer})
+        early = node.saves_at == "before" and (
+            producer in names if encodings else names == {producer}
+        )
         yield _Saved(
             producer,
-            ALLOCATORS[graph.memory].rounded(least[storage]),
-            again=recompute == "auto" and node.recomputable,
+            ALLOCATORS[graph.allocator].rounded(least[storage]),
+            again=recompute == "auto" and node.is_recomputable,
             early=early,
-            moved=_moved(graph, [graph.by_name[name] for name in names], storage, saving),
+            moved=_moved(graph, [graph.by_name[name] for name in names], storage, encodings),
         )
 
 
@@ -125,7 +131,7 @@ def _moved(
 
     Either all `nodes` that save it do so as suits their use, or some by a policy for any use: that alone counts then.
     """
-    if not policies or not graph.contents or not all(node.recomputable for node in nodes):
+    if not policies or not graph.contents or not all(node.is_recomputable for node in nodes):
         return None
     places = tuple(range(len(nodes)))
     known = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]
@@ -134,10 +140,10 @@ def _moved(
     by_use = tuple(policy for policy in policies if policy in POLICY_OF.values())
     found = []
     for chosen in (by_use, *((policy,) for policy in policies if policy not in by_use)):
-        forms, plain = forms_of(
-            whole, places, dict.fromkeys(places, Run(places, chosen)), graph.memory
+        forms, plain = storage_encodings(
+            whole, places, dict.fromkeys(places, EncodedPlaces(places, chosen)), graph.allocator
         )
-        if not plain and sum(form.kept(graph.memory) for form in forms) < whole.bytes:
+        if not plain and sum(form.kept(graph.allocator) for form in forms) < whole.bytes:
             found.append(sum(form.cost.packing_bytes + form.cost.unpacking_bytes for form in forms))
     return min(found, default=None)
 
@@ -154,7 +160,7 @@ def _rate(graph: CostGraph, saved: _Saved, together: int, bytes_per_ns: Fraction
     return min(ways)
 
 
-def _classes(priced: Sequence[tuple[Fraction, _Saved]]) -> Iterator[Freeable]:
+def _classes(priced: Sequence[tuple[Fraction, _Saved]]) -> Iterator[FreeableBytes]:
     """In classes whose rates differ little; the lowest one counts for all of a class. What is free is one."""
     free = sum(rate == 0 for rate, _ in priced)
     rates = [rate for rate, _ in priced[free:]]
@@ -164,7 +170,7 @@ def _classes(priced: Sequence[tuple[Fraction, _Saved]]) -> Iterator[Freeable]:
         held: dict[str, int] = {}
         for _, each in priced[start:stop]:
             held[each.producer] = held.get(each.producer, 0) + each.bytes
-        yield Freeable(priced[start][0], held)
+        yield FreeableBytes(priced[start][0], held)
 
 
 def _begins(rates: Sequence[Fraction], apart: Fraction) -> list[int]:
@@ -205,7 +211,7 @@ def _least(graph: CostGraph) -> list[int]:
     """By storage what its stage keeps of it if others save it: itself, or the copy of a view that it sends."""
     found = list(graph.storages)
     for tensor in graph.tensors:
-        if tensor.storage is not None and not tensor.dense:
+        if tensor.storage is not None and not tensor.is_dense:
             found[tensor.storage] = min(found[tensor.storage], tensor.bytes)
     return found
 
@@ -219,9 +225,9 @@ def _savers(graph: CostGraph) -> dict[int, set[str]]:
     return found
 
 
-def buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
+def receive_buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
     """Receive buffers of values and of gradients by producer, as a stage's bound counts them."""
-    rounded = ALLOCATORS[graph.memory].rounded
+    rounded = ALLOCATORS[graph.allocator].rounded
     arriving = {tensor.producer: microbatches * rounded(tensor.bytes) for tensor in graph.tensors}
     returning = {
         tensor.producer: microbatches * rounded(tensor.gradient_bytes) for tensor in graph.tensors

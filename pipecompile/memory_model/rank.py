@@ -33,26 +33,26 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import handed_over, most_handed_over
-from pipecompile.memory_model.snapshots import Held, Moment, moments, states
+from pipecompile.memory_model.snapshots import StageState, Snapshot, peak_snapshots, states
 
 __all__ = [
-    "Spare",
+    "BackwardAllowance",
     "activation_curve",
-    "by_stage",
-    "ceiling",
-    "changes",
+    "stage_memory",
+    "most_for_activations",
+    "activation_changes",
     "fixed_bytes",
     "memory_by_stage",
     "rank_memory",
-    "room",
-    "spare",
+    "available_for_activations",
+    "backward_allowances",
 ]
 
 Size = TypeVar("Size", int, Amount)
 BACKWARD_PEAKS = ("first_backward_peak", "backward_peak")
 
 
-class Spare(NamedTuple):
+class BackwardAllowance(NamedTuple):
     """What microbatches of a stage may take when a backward of it begins with so many `in_flight`, itself included.
 
     `summed` tells whether the gradients of parameters are there, which then do not count.
@@ -65,7 +65,7 @@ class Spare(NamedTuple):
 
 def rank_memory(
     stages: Mapping[int, Footprint],
-    at: Sequence[Moment],
+    at: Sequence[Snapshot],
     *,
     microbatches: int,
     allocator: Allocator,
@@ -85,9 +85,9 @@ def rank_memory(
     )
 
 
-def by_stage(
+def stage_memory(
     stages: Mapping[int, Footprint],
-    at: Sequence[Moment],
+    at: Sequence[Snapshot],
     *,
     microbatches: int,
     allocator: Allocator,
@@ -117,9 +117,9 @@ def by_stage(
 
 def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
     """What of the expected peak of a rank of `plan` belongs to each of its stages."""
-    return by_stage(
+    return stage_memory(
         plan.footprints(rank),
-        moments(plan.schedule.rows[rank]),
+        peak_snapshots(plan.schedule.rows[rank]),
         microbatches=plan.schedule.microbatches,
         allocator=ALLOCATORS[plan.allocator],
     )
@@ -139,7 +139,7 @@ def _more(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
 
 
 def _held(
-    stages: Mapping[int, Footprint], moment: Moment, microbatches: int, allocator: Allocator
+    stages: Mapping[int, Footprint], moment: Snapshot, microbatches: int, allocator: Allocator
 ) -> RankMemory:
     """By kind what is held at a moment, with the most that lives in its action."""
     pairs = [(stage, moment.held[index]) for index, stage in sorted(stages.items())]
@@ -170,10 +170,15 @@ def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> 
     return _sum(_once(stages.values(), kind) for kind in kinds) + _buffers(stages) * microbatches
 
 
-def _activations(stage: Footprint, held: Held) -> Amount:
-    half = stage.kept + stage.between - stage.dropped
-    halved = half * held.halved + (half - stage.remade) * held.stripped
-    return stage.kept * held.kept + stage.outputs * held.bare + stage.written * held.copied + halved
+def _activations(stage: Footprint, held: StageState) -> Amount:
+    half = stage.activations + stage.added_by_input_backward - stage.freed_by_input_backward
+    halved = half * held.halved + (half - stage.outputs_freed_by_input_backward) * held.stripped
+    return (
+        stage.activations * held.kept
+        + stage.outputs * held.bare
+        + stage.buffer_copies * held.copied
+        + halved
+    )
 
 
 def _buffers(stages: Mapping[int, Footprint]) -> Amount:
@@ -187,20 +192,20 @@ def _arriving(stages: Mapping[int, Footprint], index: int) -> Amount:
     return stage.inputs + values + (stage.received_gradients if index + 1 not in stages else ZERO)
 
 
-def _waiting(stages: Mapping[int, Footprint], index: int, held: Held) -> Amount:
+def _waiting(stages: Mapping[int, Footprint], index: int, held: StageState) -> Amount:
     """What was sent to other ranks, and what the next stage is handed over on the same one."""
     stage = stages[index]
     sent = (
         stage.outputs * held.sent
-        + size_of(stage.returned) * held.returned
-        + size_of(stage.passed) * held.passed
+        + size_of(stage.sent_by_backward) * held.returned
+        + size_of(stage.sent_by_input_backward) * held.passed
     )
     return sent + _sum(
         handed_over(stage, stages[index + 1], turn) * count for turn, count in held.turns.items()
     )
 
 
-def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocator) -> Amount:
+def _working(stages: Mapping[int, Footprint], moment: Snapshot, allocator: Allocator) -> Amount:
     """The most that lives in the action, above what is held."""
     stage, summed = stages[moment.stage], moment.held[moment.stage].summed
     match moment.kind:
@@ -209,11 +214,15 @@ def _working(stages: Mapping[int, Footprint], moment: Moment, allocator: Allocat
         case Kind.BACKWARD:
             return stage.backward_peak if summed else stage.first_backward_peak
         case Kind.BACKWARD_INPUT:
-            return stage.input_peak
+            return stage.input_backward_peak
         case Kind.BACKWARD_WEIGHT if moment.stripped:
-            return stage.stripped_peak if summed else stage.first_stripped_peak
+            return (
+                stage.weight_backward_peak_freeing_outputs
+                if summed
+                else stage.first_weight_backward_peak_freeing_outputs
+            )
         case Kind.BACKWARD_WEIGHT:
-            return stage.weight_peak if summed else stage.first_weight_peak
+            return stage.weight_backward_peak if summed else stage.first_weight_backward_peak
     return _scratch(stages, allocator)
 
 
@@ -224,20 +233,20 @@ def _peers(stages: Mapping[int, Footprint]) -> int:
     return len(before | after)
 
 
-def spare(
+def backward_allowances(
     stages: Mapping[int, Footprint],
     index: int,
     memory_bytes: int,
-    at: Sequence[Moment],
+    at: Sequence[Snapshot],
     *,
     microbatches: int,
     allocator: Allocator,
-) -> Iterator[Spare]:
+) -> Iterator[BackwardAllowance]:
     """What is left for what stage `index` keeps of microbatches, and for what lives in its backward, by moment."""
     bare = {
         **stages,
         index: msgspec.structs.replace(
-            stages[index], kept=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO)
+            stages[index], activations=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO)
         ),
     }
     free = allocator.unpadded(memory_bytes, _peers(stages))
@@ -245,10 +254,10 @@ def spare(
         if moment.kind is Kind.BACKWARD and moment.stage == index:
             held = moment.held[index]
             rest = _held(bare, moment, microbatches, allocator).total.bound
-            yield Spare(held.kept, free - rest, held.summed)
+            yield BackwardAllowance(held.kept, free - rest, held.summed)
 
 
-def room(
+def available_for_activations(
     stages: Mapping[int, Footprint],
     memory_bytes: int,
     *,
@@ -263,7 +272,7 @@ def room(
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + _scratch(stages, allocator)
     for index in stages:
-        done = Held(
+        done = StageState(
             sent=microbatches * (index + 1 not in stages),
             returned=microbatches * (index - 1 not in stages),
         )
@@ -279,7 +288,7 @@ def room(
     return left if step.bound <= free else min(left, free - step.bound)
 
 
-def ceiling(
+def most_for_activations(
     stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator
 ) -> int:
     """What kept activations can take at the most in any order that fits `memory_bytes`; at least 0."""
@@ -290,12 +299,12 @@ def ceiling(
 def _most_above(stages: Mapping[int, Footprint], index: int, recomputed: bool) -> int:
     """The most that lives in an action of a stage, above what is kept when it ends (a forward) or begins."""
     stage = stages[index]
-    forward = stage.forward_peak.bound - (stage.outputs if recomputed else stage.kept).bound
+    forward = stage.forward_peak.bound - (stage.outputs if recomputed else stage.activations).bound
     return max(
         forward,
         stage.backward_peak.bound,
-        stage.input_peak.bound,
-        stage.weight_peak.bound,
+        stage.input_backward_peak.bound,
+        stage.weight_backward_peak.bound,
         _making(stages, index),
     )
 
@@ -307,7 +316,7 @@ def _making(stages: Mapping[int, Footprint], index: int) -> int:
     own = stage.gradients.bound - sum(
         share.gradients.bound for share in stage.shared if share.name in names
     )
-    return max(stage.first_backward_peak.bound, stage.first_weight_peak.bound) - own
+    return max(stage.first_backward_peak.bound, stage.first_weight_backward_peak.bound) - own
 
 
 def _scratch(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
@@ -320,7 +329,7 @@ def _scratch(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
     )
 
 
-def changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
+def activation_changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
     """What each action of a microbatch adds to the bytes its stage holds of it.
 
     `kept` from the forward on and `recomputed` from the recompute on, until the backward; `between` of them stay from

@@ -9,10 +9,10 @@ from functools import cached_property
 from operator import add
 
 from pipecompile.ir.encodings import Policy
-from pipecompile.memory_model.encodings import Run
-from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part
-from pipecompile.memory_model.subgraph import Change
+from pipecompile.memory_model.encodings import EncodedPlaces
+from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Counting, StoredValue, StageValues
+from pipecompile.memory_model.subgraph import LivenessChange
 
 __all__ = ["StoredTensor", "RecomputeProblem", "boundaries", "recompute_problem_of"]
 
@@ -77,12 +77,12 @@ class RecomputeProblem:
 
 
 def recompute_problem_of(
-    lives: Lives,
+    lives: LiveRanges,
     before: Iterable[str],
     nodes: Iterable[str],
     *,
     summed: bool,
-    saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+    encoded_runs: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
 ) -> RecomputeProblem:
     """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before.
 
@@ -90,17 +90,17 @@ def recompute_problem_of(
     """
     places = sorted(map(lives.place.__getitem__, nodes))
     runs = [
-        Run(tuple(sorted(map(lives.place.__getitem__, names))), policies)
-        for names, policies in saving
+        EncodedPlaces(tuple(sorted(map(lives.place.__getitem__, names))), policies)
+        for names, policies in encoded_runs
     ]
     return _tape(
-        Part(lives, {lives.place[name] for name in before}, places, (), runs), summed=summed
+        StageValues(lives, {lives.place[name] for name in before}, places, (), runs), summed=summed
     )
 
 
-def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
+def _tape(part: StageValues, *, summed: bool) -> RecomputeProblem:
     """By position, as a bound counts."""
-    level = Level(BOUND_SCRATCH, part.allocator.rounded)
+    level = Counting(BOUND_SCRATCH, part.allocator.rounded)
     position = {place: index for index, place in enumerate(part.nodes)}
     sums_of_parameters = part.gradients.adding() if summed else part.gradients.making()
     flowing, before, after = _gradient_levels(
@@ -113,7 +113,7 @@ def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
     forms = _Forms(part, position, level)
     return RecomputeProblem(
         forward_ns=tuple(node.forward_ns for node in part.own),
-        saves_at=tuple(node.packs for node in part.own),
+        saves_at=tuple(node.saves_at for node in part.own),
         forward_peak=tuple(
             part.needed(node.forward_peak_bytes, node.workspace_bytes, level) + sum(more)
             for node, *more in zip(part.own, padding, forms.forward, strict=True)
@@ -125,16 +125,20 @@ def _tape(part: Part, *, summed: bool) -> RecomputeProblem:
             *(_held(part, made, position, level) for made in (*part.spread, *part.made)),
             *forms.held,
         ),
-        buffer_copies=tuple(sum(map(level.size_of, node.written)) for node in part.own),
+        buffer_copies=tuple(sum(map(level.size_of, node.buffer_copies)) for node in part.own),
         boundaries=boundaries(part),
         excluded=frozenset(
-            position[p] for p in part.nodes if p in part.run or not part.graph.nodes[p].recomputable
+            position[p]
+            for p in part.nodes
+            if p in part.run or not part.graph.nodes[p].is_recomputable
         ),
         sent_copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
     )
 
 
-def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> StoredTensor:
+def _held(
+    part: StageValues, made: StoredValue, position: Mapping[int, int], level: Counting
+) -> StoredTensor:
     storage, formed = made.storage, {place for form in made.forms for place in form.savers}
     is_copied = part.is_copied(storage)
     uses = sorted({*storage.readers, *(() if is_copied else (made.last,))} - {made.place})
@@ -153,13 +157,13 @@ def _held(part: Part, made: Made, position: Mapping[int, int], level: Level) -> 
 class _Forms:
     """What forms of storages add to a tape: themselves, and by position what lives besides."""
 
-    def __init__(self, part: Part, position: Mapping[int, int], level: Level) -> None:
+    def __init__(self, part: StageValues, position: Mapping[int, int], level: Counting) -> None:
         count = len(part.nodes)
         self.forward, self.flowing, self.before, self.after = ([0] * count for _ in range(4))
         self.held: list[StoredTensor] = []
         for form in (form for made in part.made for form in made.forms):
             savers = tuple(position[place] for place in form.savers)
-            kept, full = level.size_of(form.kept(part.graph.memory)), level.size_of(form.full)
+            kept, full = level.size_of(form.kept(part.graph.allocator)), level.size_of(form.full)
             self.held.append(StoredTensor(kept, savers[0], (), savers, is_sent=False))
             # All that a node makes at once, each with its scratch: a bound.
             self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
@@ -175,7 +179,7 @@ class _Forms:
 
 
 def _gradient_levels(
-    part: Part, changes: Sequence[Change], level: Level
+    part: StageValues, changes: Sequence[LivenessChange], level: Counting
 ) -> Iterator[tuple[int, ...]]:
     """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
     found = []
@@ -194,10 +198,12 @@ def _gradient_levels(
     return zip(*reversed(found), strict=True)
 
 
-def boundaries(part: Part) -> tuple[int, ...]:
+def boundaries(part: StageValues) -> tuple[int, ...]:
     """Positions between nodes such that nothing that belongs together lies on both sides."""
     named = {node.name: index for index, node in enumerate(part.own)}
-    members = ([named[name] for name in names if name in named] for names in part.graph.together)
+    members = (
+        [named[name] for name in names if name in named] for names in part.graph.recomputed_together
+    )
     inside = {
         index for places in members if places for index in range(min(places) + 1, max(places) + 1)
     }

@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 
-__all__ = ["Held", "Moment", "Phase", "Turn", "moments", "states"]
+__all__ = ["StageState", "Snapshot", "Phase", "HandoverPhase", "moments", "states"]
 
 Phase = Literal["forward", "half", "halves", "whole"]
 """How far a microbatch is in a stage: before its backward, between its halves, after both, or after a whole one."""
 
 
-class Turn(NamedTuple):
+class HandoverPhase(NamedTuple):
     """How far a microbatch is in two stages of one rank, one after the other; if `again`, the first recomputes it."""
 
     before: Phase
@@ -27,10 +27,10 @@ class Turn(NamedTuple):
     again: bool
 
 
-NO_TURNS: Mapping[Turn, int] = MappingProxyType({})
+NO_TURNS: Mapping[HandoverPhase, int] = MappingProxyType({})
 
 
-class Held(NamedTuple):
+class StageState(NamedTuple):
     """How many microbatches of one stage are in which state.
 
     `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `copied`:
@@ -50,10 +50,10 @@ class Held(NamedTuple):
     returned: int = 0
     passed: int = 0
     summed: int = 0
-    turns: Mapping[Turn, int] = NO_TURNS
+    turns: Mapping[HandoverPhase, int] = NO_TURNS
 
 
-class Moment(NamedTuple):
+class Snapshot(NamedTuple):
     """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages.
 
     The microbatch of a second half may be `stripped`, as in `Held`: but not of outputs that it hands over.
@@ -61,7 +61,7 @@ class Moment(NamedTuple):
 
     kind: Kind
     stage: int
-    held: Mapping[int, Held]
+    held: Mapping[int, StageState]
     stripped: bool = False
 
 
@@ -69,7 +69,7 @@ class _Span(NamedTuple):
     """One more of this kind in a stage, after the action at index `begin` until that at `end` is done."""
 
     stage: int
-    kind: str | Turn
+    kind: str | HandoverPhase
     begin: int
     end: int
 
@@ -105,9 +105,9 @@ class _Times(NamedTuple):
         return "half" if index < self.second else "halves"
 
 
-def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
+def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     """The moments of a rank's row at which it may hold most: of two alike, the one that holds no more is left out."""
-    found: dict[tuple[object, ...], list[Moment]] = {}
+    found: dict[tuple[object, ...], list[Snapshot]] = {}
     for moment in _all_moments(row):
         key = (
             moment.kind,
@@ -121,12 +121,12 @@ def moments(row: Sequence[Action]) -> tuple[Moment, ...]:
     return tuple(moment for rivals in found.values() for moment in rivals)
 
 
-def _covers(left: Moment, right: Moment) -> bool:
+def _covers(left: Snapshot, right: Snapshot) -> bool:
     pairs = zip(left.held.values(), right.held.values(), strict=True)
     return all(_is_more(ours, theirs) for ours, theirs in pairs)
 
 
-def _is_more(left: Held, right: Held) -> bool:
+def _is_more(left: StageState, right: StageState) -> bool:
     """Whether it is at least as much of every kind."""
     *ours, our_turns = left
     *theirs, their_turns = right
@@ -134,8 +134,8 @@ def _is_more(left: Held, right: Held) -> bool:
     return turns and all(a >= b for a, b in zip(ours, theirs, strict=True))
 
 
-def _all_moments(row: Sequence[Action]) -> Iterator[Moment]:
-    before: Mapping[int, Held] = {stage: Held() for stage in _stages(row)}
+def _all_moments(row: Sequence[Action]) -> Iterator[Snapshot]:
+    before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
     for action, held in states(row):
         if action.kind in COMPUTE:
             own, after = before[action.stage], held[action.stage]
@@ -144,19 +144,21 @@ def _all_moments(row: Sequence[Action]) -> Iterator[Moment]:
             is_second = action.kind is Kind.BACKWARD_WEIGHT
             left = (turn for turn, count in own.turns.items() if after.turns.get(turn, 0) < count)
             strips = after.stripped < own.stripped and all(turn.again for turn in left)
-            yield Moment(action.kind, action.stage, now, is_second and strips)
+            yield Snapshot(action.kind, action.stage, now, is_second and strips)
         before = held
     if any(action.kind in BACKWARDS for action in row):
-        yield Moment(Kind.STEP, min(before), {stage: Held(summed=1) for stage in before})
+        yield Snapshot(Kind.STEP, min(before), {stage: StageState(summed=1) for stage in before})
 
 
-def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, Held]]]:
+def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
     """Each action with what is held after it, by stage."""
-    changes: dict[int, dict[int, Counter[str | Turn]]] = defaultdict(lambda: defaultdict(Counter))
+    changes: dict[int, dict[int, Counter[str | HandoverPhase]]] = defaultdict(
+        lambda: defaultdict(Counter)
+    )
     for stage, kind, begin, end in _spans(row):
         changes[begin][stage][kind] += 1
         changes[end][stage][kind] -= 1
-    held = {stage: Held() for stage in _stages(row)}
+    held = {stage: StageState() for stage in _stages(row)}
     for index, action in enumerate(row):
         held = {
             **held,
@@ -165,7 +167,7 @@ def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, Held]]]
         yield action, held
 
 
-def _changed(held: Held, changes: Mapping[str | Turn, int]) -> Held:
+def _changed(held: StageState, changes: Mapping[str | HandoverPhase, int]) -> StageState:
     counts = {
         kind: getattr(held, kind) + change
         for kind, change in changes.items()
@@ -174,7 +176,7 @@ def _changed(held: Held, changes: Mapping[str | Turn, int]) -> Held:
     turns = {
         kind: held.turns.get(kind, 0) + change
         for kind, change in changes.items()
-        if isinstance(kind, Turn)
+        if isinstance(kind, HandoverPhase)
     }
     left = (
         {turn: count for turn, count in {**held.turns, **turns}.items() if count}
@@ -215,7 +217,7 @@ def _spans(row: Sequence[Action]) -> Iterator[_Span]:
 
 def _of_microbatch(
     own: _Times, before: _Times, behind: _Times, never: int, trains: bool
-) -> Iterator[tuple[str | Turn, int, int]]:
+) -> Iterator[tuple[str | HandoverPhase, int, int]]:
     """Kind, begin and end, where these differ. `before` and `behind` are the stages beside it, if on the same rank."""
     is_again, takes, hands_over = own.recompute < never, before.back < never, behind.back < never
     if is_again or not trains:
@@ -227,7 +229,7 @@ def _of_microbatch(
     yield "stripped" if is_again or hands_over else "halved", own.first, own.second
     if hands_over:
         for begin, end in pairwise(sorted({behind.back, behind.end, own.back, own.end, never})):
-            yield Turn(own.phase(begin), behind.phase(begin), is_again), begin, end
+            yield HandoverPhase(own.phase(begin), behind.phase(begin), is_again), begin, end
     else:
         yield "sent", own.end, never
     if not takes:

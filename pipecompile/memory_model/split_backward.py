@@ -11,31 +11,31 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from pipecompile.ir.graph import Gradient
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.ir.graph import GradientStorage
+from pipecompile.memory_model.live_ranges import LiveRanges
 
-__all__ = ["Halves"]
+__all__ = ["SplitBackward"]
 
 Begin = int | Literal["outputs", "first half"]
 """Where the second half begins for a parameter: at a node, at the outputs, or not at all."""
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitBackward:
     """Of the stage of `nodes`, after the nodes `before` it; `readers` are those of parameters that get a gradient.
 
     Later stages have gradients for those that are `sent`.
     """
 
-    lives: Lives
+    lives: LiveRanges
     before: frozenset[int]
     nodes: tuple[int, ...]
     readers: Mapping[str, Collection[int]]
     sent: frozenset[int]
 
-    def captured_at(self, gradient: Gradient) -> set[int]:
+    def captured_at(self, gradient: GradientStorage) -> set[int]:
         """Where the second half begins with it."""
-        return self._capturing.intersection(map(self.lives.place.__getitem__, gradient.captured))
+        return self._capturing.intersection(map(self.lives.place.__getitem__, gradient.captured_at))
 
     def end_of_second(self, place: int) -> int:
         """The last node that the second half runs of what it begins at `place`."""
@@ -46,7 +46,7 @@ class Halves:
             found = found | waiting
         return min(found)
 
-    def is_aside(self, gradient: Gradient) -> bool:
+    def is_aside(self, gradient: GradientStorage) -> bool:
         """Whether it leads to parameters alone, whose gradients are made in the second half, as it is."""
         return self.lives.place[gradient.last] in self._later and not self.captured_at(gradient)
 
@@ -134,7 +134,7 @@ class Halves:
 
     def _begin(self, name: str, place: int) -> Begin:
         """The same of a parameter that one node reads."""
-        is_early = name in self.lives.graph.nodes[place].early
+        is_early = name in self.lives.graph.nodes[place].gradients_by_input_backward
         return (
             "first half"
             if is_early and place in self._on_the_way

@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.encodings import Policy
-from pipecompile.ir.footprint import Footprint, Parcel, Shared
+from pipecompile.ir.footprint import Footprint, MessageStorage, SharedParameter
 from pipecompile.ir.graph import Parameter
-from pipecompile.memory_model.encodings import Form, Run
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.encodings import StorageEncoding, EncodedPlaces
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.optimizer import optimizer_bytes
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Level, Made, Part
-from pipecompile.memory_model.subgraph import Change
+from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Counting, StoredValue, StageValues
+from pipecompile.memory_model.subgraph import LivenessChange
 
 __all__ = ["footprint_of"]
 
@@ -39,22 +39,22 @@ NO_SUMS: Mapping[int, int] = {}
 
 
 def footprint_of(
-    lives: Lives,
+    lives: LiveRanges,
     before: Iterable[str],
     nodes: Iterable[str],
     regions: Iterable[Iterable[str]] = (),
-    saving: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+    encoded_runs: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
 ) -> Footprint:
     """What the stage made of `nodes` holds; the nodes `before` it are in earlier stages, all others in later.
 
-    `regions` are runs of its nodes that are computed again, apart or one within another; `saving` are runs apart from
+    `regions` are runs of its nodes that are computed again, apart or one within another; `encoded_runs` are runs apart from
     these, with the policies of what they save; none of them under a split backward.
     """
     places = sorted(map(lives.place.__getitem__, nodes))
     again = [sorted(map(lives.place.__getitem__, region)) for region in regions]
     runs = [
-        Run(tuple(sorted(map(lives.place.__getitem__, names))), policies)
-        for names, policies in saving
+        EncodedPlaces(tuple(sorted(map(lives.place.__getitem__, names))), policies)
+        for names, policies in encoded_runs
     ]
     return _Stage(lives, {lives.place[name] for name in before}, places, again, runs).footprint()
 
@@ -73,7 +73,7 @@ class _Entry(NamedTuple):
 NO_ENTRIES: Mapping[int, Sequence[_Entry]] = {}
 
 
-class _Stage(Part):
+class _Stage(StageValues):
     """One stage, followed through its actions."""
 
     def footprint(self) -> Footprint:
@@ -107,7 +107,7 @@ class _Stage(Part):
             inputs=amount(node.input_bytes for node in self.own),
             received=amount(tensor.bytes for tensor, _ in self.arriving),
             received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
-            kept=amount(
+            activations=amount(
                 [
                     *(
                         made.storage.bytes
@@ -119,28 +119,28 @@ class _Stage(Part):
                     *(size for _, size in self._copied_by_regions(again=True)),
                 ]
             ),
-            dropped=amount(
+            freed_by_input_backward=amount(
                 made.storage.bytes for made in (*self.made, *self.spread) if self._is_dropped(made)
             ),
-            between=amount(self.gradients.between) if self.splits else ZERO,
+            added_by_input_backward=amount(self.gradients.between) if self.splits else ZERO,
             forward_peak=self._peak(
                 self._forward(), [n.forward_peak_bytes for n in self.own], forward=True
             ),
             first_backward_peak=self._peak([*backward, *making], whole, sums, again=True),
             backward_peak=self._peak([*backward, *adding], whole, sums, again=True),
-            input_peak=self._input_peak() if self.splits else ZERO,
-            first_weight_peak=self._peak([*second, *first], rises, last),
-            weight_peak=self._peak([*second, *later], rises, last),
-            first_stripped_peak=self._peak([*stripped, *first], rises, last),
-            stripped_peak=self._peak([*stripped, *later], rises, last),
-            written=amount(self.written(self.nodes)),
-            sent=tuple(self._parcels()),
-            returned=tuple(self._given_back(hold=False)),
-            passed=tuple(self._given_back(hold=True)),
-            handed_on=tuple(self.handed_on),
-            wanted=tuple(self._wanted()),
-            relayed=tuple(self.gradients.relayed),
-            retained=tuple(self.gradients.retained),
+            input_backward_peak=self._input_peak() if self.splits else ZERO,
+            first_weight_backward_peak=self._peak([*second, *first], rises, last),
+            weight_backward_peak=self._peak([*second, *later], rises, last),
+            first_weight_backward_peak_freeing_outputs=self._peak([*stripped, *first], rises, last),
+            weight_backward_peak_freeing_outputs=self._peak([*stripped, *later], rises, last),
+            buffer_copies=amount(self.written(self.nodes)),
+            sent_outputs=tuple(self._parcels()),
+            sent_by_backward=tuple(self._given_back(hold=False)),
+            sent_by_input_backward=tuple(self._given_back(hold=True)),
+            relayed_inputs=tuple(self.handed_on),
+            inputs_for_weight_backward=tuple(self._wanted()),
+            relayed_gradients=tuple(self.gradients.relayed),
+            gradients_for_weight_backward=tuple(self.gradients.retained),
             shared=tuple(self._shared()),
         )
 
@@ -151,30 +151,30 @@ class _Stage(Part):
             trained, lives.optimizer, master_weights=lives.master_weights, lists=lists
         )
 
-    def _shared(self) -> Iterator[Shared]:
+    def _shared(self) -> Iterator[SharedParameter]:
         """Parameters that nodes of other stages read too."""
         amount = self.allocator.amount
         for name in self.readers:
             if not self.lives.reading[name] <= self.inside:
                 parameter = self.graph.parameter_by_name[name]
                 trained = [parameter] if parameter.trainable else []
-                yield Shared(
+                yield SharedParameter(
                     name=name,
                     parameters=amount([parameter.bytes]),
                     gradients=amount(each.bytes for each in trained),
                     optimizer=amount(self._optimizer(trained)[0]),
                 )
 
-    def _forward(self) -> Iterator[Change]:
+    def _forward(self) -> Iterator[LivenessChange]:
         for made in (*self.made, *self.spread):
-            yield Change(made.place, made.storage.bytes, begins=True)
+            yield LivenessChange(made.place, made.storage.bytes, begins=True)
             if not self.is_kept(made):
-                yield Change(made.last, made.storage.bytes, begins=False)
+                yield LivenessChange(made.last, made.storage.bytes, begins=False)
         for form in self._forms:
             if form.waits:
-                yield Change(form.made, self._kept(form), begins=True)
+                yield LivenessChange(form.made, self._kept(form), begins=True)
         for region, size in self._copied_by_regions(again=False):
-            yield Change(region[-1], size, begins=False)
+            yield LivenessChange(region[-1], size, begins=False)
 
     def _copied_by_regions(self, *, again: bool) -> Iterator[tuple[Sequence[int], int]]:
         """Regions with each copy that they make of a buffer; of those that are ever computed `again`, or of others."""
@@ -183,13 +183,13 @@ class _Stage(Part):
                 yield from ((region, size) for size in self.written(region))
 
     @cached_property
-    def _forms(self) -> list[Form]:
+    def _forms(self) -> list[StorageEncoding]:
         return [form for made in self.made for form in made.forms]
 
-    def _kept(self, form: Form) -> int:
-        return form.kept(self.graph.memory)
+    def _kept(self, form: StorageEncoding) -> int:
+        return form.kept(self.graph.allocator)
 
-    def _packings(self, level: Level) -> dict[int, list[_Entry]]:
+    def _packings(self, level: Counting) -> dict[int, list[_Entry]]:
         """By node the forms that are made as it saves, with what that takes beside, and what regions copy before it."""
         found: dict[int, list[_Entry]] = defaultdict(list)
         for made in self.spread:
@@ -205,7 +205,7 @@ class _Stage(Part):
                 found[form.made].append(_Entry(0, level.size_of(self._kept(form)), scratch))
         return found
 
-    def _settlings(self, level: Level) -> dict[int, int]:
+    def _settlings(self, level: Counting) -> dict[int, int]:
         """By the last node of a run the most that lives while its forms are made, above what lives when all is done.
 
         By the last of all also copies that are sent, and what they are made of, which goes then.
@@ -224,11 +224,11 @@ class _Stage(Part):
         copies = sum(level.size_of(tensor.bytes) for tensor in self.copied)
         return found | {last: going + max(copies, found.get(last, 0))}
 
-    def _is_copied(self, made: Made) -> bool:
+    def _is_copied(self, made: StoredValue) -> bool:
         """Whether it goes when copies of its views were made for later stages."""
         return not made.holders and self.is_copied(made.storage)
 
-    def _settling(self, run: Run, level: Level) -> int:
+    def _settling(self, run: EncodedPlaces, level: Counting) -> int:
         """One form after the other: a storage goes with its last, unless the run was given it."""
         end = run.places[-1]
         waiting = [(made, f) for made in self.made for f in made.forms if f.waits and f.made == end]
@@ -249,29 +249,35 @@ class _Stage(Part):
                 now -= level.size_of(made.storage.bytes)
         return highest - sum(level.size_of(self._kept(form)) for _, form in waiting)
 
-    def _is_dropped(self, made: Made) -> bool:
+    def _is_dropped(self, made: StoredValue) -> bool:
         """Whether no second half comes by where it is saved."""
         if not self.splits or not made.holders or self.is_sent(made.storage):
             return False
         return self.halves.passed_twice.isdisjoint(made.holders)
 
-    def _parcels(self) -> Iterator[Parcel]:
+    def _parcels(self) -> Iterator[MessageStorage]:
         """What is sent; where there are no halves, all that the backward needs counts as needed by the second."""
         for made in (*self.made, *self.spread):
             if names := self.sent_in(made.storage):
                 is_needed = not self._passed.isdisjoint(made.holders)
-                yield Parcel(
-                    names=names, size=self.allocator.amount([made.storage.bytes]), needed=is_needed
+                yield MessageStorage(
+                    names=names,
+                    size=self.allocator.amount([made.storage.bytes]),
+                    is_needed_by_weight_backward=is_needed,
                 )
         for tensor in self.copied:
-            yield Parcel(
-                names=(tensor.producer,), size=self.allocator.amount([tensor.bytes]), needed=False
+            yield MessageStorage(
+                names=(tensor.producer,),
+                size=self.allocator.amount([tensor.bytes]),
+                is_needed_by_weight_backward=False,
             )
 
-    def _given_back(self, *, hold: bool) -> Iterator[Parcel]:
+    def _given_back(self, *, hold: bool) -> Iterator[MessageStorage]:
         """The gradients of inputs that take memory; what a first half lends, the second needs."""
         for names, size, lent in self.gradients.returned(hold=hold):
-            yield Parcel(names=names, size=self.allocator.amount([size]), needed=lent)
+            yield MessageStorage(
+                names=names, size=self.allocator.amount([size]), is_needed_by_weight_backward=lent
+            )
 
     def _wanted(self) -> Iterator[str]:
         """What arrives and is needed in a second half: autograd's nodes hold inputs that they lead to."""
@@ -279,11 +285,11 @@ class _Stage(Part):
             savers = {
                 place for place in self._passed if tensor.storage in self.graph.nodes[place].saved
             }
-            is_saved = savers and tensor.storage is not None and not tensor.spread_bytes
+            is_saved = savers and tensor.storage is not None and not tensor.strided_copy_bytes
             if is_saved or not self._passed.isdisjoint(self.giving(tensor)):
                 yield tensor.producer
 
-    def _freed(self, *, half: bool = False) -> Iterator[Change]:
+    def _freed(self, *, half: bool = False) -> Iterator[LivenessChange]:
         """What the backward, or its second half, lets go of what was kept; outputs stay until it ends."""
         for made in (*self.made, *self.spread):
             if (
@@ -291,34 +297,34 @@ class _Stage(Part):
                 and not self.is_sent(made.storage)
                 and not (half and self._is_dropped(made))
             ):
-                yield Change(made.holders[0], made.storage.bytes, begins=False)
+                yield LivenessChange(made.holders[0], made.storage.bytes, begins=False)
         for form in self._forms:
-            yield Change(form.savers[0], self._kept(form), begins=False)
+            yield LivenessChange(form.savers[0], self._kept(form), begins=False)
             if not half:
-                yield Change(form.savers[0], form.full, begins=False)  # which came back
+                yield LivenessChange(form.savers[0], form.full, begins=False)  # which came back
         for region, size in self._copied_by_regions(again=True):
-            yield Change(region[0], size, begins=False)
+            yield LivenessChange(region[0], size, begins=False)
 
-    def _freed_outputs(self) -> Iterator[Change]:
+    def _freed_outputs(self) -> Iterator[LivenessChange]:
         for made in (*self.made, *self.spread):
             if self.is_sent(made.storage) and not self._passed.isdisjoint(made.holders):
-                yield Change(made.holders[0], made.storage.bytes, begins=False)
+                yield LivenessChange(made.holders[0], made.storage.bytes, begins=False)
 
     @property
     def _passed(self) -> set[int]:
         """What a second half leads through, which is all if there is no first one."""
         return self.halves.passed_twice if self.splits else self.inside
 
-    def _copies(self, *, early: bool = False) -> Iterator[Change]:
+    def _copies(self, *, early: bool = False) -> Iterator[LivenessChange]:
         """What was computed again is let go where it is needed last; `early` before the backward of that node."""
         for made in self.made:
             for copy in made.copies:
                 if copy.early == early:
-                    yield Change(copy.place, made.storage.bytes, begins=False)
+                    yield LivenessChange(copy.place, made.storage.bytes, begins=False)
 
     @cached_property
-    def _levels(self) -> tuple[Level, Level]:
-        return Level(1, int), Level(BOUND_SCRATCH, self.allocator.rounded)
+    def _levels(self) -> tuple[Counting, Counting]:
+        return Counting(1, int), Counting(BOUND_SCRATCH, self.allocator.rounded)
 
     @cached_property
     def _entries_by_level(
@@ -327,7 +333,7 @@ class _Stage(Part):
         first, second = map(self._entries, self._levels)
         return first, second
 
-    def _entries(self, level: Level) -> dict[int, list[_Entry]]:
+    def _entries(self, level: Counting) -> dict[int, list[_Entry]]:
         """The regions by the node whose backward computes them again, from the outermost on; then what is let go.
 
         With what comes back, by the node for whose backward it does: one storage after the other.
@@ -344,7 +350,7 @@ class _Stage(Part):
             found[form.back].append(_Entry(full + level.size_of(form.cost.scratch_bytes), full))
         return found
 
-    def _entry(self, region: int, level: Level) -> _Entry:
+    def _entry(self, region: int, level: Counting) -> _Entry:
         """The forward once more, of the nodes that must run for what the region holds."""
         nodes = self.run_again(region)
         inside, again = set(nodes), set(self.regions[region])
@@ -360,15 +366,19 @@ class _Stage(Part):
         peak = self._highest(nodes, changes, rises, level)
         return _Entry(peak, sum(level.size_of(made.storage.bytes) for made, held in here if held))
 
-    def _once_more(self, made: Made, region: set[int], *, held: bool) -> Iterator[Change]:
+    def _once_more(
+        self, made: StoredValue, region: set[int], *, held: bool
+    ) -> Iterator[LivenessChange]:
         """A storage while its region is computed again: what the region holds or returns lives to the end."""
-        yield Change(made.place, made.storage.bytes, begins=True)
+        yield LivenessChange(made.place, made.storage.bytes, begins=True)
         if not held and region.issuperset(made.storage.readers):
-            yield Change(self.last_read(made.place, made.storage), made.storage.bytes, begins=False)
+            yield LivenessChange(
+                self.last_read(made.place, made.storage), made.storage.bytes, begins=False
+            )
 
     def _input_peak(self) -> Amount:
         made = (
-            Change(places[-1], parameter.bytes, begins=True)
+            LivenessChange(places[-1], parameter.bytes, begins=True)
             for parameter, places in self.gradients.early
         )
         changes = [*self.gradients.flowing(hold=True), *made]
@@ -383,7 +393,7 @@ class _Stage(Part):
 
     def _peak(
         self,
-        changes: Iterable[Change],
+        changes: Iterable[LivenessChange],
         rises: Sequence[int],
         sums: Mapping[int, int] = NO_SUMS,
         *,
@@ -407,9 +417,9 @@ class _Stage(Part):
     def _highest(
         self,
         nodes: Sequence[int],
-        changes: Iterable[Change],
+        changes: Iterable[LivenessChange],
         rises: Sequence[int],
-        level: Level,
+        level: Counting,
         last: Mapping[int, int] = NO_SUMS,
         entries: Mapping[int, Sequence[_Entry]] = NO_ENTRIES,
     ) -> int:

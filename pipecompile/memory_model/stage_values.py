@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 from pipecompile.ir.graph import Tensor
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.encodings import Form, Run, forms_of
-from pipecompile.memory_model.gradients import Gradients
-from pipecompile.memory_model.live_ranges import Lives, Storage
-from pipecompile.memory_model.subgraph import Section
+from pipecompile.memory_model.encodings import StorageEncoding, EncodedPlaces, storage_encodings
+from pipecompile.memory_model.gradients import GradientFlow
+from pipecompile.memory_model.live_ranges import LiveRanges, Storage
+from pipecompile.memory_model.subgraph import StageSubgraph
 
-__all__ = ["BOUND_SCRATCH", "Level", "Made", "Part"]
+__all__ = ["BOUND_SCRATCH", "Counting", "StoredValue", "StageValues"]
 
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
 
-class Made(NamedTuple):
+class StoredValue(NamedTuple):
     """A storage that the node of this place makes.
 
     `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
@@ -34,12 +34,12 @@ class Made(NamedTuple):
     place: int
     storage: Storage
     holders: tuple[int, ...]
-    copies: tuple[Copy, ...]
-    forms: tuple[Form, ...]
+    copies: tuple[RegionCopy, ...]
+    forms: tuple[StorageEncoding, ...]
     last: int
 
 
-class Copy(NamedTuple):
+class RegionCopy(NamedTuple):
     """What a region (by index) makes anew and holds until the backward of a node is done.
 
     If `early`, only until that backward has computed again a region within, which reads it.
@@ -50,30 +50,30 @@ class Copy(NamedTuple):
     early: bool
 
 
-class Level(NamedTuple):
+class Counting(NamedTuple):
     """How sizes are counted, as expected or for a bound: the scratch of kernels times a factor, and storages."""
 
     scratch: Fraction | int
     size_of: Callable[[int], int]
 
 
-class Part(Section):
+class StageValues(StageSubgraph):
     """One stage with `regions` and `runs` of its nodes, which lie apart."""
 
     def __init__(
         self,
-        lives: Lives,
+        lives: LiveRanges,
         before: set[int],
         nodes: Sequence[int],
         regions: Sequence[Sequence[int]] = (),
-        runs: Sequence[Run] = (),
+        runs: Sequence[EncodedPlaces] = (),
     ) -> None:
         super().__init__(lives, before, nodes)
         self.regions = regions
         self.around = _around(nodes, regions)
         self.run = {place: run for run in runs for place in run.places}
-        self.allocator = ALLOCATORS[lives.graph.memory]
-        self.gradients = Gradients(self)
+        self.allocator = ALLOCATORS[lives.graph.allocator]
+        self.gradients = GradientFlow(self)
         self.made = [
             self._made(place, each) for place in nodes for each in lives.storages.get(place, ())
         ]
@@ -95,7 +95,7 @@ class Part(Section):
         """Whether later stages get copies of its views only."""
         return any(map(self.is_later, storage.readers)) and not self.is_sent(storage)
 
-    def _made(self, place: int, storage: Storage) -> Made:
+    def _made(self, place: int, storage: Storage) -> StoredValue:
         """Where a storage that is made at `place` is needed again."""
         savers, home = (
             [saver for saver in storage.savers if saver in self.inside],
@@ -104,8 +104,8 @@ class Part(Section):
         users = {
             self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)
         } - {*home}
-        forms, plain = forms_of(
-            storage, [s for s in savers if not self.around[s]], self.run, self.graph.memory
+        forms, plain = storage_encodings(
+            storage, [s for s in savers if not self.around[s]], self.run, self.graph.allocator
         )
         holders = [
             *plain,
@@ -116,14 +116,18 @@ class Part(Section):
         )
         if any(map(self.is_later, storage.readers)):
             last = self.nodes[-1]  # then copies are made for them
-        return Made(
+        return StoredValue(
             place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)), forms, last
         )
 
     @cached_property
-    def spread(self) -> list[Made]:
+    def spread(self) -> list[StoredValue]:
         """What arrives dense and is brought into its layout again, with gaps, before the first node."""
-        return [self._made(-1, self._spread(tensor)) for tensor in self.read if tensor.spread_bytes]
+        return [
+            self._made(-1, self._spread(tensor))
+            for tensor in self.read
+            if tensor.strided_copy_bytes
+        ]
 
     def _spread(self, tensor: Tensor) -> Storage:
         """Its copy, for those that read it or a view that this stage takes of it."""
@@ -134,14 +138,17 @@ class Part(Section):
             if view is not None and view.storage == tensor.storage is not None:
                 places = set(map(self.lives.place.__getitem__, view.consumers))
                 readers |= places
-                takers += [(place, reader) for reader in places if view.dense]
+                takers += [(place, reader) for reader in places if view.is_dense]
         savers = (
             place
             for place in readers & self.inside
             if tensor.storage in self.graph.nodes[place].saved
         )
         return Storage(
-            tensor.spread_bytes, tuple(sorted(readers)), tuple(sorted(savers)), takers=tuple(takers)
+            tensor.strided_copy_bytes,
+            tuple(sorted(readers)),
+            tuple(sorted(savers)),
+            takers=tuple(takers),
         )
 
     @property
@@ -150,9 +157,11 @@ class Part(Section):
         copied = {tensor.producer for tensor in self.copied}
         leaving = [tensor for tensor in self.leaving if tensor.producer not in copied]
         names = {tensor.producer for tensor in leaving}
-        lying = {tensor.storage for tensor in leaving if tensor.dense} - {None}
+        lying = {tensor.storage for tensor in leaving if tensor.is_dense} - {None}
         for tensor, _ in self.arriving:
-            if tensor.producer in names or (tensor.storage in lying and not tensor.spread_bytes):
+            if tensor.producer in names or (
+                tensor.storage in lying and not tensor.strided_copy_bytes
+            ):
                 yield tensor.producer
 
     @cached_property
@@ -162,11 +171,11 @@ class Part(Section):
         return [
             tensor
             for tensor in self.leaving
-            if (not tensor.dense and self.lives.place[tensor.producer] in self.inside)
-            or (tensor.spread_bytes and tensor.gradient_bytes and tensor.producer in read)
+            if (not tensor.is_dense and self.lives.place[tensor.producer] in self.inside)
+            or (tensor.strided_copy_bytes and tensor.gradient_bytes and tensor.producer in read)
         ]
 
-    def _copied(self, place: int, storage: Storage) -> Iterator[Copy]:
+    def _copied(self, place: int, storage: Storage) -> Iterator[RegionCopy]:
         """What each region around `place` holds of the storage: for its own nodes, and for regions within it."""
         home = self.around.get(place, ())
         users = (
@@ -180,7 +189,7 @@ class Part(Section):
             inner = {region for user in beside for region in self.around[user][depth:]}
             ends += [(at, True) for at in map(self.called, inner) if at is not None]
             if ends:
-                yield Copy(home[depth - 1], *min(ends))
+                yield RegionCopy(home[depth - 1], *min(ends))
 
     def last_read(self, place: int, storage: Storage) -> int:
         """Until when a forward has what is made at `place` and not held.
@@ -231,17 +240,17 @@ class Part(Section):
 
     def written(self, places: Iterable[int]) -> Iterator[int]:
         """The sizes of copies by which these nodes can be computed again with buffers as they were."""
-        return (size for place in places for size in self.graph.nodes[place].written)
+        return (size for place in places for size in self.graph.nodes[place].buffer_copies)
 
     def _packs(self, place: int) -> str:
-        return self.graph.nodes[place].packs
+        return self.graph.nodes[place].saves_at
 
-    def is_kept(self, made: Made) -> bool:
+    def is_kept(self, made: StoredValue) -> bool:
         """Whether it lives on after the forward."""
         return bool(made.holders) or self.is_sent(made.storage)
 
     @staticmethod
-    def needed(rise: int, scratch: int, level: Level) -> int:
+    def needed(rise: int, scratch: int, level: Counting) -> int:
         """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
         if not rise:
             return 0

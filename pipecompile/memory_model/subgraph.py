@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipecompile.ir.graph import Parameter, Tensor
-from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.split_backward import Halves
+from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.split_backward import SplitBackward
 
-__all__ = ["Change", "Section"]
+__all__ = ["LivenessChange", "StageSubgraph"]
 
 
-class Change(NamedTuple):
+class LivenessChange(NamedTuple):
     """At the node of this place a storage of so many bytes begins to live, or ends."""
 
     place: int
@@ -25,10 +25,10 @@ class Change(NamedTuple):
     begins: bool
 
 
-class Section:
+class StageSubgraph:
     """One stage as a part of the graph: its `nodes` by place, in order; those `before` it are in earlier stages."""
 
-    def __init__(self, lives: Lives, before: set[int], nodes: Sequence[int]) -> None:
+    def __init__(self, lives: LiveRanges, before: set[int], nodes: Sequence[int]) -> None:
         self.lives, self.graph = lives, lives.graph
         self.before, self.nodes, self.inside = before, nodes, set(nodes)
         self.own = [self.graph.nodes[place] for place in nodes]
@@ -56,7 +56,9 @@ class Section:
 
     def giving(self, tensor: Tensor) -> set[int]:
         """The nodes of the stage that give a gradient for it."""
-        return self.inside.intersection(map(self.lives.place.__getitem__, tensor.givers))
+        return self.inside.intersection(
+            map(self.lives.place.__getitem__, tensor.consumers_with_gradient)
+        )
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
@@ -81,10 +83,10 @@ class Section:
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
 
     @cached_property
-    def halves(self) -> Halves:
+    def halves(self) -> SplitBackward:
         """Where the halves of a split backward run."""
         readers = {parameter.name: places for parameter, places in self.trained}
         sent = frozenset(
             self.lives.place[tensor.producer] for tensor in self.leaving if tensor.gradient_bytes
         )
-        return Halves(self.lives, frozenset(self.before), tuple(self.nodes), readers, sent)
+        return SplitBackward(self.lives, frozenset(self.before), tuple(self.nodes), readers, sent)

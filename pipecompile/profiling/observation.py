@@ -21,7 +21,7 @@ from pipecompile.graph.model_state import named_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
-from pipecompile.ir.graph import Content, Gradient, Packs
+from pipecompile.ir.graph import Content, GradientStorage, SavesAt
 from pipecompile.profiling.caller import NodeCaller
 from pipecompile.profiling.destinations import GradientDestinations, Sources
 from pipecompile.profiling.kernel_scratch import Scratch
@@ -56,7 +56,7 @@ class NodeObservation:
     forward_peak: int
     backward_peak: int
     scratch: int
-    packs: Packs
+    packs: SavesAt
     parameters: tuple[str, ...]
     given_as_views: tuple[str, ...]
     early: tuple[str, ...]
@@ -77,7 +77,7 @@ class StepObservation:
     nodes: dict[str, NodeObservation]
     storages: tuple[int, ...]
     contents: Mapping[int, Content]
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[GradientStorage, ...]
     expanded: Mapping[str, str]
 
 
@@ -166,7 +166,7 @@ class _Observer(NodeCaller):
                     found[value.grad_fn].append(source.name)
         return found
 
-    def _kept(self, call: NodeCall) -> tuple[Any, dict[int, tuple[Use, ...]], Packs]:
+    def _kept(self, call: NodeCall) -> tuple[Any, dict[int, tuple[Use, ...]], SavesAt]:
         """The value of a node, the storages that its backward keeps and for what, and when it was given the last."""
         saved: dict[int, list[_Packed]] = {}
         begin = self.ledger.kernels
@@ -181,7 +181,7 @@ class _Observer(NodeCaller):
 
         with saved_tensors_hooks(keep, attrgetter("value")), self.ledger:
             value = super().perform(call)
-        packs: Packs = "never" if not when else "before" if when[-1] == begin else "after"
+        packs: SavesAt = "never" if not when else "before" if when[-1] == begin else "after"
         return value, self._uses(value, saved), packs
 
     def _uses(
@@ -299,10 +299,10 @@ class _Observer(NodeCaller):
             self.workload.names[each] for each in dict.fromkeys(ids) if each in self.workload.names
         )
 
-    def _gradients(self) -> tuple[Gradient, ...]:
+    def _gradients(self) -> tuple[GradientStorage, ...]:
         """Storages of the backward that live longer than the node that makes them, or that are captured."""
         count, last = len(self.facts), 2 * len(self.facts) - 1
-        found: list[Gradient] = []
+        found: list[GradientStorage] = []
         where = self.destinations
         places: dict[int | None, int | None] = {
             None: None
@@ -319,15 +319,15 @@ class _Observer(NodeCaller):
                 )
                 places[index] = len(found)
                 found.append(
-                    Gradient(
+                    GradientStorage(
                         producer=producer,
                         last=end,
                         bytes=life.bytes,
                         readers=readers,
-                        captured=captured,
-                        given=given,
-                        sum=life.sum,
-                        copy=index in self.ledger.copies,
+                        captured_at=captured,
+                        edges=given,
+                        is_sum=life.sum,
+                        is_copy=index in self.ledger.copies,
                         continues=before,
                     )
                 )

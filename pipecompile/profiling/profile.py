@@ -50,7 +50,7 @@ def profile(
             costs = price(workload, observation, cost_model)
     known = _known(workload.graph, observation)
     return ir.CostGraph(
-        memory=cost_model.memory,
+        allocator=cost_model.memory,
         fused_attention=tuple(cost_model.fused_attention),
         nodes=tuple(_nodes(workload, observation, costs, known)),
         tensors=tuple(_tensors(workload.graph, observation, known)),
@@ -136,12 +136,12 @@ def _nodes(
             uses=facts.uses,
             forward_peak_bytes=facts.forward_peak,
             backward_peak_bytes=facts.backward_peak,
-            packs=facts.packs,
+            saves_at=facts.packs,
             workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
             input_bytes=_input_bytes(workload, node, facts),
             parameters=facts.parameters,
-            given_as_views=facts.given_as_views,
-            early=facts.early,
+            view_gradients=facts.given_as_views,
+            gradients_by_input_backward=facts.early,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
             operator=facts.operator,
@@ -174,11 +174,11 @@ def _tensors(
                 bytes=facts.bytes,
                 gradient_bytes=facts.gradient_bytes,
                 storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
-                permuted=facts.permuted,
-                dense=facts.dense,
-                spread_bytes=facts.spread_bytes,
-                expanded_by=observation.expanded.get(node.name),
-                silent=facts.silent,
+                is_permuted=facts.permuted,
+                is_dense=facts.dense,
+                strided_copy_bytes=facts.spread_bytes,
+                gradient_expanded_by=observation.expanded.get(node.name),
+                consumers_without_gradient=facts.silent,
             )
 
 

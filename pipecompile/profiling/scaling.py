@@ -35,11 +35,11 @@ def scaled(graph: CostGraph, stages: Sequence[Stage], times: Sequence[Times]) ->
 
 def _of_nodes(stage: Stage, measured: Times) -> Times:
     """Without what regions and saving take: as much more or less than expected as the forward does."""
-    if not (stage.regions or stage.saving) or Kind.BACKWARD not in measured:
+    if not (stage.regions or stage.encoded_runs) or Kind.BACKWARD not in measured:
         return measured
     packing, unpacking = (
-        sum(run.forward_ns for run in stage.saving),
-        sum(run.backward_ns for run in stage.saving),
+        sum(run.forward_ns for run in stage.encoded_runs),
+        sum(run.backward_ns for run in stage.encoded_runs),
     )
     expected = max(1, stage.forward_ns + packing)
     more = (stage.recompute_ns + unpacking) * measured[Kind.FORWARD] // expected
@@ -70,7 +70,7 @@ def _scaled_nodes(nodes: Sequence[Node], measured: Times) -> Iterable[Node]:
             backward_ns=backward[index],
             backward_input_ns=inputs[index],
             backward_weight_ns=weights[index],
-            finish_ns=measured.get(Kind.REDUCE, 0) if node is nodes[-1] else 0,
+            per_step_ns=measured.get(Kind.REDUCE, 0) if node is nodes[-1] else 0,
         )
 
 

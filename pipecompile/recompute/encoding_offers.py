@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from pipecompile.ir.encodings import POLICIES, Policy
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Saving
+from pipecompile.ir.plan import EncodedNodes
 from pipecompile.memory_model.encoding_costs import SavingCost
-from pipecompile.memory_model.encodings import Run, forms_of
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.encodings import EncodedPlaces, storage_encodings
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import boundaries
-from pipecompile.memory_model.stage_values import Part
+from pipecompile.memory_model.stage_values import StageValues
 
 __all__ = ["EncodingOffer", "encoding_offers"]
 
@@ -30,7 +30,7 @@ class EncodingOffer(NamedTuple):
     """A run of nodes that may be encoded, and the extra ns for each byte that it frees."""
 
     ns_per_byte: Fraction
-    saving: Saving
+    saving: EncodedNodes
 
 
 class _EncodableSpan(NamedTuple):
@@ -42,7 +42,7 @@ class _EncodableSpan(NamedTuple):
 
 
 def encoding_offers(
-    lives: Lives, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
+    lives: LiveRanges, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
 ) -> tuple[EncodingOffer, ...]:
     """Return the runs of a stage for these policies, without runs that free nothing.
 
@@ -51,17 +51,17 @@ def encoding_offers(
     hide. `nodes` are the stage's, in the order of the graph, `before` those of earlier stages.
     """
     places = sorted(lives.place[name] for name in nodes)
-    part = Part(lives, {lives.place[name] for name in before}, places)
+    part = StageValues(lives, {lives.place[name] for name in before}, places)
     blocks = [block_of(node.module) for node in part.own]
     runs = []
     for span in _joined(_widened(part, _spans(part, policies)), blocks):
         ordered = tuple(policy for policy in POLICIES if policy in span.policies)
-        runs.append(Run(tuple(part.nodes[span.start : span.stop]), ordered))
-    offers = _priced(Part(lives, part.before, part.nodes, (), runs), runs)
+        runs.append(EncodedPlaces(tuple(part.nodes[span.start : span.stop]), ordered))
+    offers = _priced(StageValues(lives, part.before, part.nodes, (), runs), runs)
     return tuple(sorted(offers, key=lambda offer: offer.ns_per_byte))
 
 
-def _spans(part: Part, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
+def _spans(part: StageValues, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
     """Yield for each storage that its savers could keep in fewer bytes where these are.
 
     Savers must be in one run for policies by use, so that nobody else reads the storage as it is;
@@ -70,14 +70,18 @@ def _spans(part: Part, policies: Collection[Policy]) -> Iterator[_EncodableSpan]
     by_use = frozenset(policies) & BY_USE
     others = [frozenset([policy]) for policy in POLICIES if policy in set(policies) - by_use]
     position = {place: index for index, place in enumerate(part.nodes)}
-    memory = part.graph.memory
+    memory = part.graph.allocator
     for made in part.made:
         savers = [place for place in made.storage.savers if place in position]
         if not savers or part.is_sent(made.storage):
             continue
         for chosen in filter(None, (by_use, *others)):
-            run = Run(tuple(savers), tuple(policy for policy in POLICIES if policy in chosen))
-            forms, plain = forms_of(made.storage, savers, dict.fromkeys(savers, run), memory)
+            run = EncodedPlaces(
+                tuple(savers), tuple(policy for policy in POLICIES if policy in chosen)
+            )
+            forms, plain = storage_encodings(
+                made.storage, savers, dict.fromkeys(savers, run), memory
+            )
             if plain or sum(form.kept(memory) for form in forms) >= made.storage.bytes:
                 continue
             positions = [position[place] for place in savers]
@@ -88,13 +92,13 @@ def _spans(part: Part, policies: Collection[Policy]) -> Iterator[_EncodableSpan]
             break  # the first policy that fits counts
 
 
-def _widened(part: Part, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
+def _widened(part: StageValues, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
     """Yield the spans widened to boundaries, without those with a node that must be in no run."""
     allowed = boundaries(part)
     for span in spans:
         start = max(place for place in allowed if place <= span.start)
         stop = min(place for place in allowed if place >= span.stop)
-        if all(node.recomputable for node in part.own[start:stop]):
+        if all(node.is_recomputable for node in part.own[start:stop]):
             yield _EncodableSpan(start, stop, span.policies)
 
 
@@ -116,13 +120,16 @@ def _joined(spans: Iterable[_EncodableSpan], blocks: Sequence[str]) -> list[_Enc
     return joined
 
 
-def _priced(part: Part, runs: Sequence[Run]) -> Iterator[EncodingOffer]:
+def _priced(part: StageValues, runs: Sequence[EncodedPlaces]) -> Iterator[EncodingOffer]:
     """Yield the runs that free anything, with their time.
 
     A storage that several runs save is freed only if all of them encode it, so each counts with an
     equal share of its bytes and costs.
     """
-    freed, moved = defaultdict[Run, Fraction](Fraction), {run: _MovedBytes() for run in runs}
+    freed, moved = (
+        defaultdict[EncodedPlaces, Fraction](Fraction),
+        {run: _MovedBytes() for run in runs},
+    )
     for made in part.made:
         sharers = {part.run[place] for form in made.forms for place in form.savers}
         if not part.is_kept(made):
@@ -131,14 +138,14 @@ def _priced(part: Part, runs: Sequence[Run]) -> Iterator[EncodingOffer]:
         for form in made.forms:
             owners = {part.run[place] for place in form.savers}
             for run in owners:
-                freed[run] -= Fraction(form.kept(part.graph.memory), len(owners))
+                freed[run] -= Fraction(form.kept(part.graph.allocator), len(owners))
                 moved[run] = moved[run].plus(form.cost, len(owners))
     for run in runs:
         if freed[run] > 0:
             forward_ns, backward_ns = _times_ns(part, run, moved[run])
-            saving = Saving(
+            saving = EncodedNodes(
                 nodes=tuple(part.graph.nodes[place].name for place in run.places),
-                policies=run.policies,
+                encodings=run.policies,
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
             )
@@ -161,7 +168,7 @@ class _MovedBytes(NamedTuple):
         )
 
 
-def _times_ns(part: Part, run: Run, moved: _MovedBytes) -> tuple[int, int]:
+def _times_ns(part: StageValues, run: EncodedPlaces, moved: _MovedBytes) -> tuple[int, int]:
     """Return the extra time in the forward and in the backward.
 
     A copy to the host runs beside the run's own nodes; only what is longer than these counts.
@@ -169,7 +176,7 @@ def _times_ns(part: Part, run: Run, moved: _MovedBytes) -> tuple[int, int]:
     rate = part.lives.bytes_per_ns
     packing = ceil(moved.packed / rate) if rate else 0
     unpacking = ceil(moved.unpacked / rate) if rate else 0
-    link = ceil(moved.host / HOST_BYTES_PER_NS) if part.graph.memory == "cuda" else 0
+    link = ceil(moved.host / HOST_BYTES_PER_NS) if part.graph.allocator == "cuda" else 0
     nodes = [part.graph.nodes[place] for place in run.places]
     forward = sum(node.forward_ns for node in nodes)
     backward = sum(node.backward_ns for node in nodes)

@@ -10,13 +10,13 @@ from itertools import chain
 from typing import Literal, NamedTuple, TypedDict
 
 from pipecompile.ir.encodings import Policy
-from pipecompile.ir.footprint import NOTHING, Footprint
+from pipecompile.ir.footprint import EMPTY_FOOTPRINT, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Options, Saving
+from pipecompile.ir.plan import Options, EncodedNodes
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
-from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.rank import Spare, rank_memory, spare
+from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.rank import BackwardAllowance, backward_allowances, rank_memory
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.schedule_view import ScheduleView
@@ -52,7 +52,7 @@ class StageRecompute(NamedTuple):
     ns: int
     least: int
     footprint: Footprint
-    saving: tuple[Saving, ...] = ()
+    saving: tuple[EncodedNodes, ...] = ()
 
     def mean_ns(self, microbatches: int) -> Fraction:
         """Return the extra time of a microbatch on average over a step."""
@@ -63,11 +63,11 @@ class StageRecompute(NamedTuple):
     def kept_bytes(self) -> int:
         """The bound of what a microbatch keeps until its recompute, or else until its backward."""
         if self.kind in WHOLE_STAGE:
-            return self.footprint.outputs.bound + self.footprint.written.bound
-        return self.footprint.kept.bound
+            return self.footprint.outputs.bound + self.footprint.buffer_copies.bound
+        return self.footprint.activations.bound
 
 
-NO_RECOMPUTE = StageRecompute("none", (), 0, 0, NOTHING)
+NO_RECOMPUTE = StageRecompute("none", (), 0, 0, EMPTY_FOOTPRINT)
 
 
 class StageSlice(NamedTuple):
@@ -142,7 +142,7 @@ class RecomputePolicies:
         regions: Iterable[tuple[int, int]],
         ns: int,
         least: int,
-        saving: Iterable[Saving] = (),
+        saving: Iterable[EncodedNodes] = (),
     ) -> StageRecompute:
         """Return the stage with `regions` (positions) that take `ns`, and with encoded runs."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
@@ -153,7 +153,7 @@ class RecomputePolicies:
         return StageRecompute(kind, named, ns + encoding, least + encoding, footprint, runs)
 
     def problem(
-        self, piece: StageSlice, *, summed: bool, saving: Iterable[Saving] = ()
+        self, piece: StageSlice, *, summed: bool, saving: Iterable[EncodedNodes] = ()
     ) -> RecomputeProblem:
         """Return the stage as a problem of choosing regions.
 
@@ -161,7 +161,7 @@ class RecomputePolicies:
         """
         policies = _policies(saving)
         return recompute_problem_of(
-            self.lives, piece.before, piece.nodes, summed=summed, saving=policies
+            self.lives, piece.before, piece.nodes, summed=summed, encoded_runs=policies
         )
 
     def blocks(self, piece: StageSlice) -> list[str]:
@@ -182,27 +182,31 @@ class RecomputePolicies:
         footprints = {index: recompute.footprint for index, recompute in stages.items()}
         return rank_memory(footprints, snapshots, **self._step_options).total.bound
 
-    def spare(self, piece: StageSlice, plain: StageRecompute, cap: int) -> list[Spare]:
+    def backward_allowances(
+        self, piece: StageSlice, plain: StageRecompute, cap: int
+    ) -> list[BackwardAllowance]:
         """Return what a stage alone on its rank may take as each of its backwards begins."""
         snapshots = self.view.snapshots(piece.stage, False, False)
         footprints = {piece.stage: plain.footprint}
-        return list(spare(footprints, piece.stage, cap, snapshots, **self._step_options))
+        return list(
+            backward_allowances(footprints, piece.stage, cap, snapshots, **self._step_options)
+        )
 
     @property
     def _step_options(self) -> _StepOptions:
-        allocator = ALLOCATORS[self.graph.memory]
+        allocator = ALLOCATORS[self.graph.allocator]
         return {"microbatches": self.options.microbatches, "allocator": allocator}
 
     @cached_property
-    def lives(self) -> Lives:
+    def lives(self) -> LiveRanges:
         """The live ranges of the graph's storages."""
-        return Lives(self.graph, self.options.optimizer, self.options.master_weights)
+        return LiveRanges(self.graph, self.options.optimizer, self.options.master_weights)
 
 
-def encoding_ns(saving: Iterable[Saving]) -> int:
+def encoding_ns(saving: Iterable[EncodedNodes]) -> int:
     """Return the extra time of encoded runs, in forward and backward."""
     return sum(run.ns for run in saving)
 
 
-def _policies(saving: Iterable[Saving]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    return [(run.nodes, run.policies) for run in saving]
+def _policies(saving: Iterable[EncodedNodes]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
+    return [(run.nodes, run.encodings) for run in saving]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipecompile.memory_model.snapshots import Moment
+from pipecompile.memory_model.snapshots import Snapshot
 
 __all__ = ["ScheduleView"]
 
@@ -23,7 +23,7 @@ class ScheduleView:
     placement: tuple[int, ...]
     in_flight: tuple[int, ...]
     may_split: bool
-    snapshots: Callable[[int, bool, bool], tuple[Moment, ...]] = field(compare=False, repr=False)
+    snapshots: Callable[[int, bool, bool], tuple[Snapshot, ...]] = field(compare=False, repr=False)
 
     @property
     def ranks(self) -> int:

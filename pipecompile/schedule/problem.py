@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind
 from pipecompile.ir.schedule_problem import ScheduleProblem
-from pipecompile.memory_model.rank import changes
+from pipecompile.memory_model.rank import activation_changes
 
 __all__ = ["Network", "PlacedProblem", "Skip", "StageCosts", "placed_problem"]
 
@@ -158,7 +158,7 @@ class PlacedProblem:
     @cached_property
     def _changes(self) -> tuple[dict[Kind, int], ...]:
         return tuple(
-            changes(
+            activation_changes(
                 kept=costs.kept_bytes + skipped,
                 recomputed=costs.recomputed_bytes,
                 between=costs.between_bytes,
@@ -173,7 +173,7 @@ class PlacedProblem:
         for stage, costs in enumerate(self.costs):
             if costs.recompute and costs.except_last:
                 # The only forward keeps what a recompute would make.
-                last[stage] = changes(
+                last[stage] = activation_changes(
                     kept=costs.recomputed_bytes + self._skipped_bytes[stage],
                     recomputed=0,
                     between=costs.between_bytes - costs.kept_bytes + costs.remade_bytes,

@@ -14,7 +14,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
-from pipecompile.memory_model.snapshots import Moment, moments
+from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import (
     ASYNCHRONOUS,
@@ -122,14 +122,14 @@ def snapshots_of(
     microbatches: int,
     recompute: bool,
     except_last: bool = False,
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[Snapshot, ...], ...]:
     """Return for each rank the snapshots of a named schedule at which it may hold the most.
 
     `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
     recomputed.
     """
     schedule = generate(name, placement, microbatches, recompute, except_last=except_last)
-    return tuple(map(moments, schedule.rows))
+    return tuple(map(peak_snapshots, schedule.rows))
 
 
 def named_schedule(name: str, problem: PlacedProblem) -> Schedule:

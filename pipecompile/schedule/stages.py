@@ -16,8 +16,12 @@ from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.rank import ceiling, rank_memory, room
-from pipecompile.memory_model.snapshots import moments
+from pipecompile.memory_model.rank import (
+    available_for_activations,
+    most_for_activations,
+    rank_memory,
+)
+from pipecompile.memory_model.snapshots import peak_snapshots
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 
 __all__ = [
@@ -99,13 +103,13 @@ def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -
     The first stage has no input gradient: its I takes no time, and its W that of a full backward.
     """
     recomputes, footprint = stage.recomputes, stage.footprint
-    kept = footprint.kept.bound
+    kept = footprint.activations.bound
     # A forward that is recomputed keeps only what it sends and what it writes to.
-    bare = (footprint.outputs + footprint.written).bound if recomputes else 0
-    remade = footprint.remade.bound if recomputes else 0
+    bare = (footprint.outputs + footprint.buffer_copies).bound if recomputes else 0
+    remade = footprint.outputs_freed_by_input_backward.bound if recomputes else 0
     region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
-    encoding_ns = sum(run.forward_ns for run in stage.saving)
-    decoding_ns = sum(run.backward_ns for run in stage.saving)
+    encoding_ns = sum(run.forward_ns for run in stage.encoded_runs)
+    decoding_ns = sum(run.backward_ns for run in stage.encoded_runs)
     can_split = stage.backward_input_ns is not None and stage.backward_weight_ns is not None
     return StageCosts(
         forward_ns=stage.forward_ns + forward_ns + encoding_ns,
@@ -113,11 +117,14 @@ def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns if recomputes else 0,
-        reduce_ns=stage.finish_ns,
+        reduce_ns=stage.per_step_ns,
         kept_bytes=bare if recomputes else kept,
         recomputed_bytes=kept if recomputes else 0,
         # torch frees nothing of a microbatch before its weight gradient.
-        between_bytes=kept + bare + (footprint.between - footprint.dropped).bound - remade,
+        between_bytes=kept
+        + bare
+        + (footprint.added_by_input_backward - footprint.freed_by_input_backward).bound
+        - remade,
         remade_bytes=remade,
         can_split=can_split,
         recompute=recomputes,
@@ -146,9 +153,11 @@ def activation_caps(
         footprints = footprints_on(stages, placement, rank)
         recomputed = {index for index in footprints if stages[index].recomputes}
         if highest:
-            left.append(ceiling(footprints, cap, microbatches=microbatches, allocator=rules))
+            left.append(
+                most_for_activations(footprints, cap, microbatches=microbatches, allocator=rules)
+            )
         else:
-            available = room(
+            available = available_for_activations(
                 footprints, cap, microbatches=microbatches, allocator=rules, recomputed=recomputed
             )
             left.append(max(0, available))
@@ -175,7 +184,7 @@ def memory_by_rank(
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),
-            moments(row),
+            peak_snapshots(row),
             microbatches=schedule.microbatches,
             allocator=ALLOCATORS[allocator],
         )

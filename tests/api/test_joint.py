@@ -17,7 +17,7 @@ from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.rank import rank_memory
 from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
@@ -54,19 +54,21 @@ def every_cut(problem: PartitionProblem) -> Iterator[dict[str, int]]:
 
 
 def held(
-    lives: Lives, options: Options, stage: int, names: Sequence[list[str]], regions: object
+    lives: LiveRanges, options: Options, stage: int, names: Sequence[list[str]], regions: object
 ) -> int:
     """The peak of the stage's rank, by the memory model."""
     before = [name for earlier in names[:stage] for name in earlier]
     footprint = footprint_of(lives, before, names[stage], regions)
     at = snapshots_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
-    allocator = ALLOCATORS[lives.graph.memory]
+    allocator = ALLOCATORS[lives.graph.allocator]
     return rank_memory(
         {stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator
     ).total.bound
 
 
-def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[str]]) -> int | None:
+def cheapest(
+    lives: LiveRanges, options: Options, stage: int, names: Sequence[list[str]]
+) -> int | None:
     """The least extra time of all choices that fit."""
     before = [name for earlier in names[:stage] for name in earlier]
     boundaries = recompute_problem_of(lives, before, names[stage], summed=True).boundaries
@@ -84,7 +86,7 @@ def cheapest(lives: Lives, options: Options, stage: int, names: Sequence[list[st
 
 def best(graph: CostGraph, options: Options, problem: PartitionProblem) -> int | None:
     """The best of all cuts with all choices."""
-    values, lives = [], Lives(graph)
+    values, lives = [], LiveRanges(graph)
     for assignment in every_cut(problem):
         names = [
             [node.name for node in graph.nodes if assignment[node.name] == stage]
@@ -111,7 +113,9 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     cuts = list(every_cut(problem_of(graph, loose, FREE)))
     assume(cuts)
     sizes = [
-        held(Lives(graph), loose, stage, [[n for n in cut if cut[n] == s] for s in range(2)], ())
+        held(
+            LiveRanges(graph), loose, stage, [[n for n in cut if cut[n] == s] for s in range(2)], ()
+        )
         for cut in cuts
         for stage in range(2)
     ]
@@ -161,7 +165,7 @@ def layers(count: int) -> CostGraph:
         for index, (a, b) in enumerate(pairwise(nodes))
     ]
     return CostGraph(
-        memory="cpu",
+        allocator="cpu",
         nodes=tuple(nodes),
         tensors=tuple(tensors),
         storages=(*[64] * count, *[1280] * count),
@@ -174,7 +178,9 @@ def test_regions_within_regions_prove_nothing() -> None:
     nested = 0
     for cap in range(76_000, 66_000, -128):
         options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
-        found = recompute_planner(graph, options, (0,), settled=True).of(StageSlice(0, (), names), cap)
+        found = recompute_planner(graph, options, (0,), settled=True).of(
+            StageSlice(0, (), names), cap
+        )
         inner = found is not None and any(
             set(a) < set(b) for a in found.regions for b in found.regions
         )

@@ -22,7 +22,7 @@ from pipecompile.api.planning import make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
-from pipecompile.ir.plan import Plan, Saving
+from pipecompile.ir.plan import Plan, EncodedNodes
 from tests.sweeps import sweep
 
 
@@ -346,10 +346,10 @@ def test_regions_and_runs_in_two_places_are_found_out() -> None:
     first, last = plan.stages
     region = first.regions[0]
     twice = replace(first, regions=(*first.regions, region))
-    run = Saving(nodes=region, policies=("mask",), forward_ns=0, backward_ns=0)
+    run = EncodedNodes(nodes=region, encodings=("mask",), forward_ns=0, backward_ns=0)
     for stage, message in (
         (twice, "in two regions"),
-        (replace(first, saving=(run,)), "do not allow"),
+        (replace(first, encoded_runs=(run,)), "do not allow"),
     ):
         (finding,) = findings(replace(plan, stages=(stage, last)))
         assert message in finding.message
@@ -357,7 +357,7 @@ def test_regions_and_runs_in_two_places_are_found_out() -> None:
     assert "recomputes by 'regions', but recompute is 'none'" in findings(unasked)[0].message
     allowed = replace(
         plan,
-        stages=(replace(first, saving=(run,)), last),
+        stages=(replace(first, encoded_runs=(run,)), last),
         options=replace(plan.options, saving=("mask",)),
     )
     assert "saves twice, or recomputes it too" in findings(allowed)[0].message

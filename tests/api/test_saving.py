@@ -30,8 +30,8 @@ from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Plan, Saving, Stage
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.ir.plan import Plan, EncodedNodes, Stage
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.recompute.encoding_offers import offers
 
 SCHEDULES = (
@@ -107,10 +107,10 @@ def peaks(plan: Plan) -> list[int]:
 
 
 @cache
-def reference() -> tuple[Plan, Lives, tuple[list[Tensor], list[Tensor]]]:
+def reference() -> tuple[Plan, LiveRanges, tuple[list[Tensor], list[Tensor]]]:
     """A plan, the storages of its graph, and what it trains to."""
     plan = planned(k=4)
-    return plan, Lives(costed()[1]), trained(plan)
+    return plan, LiveRanges(costed()[1]), trained(plan)
 
 
 EDGES = ("placeholder", "output")
@@ -126,8 +126,8 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
             inner = tuple(
                 name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES
             )
-            found = [Saving(nodes=inner, policies=forms, forward_ns=0, backward_ns=0)]
-        stages.append(replace(stage, saving=tuple(found)))
+            found = [EncodedNodes(nodes=inner, encodings=forms, forward_ns=0, backward_ns=0)]
+        stages.append(replace(stage, encoded_runs=tuple(found)))
         before += stage.nodes
     return restaged(plan, stages)
 
@@ -149,9 +149,9 @@ def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
 def test_a_step_is_the_same_under_every_schedule(schedule: str, forms: tuple[Policy, ...]) -> None:
     plain, _, wanted = reference()
     changed = formed(planned(k=4, schedule=schedule, pin=plain.assignment), forms)
-    assert {policy for s in changed.stages for run in s.saving for policy in run.policies} == set(
-        forms
-    )
+    assert {
+        policy for s in changed.stages for run in s.encoded_runs for policy in run.encodings
+    } == set(forms)
     got = trained(changed)
     assert len(got[0]) == len(list(target().model.parameters()))
     assert same(got, wanted)
@@ -163,14 +163,14 @@ def test_a_stage_that_does_not_fit_saves_otherwise_and_trains_the_same() -> None
     plan = planned(memory=cap, pin=fitting.assignment, saving=("relu", "pool", "mask"))
     assert max(peaks(plan)) <= cap
     assert plan.options.saving == ("mask", "relu", "pool") and not plan.regions
-    assert {len(stage.saving) > 0 for stage in plan.stages} == {
+    assert {len(stage.encoded_runs) > 0 for stage in plan.stages} == {
         True,
         False,
     }  # where it fits nothing is done
     assert not plan.search.proven
     assert same(trained(plan), trained(fitting))
     more = plan.prediction.step_ns - fitting.prediction.step_ns
-    assert 0 < more <= 4 * sum(run.ns for stage in plan.stages for run in stage.saving) * 2
+    assert 0 < more <= 4 * sum(run.ns for stage in plan.stages for run in stage.encoded_runs) * 2
 
 
 def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
@@ -183,26 +183,29 @@ def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
         assert sum(s.extra_ns for s in both.stages) <= sum(s.extra_ns for s in again.stages)
         assert max(peaks(both)) <= cap
         named = [
-            set(chain(*s.regions)) & {n for run in s.saving for n in run.nodes} for s in both.stages
+            set(chain(*s.regions)) & {n for run in s.encoded_runs for n in run.nodes}
+            for s in both.stages
         ]
         assert not any(named)
         assert not any(
             s.recompute_bound_ns for s in both.stages
         )  # of all mixtures nothing is proven
-    assert planned(memory="1GiB", recompute="auto", saving=every).savings == {}
-    assert planned(saving=every).savings == {}
+    assert planned(memory="1GiB", recompute="auto", saving=every).encoded_runs == {}
+    assert planned(saving=every).encoded_runs == {}
 
 
 def test_half_precision_is_for_what_nothing_exact_lets_fit_and_is_said_not_to_be_exact() -> None:
     fitting = planned()
     exact = fitted(memory=int(0.85 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
     assert "half" not in {
-        policy for s in exact.stages for run in s.saving for policy in run.policies
+        policy for s in exact.stages for run in s.encoded_runs for policy in run.encodings
     }
     with pytest.raises(InfeasibleError):
         fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool"))
     halved = fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
-    assert "half" in {policy for s in halved.stages for run in s.saving for policy in run.policies}
+    assert "half" in {
+        policy for s in halved.stages for run in s.encoded_runs for policy in run.encodings
+    }
 
 
 @pytest.mark.parametrize(("share", "exact"), [(0.85, True), (0.75, False)])
@@ -212,7 +215,7 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     plan, comparisons = verify(
         target(), self_check=False, k=1, microbatches=4, costs="flops", memory=cap, saving=saving
     )
-    assert max(peaks(plan)) <= cap and plan.savings
+    assert max(peaks(plan)) <= cap and plan.encoded_runs
     for comparison in comparisons:
         assert comparison.passed and (comparison.distance is None) == exact
         assert exact or 2**-12 < (comparison.distance or 0) < 2**-6
@@ -250,7 +253,11 @@ def test_what_does_not_go_together(options: dict[str, Any], message: str) -> Non
 NODES = ("0.convolution", "0.norm")
 UNASKED: dict[str, tuple[dict[str, Any], str]] = {
     "a form that is not exact": (
-        {"saving": (Saving(nodes=NODES, policies=("half",), forward_ns=0, backward_ns=0),)},
+        {
+            "encoded_runs": (
+                EncodedNodes(nodes=NODES, encodings=("half",), forward_ns=0, backward_ns=0),
+            )
+        },
         "saves by 'half', which the options do not allow",
     ),
     "regions": (

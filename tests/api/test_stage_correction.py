@@ -85,7 +85,7 @@ def test_the_cut_moves_away_from_the_stage_that_takes_longer(
     assert [len(stage.nodes) for stage in first.stages] == [4, 4]
     assert [len(stage.nodes) for stage in last.stages] == [3, 5]
     assert [stage.forward_ns for stage in last.stages] == [90, 70]
-    assert [stage.finish_ns for stage in last.stages] == [5, 5]
+    assert [stage.per_step_ns for stage in last.stages] == [5, 5]
     assert "2 rounds, stages took 2.00× their nodes' sum" in caplog.text
 
 
@@ -214,7 +214,7 @@ def test_nodes_add_up_exactly_to_what_stages_took(costs: list[int], measured: li
         assert sum(node.backward_ns for node in nodes) == wanted[Kind.BACKWARD]
         assert sum(node.backward_input_ns or 0 for node in nodes) == wanted[Kind.BACKWARD_INPUT]
         assert sum(node.backward_weight_ns or 0 for node in nodes) == wanted[Kind.BACKWARD_WEIGHT]
-        assert sum(node.finish_ns for node in nodes) == wanted[Kind.REDUCE]
+        assert sum(node.per_step_ns for node in nodes) == wanted[Kind.REDUCE]
 
 
 def with_parameters(names: Sequence[Sequence[str]]) -> CostGraph:
@@ -242,7 +242,7 @@ def test_a_plan_has_what_ends_the_step_of_each_stage_exactly(names: list[list[st
         {Kind.FORWARD: 20, Kind.BACKWARD: 40, Kind.REDUCE: 1000},
     ]
     plan = correct_stages(with_parameters(names), planned, lambda plan: found)
-    assert [stage.finish_ns for stage in plan.stages] == [7, 1000]
+    assert [stage.per_step_ns for stage in plan.stages] == [7, 1000]
 
 
 def test_what_ends_the_step_is_replaced_by_what_a_later_round_measures() -> None:
@@ -250,12 +250,12 @@ def test_what_ends_the_step_is_replaced_by_what_a_later_round_measures() -> None
     for cut in (4, 2, 6):
         assignment = {node.name: int(index >= cut) for index, node in enumerate(graph.nodes)}
         stages = planned(graph, assignment=assignment).stages
-        before = sum(node.finish_ns for node in graph.nodes)
-        assert sum(stage.finish_ns for stage in stages) == before, (
+        before = sum(node.per_step_ns for node in graph.nodes)
+        assert sum(stage.per_step_ns for stage in stages) == before, (
             "another cut loses none and counts none twice"
         )
         graph = scaled(graph, stages, [{Kind.FORWARD: 1, Kind.BACKWARD: 1, Kind.REDUCE: cut}] * 2)
-        assert [stage.finish_ns for stage in planned(graph, assignment=assignment).stages] == [
+        assert [stage.per_step_ns for stage in planned(graph, assignment=assignment).stages] == [
             cut,
             cut,
         ]

@@ -83,8 +83,8 @@ def anonymous(graph: CostGraph) -> CostGraph:
             producer=names[g.producer],
             last=names[g.last],
             readers=named(g.readers),
-            captured=named(g.captured),
-            given=tuple(named(pair) for pair in g.given),
+            captured_at=named(g.captured_at),
+            edges=tuple(named(pair) for pair in g.edges),
         )
         for g in graph.gradients
     )
@@ -95,7 +95,7 @@ def anonymous(graph: CostGraph) -> CostGraph:
         tensors=tensors,
         gradients=gradients,
         storages=tuple(graph.storages[storage] for storage in known),
-        together=tuple(map(named, graph.together)),
+        recomputed_together=tuple(map(named, graph.recomputed_together)),
     )
 
 

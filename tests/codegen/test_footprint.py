@@ -25,9 +25,9 @@ from pipecompile.ir.footprint import Footprint, size_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.rank import activation_curve, rank_memory
-from pipecompile.memory_model.snapshots import moments
+from pipecompile.memory_model.snapshots import peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
@@ -418,10 +418,12 @@ def turns(first: int) -> list[Action]:
 def turning(graph: CostGraph, cut: Cut, first: int) -> int:
     """The most that is expected to live above parameters, and what arrives."""
     stages = {
-        index: footprint_of(Lives(graph), chain(*cut[:index]), cut[index])
+        index: footprint_of(LiveRanges(graph), chain(*cut[:index]), cut[index])
         for index in range(first, 3)
     }
-    found = rank_memory(stages, moments(turns(first)), microbatches=2, allocator=ALLOCATORS["cpu"])
+    found = rank_memory(
+        stages, peak_snapshots(turns(first)), microbatches=2, allocator=ALLOCATORS["cpu"]
+    )
     arrives = stages[first].received.expected + stages[first].inputs.expected
     return found.total.expected - found.parameters.expected - 2 * arrives
 
@@ -490,7 +492,9 @@ def predictions(
         f"{number} {index} {what}": found
         for number, cut in enumerate(cuts)
         for index, nodes in enumerate(cut)
-        for what, found in figures(footprint_of(Lives(graph), chain(*cut[:index]), nodes)).items()
+        for what, found in figures(
+            footprint_of(LiveRanges(graph), chain(*cut[:index]), nodes)
+        ).items()
     }
 
 
@@ -573,9 +577,9 @@ def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
 
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
     """The most that lives in each action, and what it leaves, above what there was when it began."""
-    kept = footprint.kept.expected
+    kept = footprint.activations.expected
     left = (
-        size_of(footprint.returned).expected + footprint.outputs.expected - kept
+        size_of(footprint.sent_by_backward).expected + footprint.outputs.expected - kept
     )  # outputs are sent, and wait
     made = footprint.gradients.expected
     return {
@@ -588,13 +592,22 @@ def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
 
 def in_halves(footprint: Footprint) -> Figures:
     """The same of a backward in two halves."""
-    first = footprint.between.expected - footprint.dropped.expected
-    second = footprint.outputs.expected - footprint.kept.expected - first
+    first = footprint.added_by_input_backward.expected - footprint.freed_by_input_backward.expected
+    second = footprint.outputs.expected - footprint.activations.expected - first
     return {
-        "input 0": (footprint.input_peak.expected, first + size_of(footprint.passed).expected),
-        "input 1": (footprint.input_peak.expected, first + size_of(footprint.passed).expected),
-        "weight 0": (footprint.first_weight_peak.expected, second + footprint.gradients.expected),
-        "weight 1": (footprint.weight_peak.expected, second),
+        "input 0": (
+            footprint.input_backward_peak.expected,
+            first + size_of(footprint.sent_by_input_backward).expected,
+        ),
+        "input 1": (
+            footprint.input_backward_peak.expected,
+            first + size_of(footprint.sent_by_input_backward).expected,
+        ),
+        "weight 0": (
+            footprint.first_weight_backward_peak.expected,
+            second + footprint.gradients.expected,
+        ),
+        "weight 1": (footprint.weight_backward_peak.expected, second),
     }
 
 
@@ -620,8 +633,8 @@ def test_regions_within_regions_hold_what_the_footprint_says(regions: tuple[rang
     chosen = [
         [node.name for node in graph.nodes if layer_of(node.module) in region] for region in regions
     ]
-    wanted = expected(footprint_of(Lives(graph), (), names, chosen))
-    plain = expected(footprint_of(Lives(graph), (), names))
+    wanted = expected(footprint_of(LiveRanges(graph), (), names, chosen))
+    plain = expected(footprint_of(LiveRanges(graph), (), names))
     for _ in range(TRIALS):
         with events() as found:
             run(captured, sample, [names], label="", regions={0: chosen})
@@ -671,7 +684,7 @@ def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(
     backwards = "0R0 0B0 0R1 0B1 0R2 0B2" if not regions else "0B0 0B1 0B2"
     row = [Action.parse(word) for word in f"0F0 0F1 0F2 {backwards}".split()]
     left, most = rise_of(
-        footprint_of(Lives(graph), (), [node.name for node in graph.nodes], regions), row
+        footprint_of(LiveRanges(graph), (), [node.name for node in graph.nodes], regions), row
     )
     (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes}, {0: regions})
     for _ in range(TRIALS):
@@ -685,7 +698,9 @@ def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(
 
 def rise_of(footprint: Footprint, row: Sequence[Action]) -> tuple[int, int]:
     """What is left by three forwards, and the most that lives, above what a stage holds always."""
-    held = rank_memory({0: footprint}, moments(row), microbatches=3, allocator=ALLOCATORS["cpu"])
+    held = rank_memory(
+        {0: footprint}, peak_snapshots(row), microbatches=3, allocator=ALLOCATORS["cpu"]
+    )
     curve = [amount.expected for _, amount in activation_curve({0: footprint}, row)]
     return curve[2], sum(
         kind.expected for kind in (held.gradients, held.activations, held.workspace)

@@ -23,7 +23,7 @@ from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.ir.encodings import CHUNK_ELEMENTS, Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
@@ -89,9 +89,9 @@ class Case:
         graph = profile(self.module(), self.sample.args, Flops(), loss=loss_of)
         limits = recompute_limits(self.module())
         nodes = tuple(
-            replace(node, recomputable=node.name not in limits.never) for node in graph.nodes
+            replace(node, is_recomputable=node.name not in limits.never) for node in graph.nodes
         )
-        self.graph: CostGraph = replace(graph, nodes=nodes, together=limits.together)
+        self.graph: CostGraph = replace(graph, nodes=nodes, recomputed_together=limits.together)
         names = [node.name for node in self.graph.nodes]
         self.cut = names[: len(names) // 2], names[len(names) // 2 :]
         self.assignment = {name: index for index, names in enumerate(self.cut) for name in names}
@@ -104,7 +104,7 @@ class Case:
     def runs(self, *policies: Policy) -> Runs:
         """All that these policies make smaller."""
         found = (
-            offers(Lives(self.graph), chain(*self.cut[:i]), names, policies)
+            offers(LiveRanges(self.graph), chain(*self.cut[:i]), names, policies)
             for i, names in enumerate(self.cut)
         )
         return {
@@ -115,7 +115,7 @@ class Case:
     def predicted(self, runs: Runs) -> dict[str, tuple[int, int]]:
         """The most in each action, and what it leaves."""
         footprints = (
-            footprint_of(Lives(self.graph), chain(*self.cut[:index]), names, (), runs[index])
+            footprint_of(LiveRanges(self.graph), chain(*self.cut[:index]), names, (), runs[index])
             for index, names in enumerate(self.cut)
         )
         return {
@@ -205,10 +205,15 @@ def test_all_nodes_in_one_run_and_none_of_its_inputs_or_parameters_is_moved() ->
     runs: Runs = {0: [], 1: [(order, ("relu", "pool", "offload"))]}
     assert all(map(torch.equal, case.train(runs), case.train({})))
     assert call.target.exempt  # the tensor that comes in, and parameters read by themselves
-    kept = footprint_of(Lives(case.graph), case.cut[0], case.cut[1], (), runs[1]).kept.expected
+    kept = footprint_of(
+        LiveRanges(case.graph), case.cut[0], case.cut[1], (), runs[1]
+    ).activations.expected
     state = sum(value.nbytes for value in case.model.state_dict().values())
     assert (
-        0 < kept < state + footprint_of(Lives(case.graph), case.cut[0], case.cut[1]).kept.expected
+        0
+        < kept
+        < state
+        + footprint_of(LiveRanges(case.graph), case.cut[0], case.cut[1]).activations.expected
     )
 
 

@@ -86,7 +86,8 @@ def test_a_table_of_a_device_that_does_not_fuse_attention_keeps_the_scores(tmp_p
 def test_what_a_step_takes_once_passes_through(tmp_path: Path) -> None:
     before = costed(target_of(network()), "flops")
     corrected = replace(
-        before, nodes=tuple(replace(n, finish_ns=place + 1) for place, n in enumerate(before.nodes))
+        before,
+        nodes=tuple(replace(n, per_step_ns=place + 1) for place, n in enumerate(before.nodes)),
     )
     file = tmp_path / "costs.json"
     file.write_bytes(encode(corrected))

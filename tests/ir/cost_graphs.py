@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from pipecompile.ir.encodings import POLICIES, Policy
-from pipecompile.ir.graph import Content, CostGraph, Gradient, Node, Parameter, Tensor
+from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Node, Parameter, Tensor
 
 __all__ = ["cost_graphs", "regions_of", "saving_of", "stages_of"]
 
@@ -57,7 +57,7 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = 
             msgspec.structs.replace(node, forward_peak_bytes=max(made, node.forward_peak_bytes))
         )
     return CostGraph(
-        memory=draw(st.sampled_from(["cpu", "cuda"])),
+        allocator=draw(st.sampled_from(["cpu", "cuda"])),
         nodes=tuple(nodes),
         tensors=tuple(tensors),
         storages=tuple(storages),
@@ -108,13 +108,15 @@ def _node(
         backward_peak_bytes=draw(SIZES),
         workspace_bytes=draw(SIZES),
         input_bytes=draw(SIZES) if placeholder else 0,
-        packs=draw(st.sampled_from(packs)),
+        saves_at=draw(st.sampled_from(packs)),
         saved=saved,
         uses=tuple(tuple(draw(st.lists(USES, min_size=1, max_size=2))) for _ in saved),
-        written=tuple(draw(st.lists(SIZES, max_size=2))),
+        buffer_copies=tuple(draw(st.lists(SIZES, max_size=2))),
         parameters=tuple(sorted(read)),
-        given_as_views=tuple(sorted(name for name in read if draw(st.booleans()))),
-        early=tuple(sorted(name for name in read if not draw(st.integers(0, 3)))),
+        view_gradients=tuple(sorted(name for name in read if draw(st.booleans()))),
+        gradients_by_input_backward=tuple(
+            sorted(name for name in read if not draw(st.integers(0, 3)))
+        ),
         operator="placeholder"
         if placeholder
         else draw(st.sampled_from(["", "Tensor.view", "torch.nn.Linear"])),
@@ -130,16 +132,18 @@ def _tensor(draw: st.DrawFn, names: Sequence[str], index: int, storage: int | No
         bytes=draw(SIZES),
         gradient_bytes=draw(SIZES),
         storage=storage,
-        permuted=draw(st.booleans()),
-        dense=dense,
-        spread_bytes=0 if dense else draw(SIZES),
-        silent=tuple(names[place] for place in consumers if not draw(st.integers(0, 3))),
+        is_permuted=draw(st.booleans()),
+        is_dense=dense,
+        strided_copy_bytes=0 if dense else draw(SIZES),
+        consumers_without_gradient=tuple(
+            names[place] for place in consumers if not draw(st.integers(0, 3))
+        ),
     )
 
 
-def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradient, ...]:
+def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[GradientStorage, ...]:
     """Some of them sums, in the memory of one before."""
-    made: list[Gradient] = []
+    made: list[GradientStorage] = []
     for _ in range(draw(st.integers(0, most))):
         last, producer = sorted(draw(st.tuples(*[st.integers(0, len(names) - 1)] * 2)))
         continues = draw(st.sampled_from([None, *range(len(made))]))
@@ -154,15 +158,15 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
         )
         given = draw(st.lists(st.tuples(*[st.sampled_from(names)] * 2), max_size=3, unique=True))
         made.append(
-            Gradient(
+            GradientStorage(
                 producer=places[0],
                 last=places[1],
                 bytes=draw(SIZES),
                 readers=tuple(between),
-                captured=tuple(captured),
-                given=tuple(given),
-                sum=is_sum,
-                copy=draw(st.booleans()),
+                captured_at=tuple(captured),
+                edges=tuple(given),
+                is_sum=is_sum,
+                is_copy=draw(st.booleans()),
                 continues=continues,
             )
         )

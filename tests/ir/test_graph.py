@@ -64,7 +64,7 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
         (("tensors", 0, "consumers"), ["z"], "tensor of 'a' names 'z', which is not a node"),
         (("tensors", 0, "storage"), 1, "tensor of 'a' names storage 1, but there are 1"),
         (("nodes", 1, "saved"), [1], "node 'b' names storage 1, but there are 1"),
-        (("nodes", 1, "uses"), [["relu"], ["other"]], "node 'b' saves 1 storages, but for 2 uses"),
+        (("nodes", 1, "uses"), [["relu"], ["other"]], "node 'b' saves 1 storages, but has 2 uses"),
         (("nodes", 1, "uses"), [["sigmoid"]], r"\$\.nodes\[1\]\.uses"),
         (("contents",), [None, None], "there are 1 storages, but contents of 2"),
         (("contents",), [{"dtype": "float4"}], "contents of 'float4' are not known"),
@@ -82,11 +82,11 @@ def test_the_fields_that_a_hand_written_graph_may_leave_out() -> None:
             "a gradient names 'z'",
         ),
         (
-            ("nodes", 1, "given_as_views"),
+            ("nodes", 1, "view_gradients"),
             ["v"],
             "node 'b' gives a gradient for 'v', which it does not read",
         ),
-        (("tensors", 0, "expanded_by"), "z", "is expanded by 'z', not a consumer"),
+        (("tensors", 0, "gradient_expanded_by"), "z", "is expanded by 'z', not a consumer"),
         (
             ("nodes", 1, "parameters"),
             ["v"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pipecompile.ir.graph import CostGraph, Gradient, Node, Tensor
+from pipecompile.ir.graph import CostGraph, GradientStorage, Node, Tensor
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
 
 __all__ = ["highest"]
@@ -118,7 +118,7 @@ class _Stage:
                         form.savers += savers
                         form.back = (
                             names[-1]
-                            if policy == "offload" and self.graph.memory == "cuda"
+                            if policy == "offload" and self.graph.allocator == "cuda"
                             else savers[-1]
                         )
                         break
@@ -144,7 +144,9 @@ class _Stage:
             return 0, 0
         count = self._count(storage)
         if use == "relu":
-            return -(-count // 8), 2 * min(count, 1 << (16 if self.graph.memory == "cpu" else 22))
+            return -(-count // 8), 2 * min(
+                count, 1 << (16 if self.graph.allocator == "cpu" else 22)
+            )
         width = next(
             (w for bits, w in ((8, 1), (15, 2), (31, 4)) if (content.bound or 2**63) <= 2**bits),
             None,
@@ -155,7 +157,7 @@ class _Stage:
         content, size, on_cpu = (
             self.graph.contents[storage],
             self.graph.storages[storage],
-            self.graph.memory == "cpu",
+            self.graph.allocator == "cpu",
         )
         assert content is not None
         count, chunk = self._count(storage), 1 << (16 if on_cpu else 22)
@@ -205,7 +207,7 @@ class _Stage:
 
     def sent(self, storage: int) -> bool:
         tensors = [
-            tensor for tensor in self.graph.tensors if tensor.storage == storage and tensor.dense
+            tensor for tensor in self.graph.tensors if tensor.storage == storage and tensor.is_dense
         ]
         own = [tensor for tensor in tensors if self.of[tensor.producer] == self.index]
         return self.later(name for tensor in own for name in tensor.consumers)
@@ -218,12 +220,12 @@ class _Stage:
             for tensor in self.graph.tensors
             if self.leaves(tensor.producer, tensor.consumers)
         ]
-        own = [t for t in leaving if self.of[t.producer] == self.index and not t.dense]
+        own = [t for t in leaving if self.of[t.producer] == self.index and not t.is_dense]
         others = [
             t
             for t in leaving
             if self.of[t.producer] < self.index
-            and t.spread_bytes
+            and t.strided_copy_bytes
             and t.gradient_bytes
             and self.inside(t.consumers)
         ]
@@ -251,7 +253,7 @@ class _Stage:
         alike = [
             t
             for t in self.graph.tensors
-            if t.storage == storage and t.dense and self.later(t.consumers)
+            if t.storage == storage and t.is_dense and self.later(t.consumers)
         ]
         return [t.producer for t in alike if self.of[t.producer] == self.index]
 
@@ -263,7 +265,9 @@ class _Stage:
         alike = [
             t
             for t in plain
-            if t.storage == tensor.storage is not None and t.dense and not tensor.spread_bytes
+            if t.storage == tensor.storage is not None
+            and t.is_dense
+            and not tensor.strided_copy_bytes
         ]
         return tensor in [*plain, *alike] or bool(alike)
 
@@ -272,22 +276,22 @@ class _Stage:
         (tensor,) = [t for t in self.graph.tensors if t.producer == name]
         is_all = self.begun_at_outputs or not self.splits
         passed = [node.name for node in self.nodes if is_all or node.name in self.passed]
-        if any(reader in passed for reader in tensor.givers):
+        if any(reader in passed for reader in tensor.consumers_with_gradient):
             return True
         saved = [self.graph.by_name[name].saved for name in passed]
-        return not tensor.spread_bytes and any(tensor.storage in each for each in saved)
+        return not tensor.strided_copy_bytes and any(tensor.storage in each for each in saved)
 
     @cached_property
     def spreads(self) -> list[_Spread]:
         """What is laid out with gaps again as it comes."""
-        return [self._spread(tensor) for tensor in self.read() if tensor.spread_bytes]
+        return [self._spread(tensor) for tensor in self.read() if tensor.strided_copy_bytes]
 
     def _spread(self, tensor: Tensor) -> _Spread:
         seen, views, sent = set(tensor.consumers), [tensor], False
         while views:
             view = views.pop()
             seen |= set(view.consumers)
-            sent |= view is not tensor and view.dense and self.later(view.consumers)
+            sent |= view is not tensor and view.is_dense and self.later(view.consumers)
             inside = self.inside(view.consumers)
             views += [
                 t
@@ -306,7 +310,7 @@ class _Stage:
         until = {name for name in seen if self.of[name] >= self.index}.union(runs, *regions)
         return _Spread(
             ("spread", tensor.producer),
-            tensor.spread_bytes,
+            tensor.strided_copy_bytes,
             until,
             savers,
             self.inside(holders),
@@ -323,7 +327,7 @@ class _Stage:
 
     def written(self, names: Iterable[str]) -> int:
         """What is copied so that these nodes can run again with buffers as they were."""
-        return sum(sum(self.graph.by_name[name].written) for name in names)
+        return sum(sum(self.graph.by_name[name].buffer_copies) for name in names)
 
     def frame(self, names: Iterable[str]) -> int | None:
         """The innermost region that these nodes lie in, but for one that they are all of."""
@@ -350,7 +354,7 @@ class _Stage:
         return [storage for storage in used if self._maker(storage) not in nodes]
 
     def is_needed(self, frame: int) -> bool:
-        return any(self.graph.by_name[name].packs != "never" for name in self.regions[frame])
+        return any(self.graph.by_name[name].saves_at != "never" for name in self.regions[frame])
 
     def packs(self, frame: int) -> list[tuple[int, bool, Key, Sequence[int]]]:
         """What is put aside for a region when it runs again: before or after its node of this number, by whom."""
@@ -358,8 +362,8 @@ class _Stage:
         found: list[tuple[int, bool, Key, Sequence[int]]] = []
         for number, name in enumerate(names):
             node = self.graph.by_name[name]
-            if self.frame_of(name) == frame and node.packs != "never":
-                found.append((number, node.packs == "after", ("node", name), node.saved))
+            if self.frame_of(name) == frame and node.saves_at != "never":
+                found.append((number, node.saves_at == "after", ("node", name), node.saved))
         for inner, region in enumerate(self.regions):
             if inner != frame and self.frame(region) == frame:
                 found.append((names.index(region[0]), False, ("region", inner), self.reads(inner)))
@@ -419,7 +423,7 @@ class _Stage:
         """Whether the second gradient of it is made here, after one that is a view, to which it cannot be added."""
         readers = self.trained()[parameter]
         return (
-            readers[-2:-1] == [node] and parameter in self.graph.by_name[readers[-1]].given_as_views
+            readers[-2:-1] == [node] and parameter in self.graph.by_name[readers[-1]].view_gradients
         )
 
     def size(self, parameter: str, *, trained: bool = False) -> int:
@@ -439,7 +443,7 @@ class _Stage:
                 last = None
             elif self.of[gradient.last] != self.index:
                 last = next(
-                    iter(self.inside([*gradient.readers, *gradient.captured])),
+                    iter(self.inside([*gradient.readers, *gradient.captured_at])),
                     gradient.producer,
                 )
             yield (
@@ -460,12 +464,12 @@ class _Stage:
                 reader = self.completing(tensor)
                 yield ("complete", "copy", tensor.producer), tensor.gradient_bytes, reader, None
 
-    def gradients(self) -> list[tuple[int, Gradient]]:
+    def gradients(self) -> list[tuple[int, GradientStorage]]:
         """What is made here: copies are not, of what comes in order from a later stage."""
         own = [
             (n, g) for n, g in enumerate(self.graph.gradients) if self.of[g.producer] == self.index
         ]
-        return [(n, g) for n, g in own if not (g.copy and self.from_later(g.producer))]
+        return [(n, g) for n, g in own if not (g.is_copy and self.from_later(g.producer))]
 
     def ways(self, number: int, name: str) -> set[str]:
         """Whose gradients lie in the same storage as that of a node, up from it."""
@@ -478,12 +482,14 @@ class _Stage:
 
     def lying(self, pair: tuple[str, str]) -> list[int]:
         """The storages in which the gradient of a node by a reader lies."""
-        return [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.given]
+        return [n for n, gradient in enumerate(self.graph.gradients) if pair in gradient.edges]
 
     def from_later(self, name: str) -> bool:
         """Whether all of a node's gradient comes from later stages, through views at the most."""
         tensors = [tensor for tensor in self.graph.tensors if tensor.producer == name]
-        read = self.inside(reader for tensor in tensors for reader in tensor.givers)
+        read = self.inside(
+            reader for tensor in tensors for reader in tensor.consumers_with_gradient
+        )
         if not read:
             return self.later(reader for tensor in tensors for reader in tensor.consumers)
         (tensor,) = tensors
@@ -505,7 +511,7 @@ class _Stage:
         return {
             tensor.producer: number
             for tensor in self.given()
-            if hold or tensor.permuted or self.is_seen(tensor)
+            if hold or tensor.is_permuted or self.is_seen(tensor)
             for number in self.sole(tensor)
             if sizes.get(number) == tensor.gradient_bytes
         }
@@ -516,7 +522,7 @@ class _Stage:
         return {
             tensor.producer: number
             for tensor in sorted(self.given(), key=lambda each: self.order.index(each.producer))
-            if not tensor.spread_bytes
+            if not tensor.strided_copy_bytes
             for number in self.sole(tensor)
             if self.graph.gradients[number].bytes > tensor.gradient_bytes
         }
@@ -548,21 +554,21 @@ class _Stage:
 
     def completing(self, tensor: Tensor) -> str:
         """The node of the stage in whose backward the gradient of an input is complete."""
-        return self.inside(tensor.givers)[0]
+        return self.inside(tensor.consumers_with_gradient)[0]
 
     def is_sole(self, tensor: Tensor) -> bool:
         """Whether one node alone gives its gradient, here or later: one of the stage."""
-        return [name for name in tensor.givers if self.of[name] >= self.index] == [
+        return [name for name in tensor.consumers_with_gradient if self.of[name] >= self.index] == [
             self.completing(tensor)
         ]
 
     def given(self) -> list[Tensor]:
         """What arrives and is given a gradient."""
-        return [tensor for tensor in self.read() if self.inside(tensor.givers)]
+        return [tensor for tensor in self.read() if self.inside(tensor.consumers_with_gradient)]
 
     def only_views(self, tensor: Tensor) -> bool:
         """Whether later stages read views of views of it alone, which are sent as it is; its gradient is one too."""
-        is_dense = tensor.dense
+        is_dense = tensor.is_dense
         while len(tensor.consumers) == 1 and tensor.storage is not None:
             (reader,) = tensor.consumers
             views = [
@@ -573,7 +579,7 @@ class _Stage:
                 return False
             (tensor,) = same
             if not self.inside(tensor.consumers):
-                return bool(tensor.consumers) and is_dense and tensor.dense
+                return bool(tensor.consumers) and is_dense and tensor.is_dense
         return False
 
     def met(self, node: str, *, hold: bool) -> int:
@@ -587,10 +593,10 @@ class _Stage:
         sizes = [
             g.bytes
             for _, g in self.gradients()
-            if g.producer == node and g.sum and g.continues is None
+            if g.producer == node and g.is_sum and g.continues is None
         ]
         staying = waiting.union(self.homes(hold=hold).values(), self.parts.values())
-        read = {t.producer for t in self.graph.tensors if node in t.givers}
+        read = {t.producer for t in self.graph.tensors if node in t.consumers_with_gradient}
         first = sum(
             gradient.bytes
             for number, gradient in self.gradients()
@@ -598,7 +604,7 @@ class _Stage:
             and sizes
             and gradient.bytes >= sizes[-1]
             and number not in staying
-            if any(name in read and reader != node for name, reader in gradient.given)
+            if any(name in read and reader != node for name, reader in gradient.edges)
         )
         summed = self.trained() if not hold else self.early()
         new = sum(2 * self.size(name) for name in summed if self.adds_anew(name, node))
@@ -608,7 +614,7 @@ class _Stage:
             + sum(
                 gradient.bytes
                 for _, gradient in self.gradients()
-                if gradient.producer == node and gradient.sum
+                if gradient.producer == node and gradient.is_sum
                 if gradient.continues in (None, *waiting)
                 or self.of[self.graph.gradients[gradient.continues or 0].producer] > self.index
             )
@@ -655,7 +661,7 @@ class _Stage:
     def came_for(self, number: int) -> list[str]:
         """The leaving tensors whose gradient a received one may be that is captured; all if none is known."""
         gradient = self.graph.gradients[number]
-        users = set(gradient.captured)
+        users = set(gradient.captured_at)
         names = [t.producer for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
         met = [name for name in names if {name, *self.ways(number, name)} & users]
         return met or names
@@ -663,8 +669,14 @@ class _Stage:
     def relays(self, name: str) -> bool:
         """Whether an input's gradient is what was received of what leaves."""
         arriving = [t for t in self.graph.tensors if self.arrives(t.producer, t.consumers)]
-        passing = [tensor.producer for tensor in arriving if not self.inside(tensor.givers)]
-        viewed = [t for t in arriving if self.inside(t.givers) and self.only_views(t)]
+        passing = [
+            tensor.producer
+            for tensor in arriving
+            if not self.inside(tensor.consumers_with_gradient)
+        ]
+        viewed = [
+            t for t in arriving if self.inside(t.consumers_with_gradient) and self.only_views(t)
+        ]
         return name in [*passing, *map(self.last_view, viewed)]
 
     def last_view(self, tensor: Tensor) -> str:
@@ -695,7 +707,11 @@ class _Stage:
             for t in self.graph.tensors
             if self.arrives(t.producer, t.consumers) and t.gradient_bytes
         ]
-        return [t for t in arriving if not self.inside(t.givers) and not self.later(t.consumers)]
+        return [
+            t
+            for t in arriving
+            if not self.inside(t.consumers_with_gradient) and not self.later(t.consumers)
+        ]
 
     def lends(self, home: Any) -> bool:
         """Whether the first half holds what it returns."""
@@ -708,9 +724,9 @@ class _Stage:
         aside = [source for source in self.read_by_node(name) if source in self.aside]
         return [*aside, *(each for source in aside for each in self.behind(source))]
 
-    def captors(self, gradient: Gradient) -> list[str]:
+    def captors(self, gradient: GradientStorage) -> list[str]:
         """Where the second half begins with it."""
-        return self.inside(filter(self.begins, gradient.captured))
+        return self.inside(filter(self.begins, gradient.captured_at))
 
     def begins(self, name: str) -> bool:
         """Whether the second half begins at a node on the way to inputs."""
@@ -731,7 +747,9 @@ class _Stage:
     def ways_in(self, name: str) -> set[str]:
         """The nodes on the way to inputs by which a backward comes to one that is aside; "" for the outputs."""
         tensors = [t for t in self.graph.tensors if t.producer == name and t.gradient_bytes]
-        readers = self.inside(reader for tensor in tensors for reader in tensor.givers)
+        readers = self.inside(
+            reader for tensor in tensors for reader in tensor.consumers_with_gradient
+        )
         is_sent = any(self.later(tensor.consumers) for tensor in tensors)
         found = {""} if is_sent or not readers else set[str]()
         for reader in readers:
@@ -747,7 +765,9 @@ class _Stage:
             for way in ({name} if name in self.to_inputs else self.ways_in(name))
         }
         at_once = any(
-            name in self.to_inputs and parameter in self.graph.by_name[name].early for name in names
+            name in self.to_inputs
+            and parameter in self.graph.by_name[name].gradients_by_input_backward
+            for name in names
         )
         return found | ({"one of them", "another"} if at_once else set())
 
@@ -770,7 +790,7 @@ class _Stage:
 
     def read_by_node(self, name: str) -> list[str]:
         """The stage's nodes that it has a gradient for."""
-        tensors = (t for t in self.graph.tensors if name in t.givers)
+        tensors = (t for t in self.graph.tensors if name in t.consumers_with_gradient)
         return self.inside(tensor.producer for tensor in tensors)
 
     @cached_property
@@ -778,7 +798,9 @@ class _Stage:
         """The nodes whose gradients lead to inputs."""
         found: set[str] = set()
         for node in self.nodes:
-            sources = [t.producer for t in self.graph.tensors if node.name in t.givers]
+            sources = [
+                t.producer for t in self.graph.tensors if node.name in t.consumers_with_gradient
+            ]
             if any(self.of[source] < self.index or source in found for source in sources):
                 found.add(node.name)
         return found
@@ -798,7 +820,12 @@ class _Stage:
         """The nodes where the second half begins, and those that such depend on."""
         found: set[str] = set()
         for node in reversed(self.nodes):
-            readers = [r for t in self.graph.tensors if t.producer == node.name for r in t.givers]
+            readers = [
+                r
+                for t in self.graph.tensors
+                if t.producer == node.name
+                for r in t.consumers_with_gradient
+            ]
             if self.begins(node.name) or not found.isdisjoint(readers):
                 found.add(node.name)
         return found
@@ -913,7 +940,7 @@ class _Rank:
         second = kind is not Kind.BACKWARD_INPUT
         whole = kind is Kind.BACKWARD or not stage.splits
         for node in reversed(stage.nodes if first or second else []):
-            if node.packs != "never":
+            if node.saves_at != "never":
                 self._recompute(stage, microbatch, stage.frame_of(node.name))
             for key, form in stage.every_form() if kind is Kind.BACKWARD else ():
                 if form.back == node.name:
@@ -1043,7 +1070,7 @@ class _Rank:
             return max(
                 0, node.backward_peak_bytes - sum(stage.size(name, trained=True) for name in later)
             )
-        own = (g for g in stage.graph.gradients if g.producer == node.name and not g.sum)
+        own = (g for g in stage.graph.gradients if g.producer == node.name and not g.is_sum)
         fresh = (g for g in own if g.last not in stage.aside or stage.captors(g))
         made = sum(gradient.bytes for gradient in fresh)
         made += sum(

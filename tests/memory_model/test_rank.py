@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import AMOUNTS, Footprint, Parcel
+from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.live_ranges import Lives
-from pipecompile.memory_model.lower_bounds import floors
-from pipecompile.memory_model.rank import activation_curve, by_stage, rank_memory, room
-from pipecompile.memory_model.snapshots import _all_moments, moments
+from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
+from pipecompile.memory_model.rank import (
+    activation_curve,
+    available_for_activations,
+    rank_memory,
+    stage_memory,
+)
+from pipecompile.memory_model.snapshots import _all_moments, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
@@ -38,16 +43,20 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
     placement = place(draw(st.sampled_from(["linear", "loop", "v"])), stages // each, each)
     microbatches = draw(st.sampled_from([1, 2, 3, 4]))
     names = [
-        n for n in fitting_names(placement, microbatches) if n not in (*ASYNCHRONOUS, "forward-only")
+        n
+        for n in fitting_names(placement, microbatches)
+        if n not in (*ASYNCHRONOUS, "forward-only")
     ]
     again, but_last = draw(st.booleans()), draw(st.booleans())
-    return generate(draw(st.sampled_from(names)), placement, microbatches, again, except_last=but_last)
+    return generate(
+        draw(st.sampled_from(names)), placement, microbatches, again, except_last=but_last
+    )
 
 
 def _footprints(
     graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None
 ) -> list[Footprint]:
-    lives = Lives(graph, optimizer)
+    lives = LiveRanges(graph, optimizer)
     return [
         footprint_of(lives, [n for part in cut[:index] for n in part], names)
         for index, names in enumerate(cut)
@@ -70,13 +79,13 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(
         held = _held(schedule, rank, footprints)
         memory = rank_memory(
             held,
-            moments(row),
+            peak_snapshots(row),
             microbatches=schedule.microbatches,
-            allocator=ALLOCATORS[graph.memory],
+            allocator=ALLOCATORS[graph.allocator],
         )
         assert memory.total.expected == highest(graph, cut, row, schedule.microbatches), rank
-        at, allocator = moments(row), ALLOCATORS[graph.memory]
-        shares = by_stage(
+        at, allocator = peak_snapshots(row), ALLOCATORS[graph.allocator]
+        shares = stage_memory(
             held, at, microbatches=schedule.microbatches, allocator=allocator
         ).values()
         assert memory.total.expected == sum(share.total.expected for share in shares)
@@ -93,16 +102,16 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
     schedule = generate(
         data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4))
     )
-    lives = Lives(graph)
+    lives = LiveRanges(graph)
     for index, row in enumerate(schedule.rows):
         footprint = footprint_of(
             lives, chain(*cut[:index]), cut[index], regions[index], saving[index]
         )
         memory = rank_memory(
             {index: footprint},
-            moments(row),
+            peak_snapshots(row),
             microbatches=schedule.microbatches,
-            allocator=ALLOCATORS[graph.memory],
+            allocator=ALLOCATORS[graph.allocator],
         )
         assert memory.total.expected == highest(
             graph, cut, row, schedule.microbatches, regions, saving
@@ -118,14 +127,14 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
     cut = data.draw(stages_of(graph, most=2))
     saving = {index: data.draw(saving_of(names, ())) for index, names in enumerate(cut)}
     for index, names in enumerate(cut):
-        footprint = footprint_of(Lives(graph), chain(*cut[:index]), names, (), saving[index])
+        footprint = footprint_of(LiveRanges(graph), chain(*cut[:index]), names, (), saving[index])
         row = [Action(index, Kind.FORWARD, 0), Action(index, Kind.BACKWARD, 0)]
         for part in (row[:1], row):
             memory = rank_memory(
                 {index: footprint},
-                moments(part),
+                peak_snapshots(part),
                 microbatches=1,
-                allocator=ALLOCATORS[graph.memory],
+                allocator=ALLOCATORS[graph.allocator],
             )
             assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
 
@@ -136,7 +145,7 @@ def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObj
     """Of one stage, without forwards and gradients that would hide most of it."""
     bare = [replace(node, forward_peak_bytes=0, workspace_bytes=0) for node in graph.nodes]
     # Copies that nothing needs again would go as a node ends, of which the peak is left out.
-    nodes = [replace(node, written=()) if node.packs == "never" else node for node in bare]
+    nodes = [replace(node, buffer_copies=()) if node.saves_at == "never" else node for node in bare]
     graph = replace(graph, nodes=tuple(nodes), gradients=())
     names = tuple(node.name for node in graph.nodes)
     regions = [names[data.draw(st.integers(0, min(1, len(names) - 1))) :]]
@@ -147,9 +156,9 @@ def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObj
     taken = {name for region in regions[1:] for name in region} or {*regions[0]}
     regions += [part for part in data.draw(regions_of(regions[0])) if taken.isdisjoint(part)]
     row = generate("gpipe", range(1), 1).rows[0]
-    footprint = footprint_of(Lives(graph), (), names, regions)
-    allocator = ALLOCATORS[graph.memory]
-    memory = rank_memory({0: footprint}, moments(row), microbatches=1, allocator=allocator)
+    footprint = footprint_of(LiveRanges(graph), (), names, regions)
+    allocator = ALLOCATORS[graph.allocator]
+    memory = rank_memory({0: footprint}, peak_snapshots(row), microbatches=1, allocator=allocator)
     assert memory.total.expected == highest(graph, [names], row, 1, {0: regions})
 
 
@@ -169,7 +178,7 @@ def test_moments_that_are_left_out_hold_no_more(
                 microbatches=schedule.microbatches,
                 allocator=ALLOCATORS[name],
             ).total
-            for at in (moments(row), every)
+            for at in (peak_snapshots(row), every)
         ]
         assert totals[0] == totals[1]
 
@@ -185,9 +194,9 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
         held = _held(schedule, rank, footprints)
         memory = rank_memory(
             held,
-            moments(row),
+            peak_snapshots(row),
             microbatches=schedule.microbatches,
-            allocator=ALLOCATORS[graph.memory],
+            allocator=ALLOCATORS[graph.allocator],
         )
         assert memory.total.bound >= memory.total.expected
         curve = [amount for _, amount in activation_curve(held, row)]
@@ -207,13 +216,13 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     schedule = generate("1f1b", range(stages), microbatches, again, except_last=but_last)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
-    resident, saved = floors(graph, recompute, gradients=summed)
+    resident, saved = bytes_lower_bounds(graph, recompute, gradients=summed)
     for stage, footprint in enumerate(_footprints(graph, cut)):
         memory = rank_memory(
             {stage: footprint},
-            moments(schedule.rows[stage]),
+            peak_snapshots(schedule.rows[stage]),
             microbatches=microbatches,
-            allocator=ALLOCATORS[graph.memory],
+            allocator=ALLOCATORS[graph.allocator],
         )
         floor = sum(resident[name] + flights[stage] * saved[name] for name in cut[stage])
         assert floor <= memory.total.bound, stage
@@ -224,20 +233,20 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
 def test_there_is_never_less_room_than_said(
     graph: CostGraph, optimizer: str | None, data: st.DataObject
 ) -> None:
-    """Every order whose microbatches keep no more than `room` leaves the rank within its budget."""
+    """Every order whose microbatches keep no more than `available_for_activations` leaves the rank within its budget."""
     cut = data.draw(stages_of(graph))
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, optimizer)
-    allocator, microbatches = ALLOCATORS[graph.memory], schedule.microbatches
+    allocator, microbatches = ALLOCATORS[graph.allocator], schedule.microbatches
     for rank, row in enumerate(schedule.rows):
         held = _held(schedule, rank, footprints)
         again = {action.stage for action in row if action.kind is Kind.RECOMPUTE}
         earlier = _with_earlier_recomputes(row, data)
         kept = max((amount.bound for _, amount in activation_curve(held, earlier)), default=0)
         total = rank_memory(
-            held, moments(earlier), microbatches=microbatches, allocator=allocator
+            held, peak_snapshots(earlier), microbatches=microbatches, allocator=allocator
         ).total.bound
-        left = room(
+        left = available_for_activations(
             held, total - 1, microbatches=microbatches, allocator=allocator, recomputed=again
         )
         assert kept > left, "a byte less is too little"
@@ -264,9 +273,11 @@ def test_there_is_room_for_a_gradient_that_several_stages_make(placement: tuple[
     allocator = ALLOCATORS["cuda"]
     for rank, row in enumerate(generate("gpipe", placement, 1).rows):
         held = {index: stages[index] for index in range(2) if placement[index] == rank}
-        total = rank_memory(held, moments(row), microbatches=1, allocator=allocator).total.bound
-        assert room(held, total - 1, microbatches=1, allocator=allocator) < 0
-        assert room(held, total, microbatches=1, allocator=allocator) >= 0
+        total = rank_memory(
+            held, peak_snapshots(row), microbatches=1, allocator=allocator
+        ).total.bound
+        assert available_for_activations(held, total - 1, microbatches=1, allocator=allocator) < 0
+        assert available_for_activations(held, total, microbatches=1, allocator=allocator) >= 0
 
 
 def _with_earlier_recomputes(row: Sequence[Action], data: st.DataObject) -> list[Action]:
@@ -297,7 +308,7 @@ def test_what_stages_hold_of_a_graph_adds_up(graph: CostGraph, data: st.DataObje
     assert sum(f.parameters.expected for f in footprints) == whole.parameters.expected + tied
     assert sum(f.inputs.expected for f in footprints) == whole.inputs.expected
     assert whole.received == whole.received_gradients == ZERO
-    assert whole.sent == whole.returned == whole.passed == ()
+    assert whole.sent_outputs == whole.sent_by_backward == whole.sent_by_input_backward == ()
     if len(cut) == 1:
         assert footprints == [whole]
 
@@ -308,7 +319,7 @@ def test_one_stage_has_the_peak_of_the_whole_model(graph: CostGraph, microbatche
     [row] = generate("gpipe", (0,), microbatches, False).rows
     memory = rank_memory(
         dict(enumerate(_footprints(graph, cut))),
-        moments(row),
+        peak_snapshots(row),
         microbatches=microbatches,
         allocator=CPU,
     )
@@ -319,26 +330,32 @@ def _amount(size: int) -> Amount:
     return Amount(expected=size, bound=size)
 
 
-NOTHING = Footprint(**dict.fromkeys(AMOUNTS, ZERO))
+EMPTY_FOOTPRINT = Footprint(**dict.fromkeys(AMOUNT_FIELDS, ZERO))
 FOOTPRINT = msgspec.structs.replace(
-    NOTHING,
+    EMPTY_FOOTPRINT,
     parameters=_amount(100),
     gradients=_amount(90),
     optimizer=_amount(50),
     inputs=_amount(5),
     received=_amount(4),
     received_gradients=_amount(2),
-    kept=_amount(10),
-    sent=(Parcel(names=("value",), size=_amount(3), needed=False),),
-    returned=(Parcel(names=("value",), size=_amount(2), needed=False),),
-    passed=(Parcel(names=("value",), size=_amount(1), needed=False),),
-    between=_amount(1),
+    activations=_amount(10),
+    sent_outputs=(
+        MessageStorage(names=("value",), size=_amount(3), is_needed_by_weight_backward=False),
+    ),
+    sent_by_backward=(
+        MessageStorage(names=("value",), size=_amount(2), is_needed_by_weight_backward=False),
+    ),
+    sent_by_input_backward=(
+        MessageStorage(names=("value",), size=_amount(1), is_needed_by_weight_backward=False),
+    ),
+    added_by_input_backward=_amount(1),
     forward_peak=_amount(11),
     first_backward_peak=_amount(97),
     backward_peak=_amount(7),
-    input_peak=_amount(6),
-    weight_peak=_amount(8),
-    first_weight_peak=_amount(99),
+    input_backward_peak=_amount(6),
+    weight_backward_peak=_amount(8),
+    first_weight_backward_peak=_amount(99),
 )
 
 
@@ -375,7 +392,7 @@ def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: 
 def test_the_peak_of_a_row_by_hand(row: str, kinds: tuple[int, ...]) -> None:
     microbatches = row.count("F")
     memory = rank_memory(
-        {0: FOOTPRINT}, moments(_row(row)), microbatches=microbatches, allocator=CPU
+        {0: FOOTPRINT}, peak_snapshots(_row(row)), microbatches=microbatches, allocator=CPU
     )
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == kinds
 
@@ -383,7 +400,9 @@ def test_the_peak_of_a_row_by_hand(row: str, kinds: tuple[int, ...]) -> None:
 def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
     """What a stage hands to one of the same rank is held once: no buffer, nothing sent; so with gradients."""
     stages = {0: FOOTPRINT, 1: FOOTPRINT}
-    memory = rank_memory(stages, moments(_row("0F0 1F0 1B0 0B0")), microbatches=1, allocator=CPU)
+    memory = rank_memory(
+        stages, peak_snapshots(_row("0F0 1F0 1B0 0B0")), microbatches=1, allocator=CPU
+    )
     # In stage 0's backward: gradients of stage 1, sent outputs of stage 1, and the gradient that it gave stage 0.
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == (
         200,
@@ -397,5 +416,5 @@ def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
 
 def test_the_step_of_the_optimizer_is_a_moment() -> None:
     large = msgspec.structs.replace(FOOTPRINT, optimizer_scratch=_amount(1000))
-    memory = rank_memory({0: large}, moments(_row("0F0 0B0")), microbatches=1, allocator=CPU)
+    memory = rank_memory({0: large}, peak_snapshots(_row("0F0 0B0")), microbatches=1, allocator=CPU)
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == (100, 90, 50, 0, 11, 1000)

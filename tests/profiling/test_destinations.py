@@ -39,13 +39,13 @@ def graph_of(model: nn.Module, loss: Any = None) -> CostGraph:
 
 def test_gradients_are_captured_where_parameters_branch_off() -> None:
     graph = graph_of(Gated(), lambda outputs, targets: outputs[0].square().mean())
-    at = {name for gradient in graph.gradients for name in gradient.captured}
+    at = {name for gradient in graph.gradients for name in gradient.captured_at}
     assert {"_1_inner", "mul"} <= at
     assert "_0" not in at  # the first layer leads to parameters alone
 
 
 def test_the_gradient_of_what_a_layer_returns_as_it_was_given_is_that_of_both() -> None:
-    pairs = [set(gradient.given) for gradient in graph_of(Gated()).gradients]
+    pairs = [set(gradient.edges) for gradient in graph_of(Gated()).gradients]
     assert any({("_1_inner", "_1_same"), ("_1_same", "mul")} <= given for given in pairs)
 
 
@@ -65,7 +65,9 @@ def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
 
     graph = graph_of(Sums(), lambda outputs, targets: outputs[0].square().mean())
     expanded = {
-        tensor.producer: tensor.expanded_by for tensor in graph.tensors if tensor.expanded_by
+        tensor.producer: tensor.gradient_expanded_by
+        for tensor in graph.tensors
+        if tensor.gradient_expanded_by
     }
     assert expanded == {"_1_first": "sum_1", "_1_second": "sum_2"}
 
@@ -83,7 +85,7 @@ def test_it_is_noted_where_the_gradient_of_a_parameter_is_a_view() -> None:
         def forward(self, value: Tensor) -> Tensor:
             return self.head(value + self.table(self.places))
 
-    given = {node.name: node.given_as_views for node in graph_of(Tied()).nodes if node.parameters}
+    given = {node.name: node.view_gradients for node in graph_of(Tied()).nodes if node.parameters}
     assert given == {"_0": ("0.bias", "0.weight"), "_1_table": (), "_1_head": ("1.table.weight",)}
 
 

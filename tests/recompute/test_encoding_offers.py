@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.encodings import POLICIES, Policy, Use
 from pipecompile.ir.graph import Content, CostGraph, Node, Tensor
-from pipecompile.memory_model.encodings import Run, forms_of
-from pipecompile.memory_model.live_ranges import Lives, Storage
-from pipecompile.memory_model.lower_bounds import floors, freeable
+from pipecompile.memory_model.encodings import EncodedPlaces, storage_encodings
+from pipecompile.memory_model.live_ranges import LiveRanges, Storage
+from pipecompile.memory_model.lower_bounds import bytes_lower_bounds, freeable_bytes
 from pipecompile.memory_model.recompute_problem import RecomputeProblem, recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.encoding_offers import HOST_BYTES_PER_NS, encoding_offers
@@ -35,21 +35,23 @@ def test_runs_lie_apart_and_together_free_memory(
     index = data.draw(st.integers(0, len(cut) - 1))
     fixed = data.draw(st.sets(st.sampled_from(cut[index])))
     nodes = tuple(
-        msgspec.structs.replace(node, recomputable=node.name not in fixed) for node in graph.nodes
+        msgspec.structs.replace(node, is_recomputable=node.name not in fixed)
+        for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
-    lives, before = Lives(graph), list(chain(*cut[:index]))
+    lives, before = LiveRanges(graph), list(chain(*cut[:index]))
     found = encoding_offers(lives, before, cut[index], policies)
     named = [name for offer in found for name in offer.saving.nodes]
     assert len(set(named)) == len(named) and not fixed.intersection(named)
     assert all(a.ns_per_byte <= b.ns_per_byte for a, b in pairwise(found))
-    runs = [(offer.saving.nodes, offer.saving.policies) for offer in found]
+    runs = [(offer.saving.nodes, offer.saving.encodings) for offer in found]
     plain, saved = (
-        footprint_of(lives, before, cut[index], (), chosen).kept.expected for chosen in ((), runs)
+        footprint_of(lives, before, cut[index], (), chosen).activations.expected
+        for chosen in ((), runs)
     )
     assert saved < plain if found else saved == plain
-    if graph.memory == "cpu":  # where the host's memory is the same
-        assert not any("offload" in offer.saving.policies for offer in found)
+    if graph.allocator == "cpu":  # where the host's memory is the same
+        assert not any("offload" in offer.saving.encodings for offer in found)
 
 
 @settings(max_examples=400, deadline=None)
@@ -70,22 +72,23 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     index = data.draw(st.integers(0, len(cut) - 1))
     fixed = data.draw(st.sets(st.sampled_from(cut[index]), max_size=2))
     nodes = tuple(
-        msgspec.structs.replace(node, recomputable=node.name not in fixed) for node in graph.nodes
+        msgspec.structs.replace(node, is_recomputable=node.name not in fixed)
+        for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
-    lives, before, names = Lives(graph), list(chain(*cut[:index])), cut[index]
+    lives, before, names = LiveRanges(graph), list(chain(*cut[:index])), cut[index]
     offered = [offer.saving for offer in encoding_offers(lives, before, names, policies)]
     saving = [run for run in offered if data.draw(st.booleans())]
-    runs = [(run.nodes, run.policies) for run in saving]
-    problem = recompute_problem_of(lives, before, names, summed=True, saving=runs)
+    runs = [(run.nodes, run.encodings) for run in saving]
+    problem = recompute_problem_of(lives, before, names, summed=True, encoded_runs=runs)
     regions = (
         [names[a:b] for a, b in data.draw(st.sampled_from(_choices(problem)))]
         if recompute == "auto"
         else []
     )
-    kept = footprint_of(lives, before, names, regions, runs).kept.bound
-    _, saved = floors(graph, recompute, gradients=False, saving=policies)
-    classes = freeable(graph, recompute, policies, lives.bytes_per_ns)
+    kept = footprint_of(lives, before, names, regions, runs).activations.bound
+    _, saved = bytes_lower_bounds(graph, recompute, gradients=False, encodings=policies)
+    classes = freeable_bytes(graph, recompute, policies, lives.bytes_per_ns)
     held = [sum(each.bytes.get(name, 0) for name in names) for each in classes]
     missing, least = sum(saved[name] for name in names) + sum(held) - kept, Fraction(0)
     for each, size in zip(classes, held, strict=True):
@@ -150,8 +153,8 @@ FLOAT, MASK = Content(dtype="float32"), Content(dtype="float32", is_mask=True)
 def offered(
     graph: CostGraph, *policies: Policy
 ) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    found = encoding_offers(Lives(graph), (), [node.name for node in graph.nodes], policies)
-    return sorted((offer.saving.nodes, offer.saving.policies) for offer in found)
+    found = encoding_offers(LiveRanges(graph), (), [node.name for node in graph.nodes], policies)
+    return sorted((offer.saving.nodes, offer.saving.encodings) for offer in found)
 
 
 def test_runs_are_as_short_as_what_they_must_see() -> None:
@@ -180,12 +183,14 @@ def test_runs_are_as_short_as_what_they_must_see() -> None:
 def test_prices() -> None:
     """Kernels at the rate of the graph's own; on a GPU what the link takes longer than the nodes of the run."""
     rows = (("first", FLOAT, ()), ("second", FLOAT, ((1, "other"),)), ("end", None, ()))
-    (offer,) = encoding_offers(Lives(chain_of(*rows)), (), ["first", "second", "end"], ("half",))
-    assert Lives(chain_of(*rows)).bytes_per_ns == 2
+    (offer,) = encoding_offers(
+        LiveRanges(chain_of(*rows)), (), ["first", "second", "end"], ("half",)
+    )
+    assert LiveRanges(chain_of(*rows)).bytes_per_ns == 2
     assert (offer.saving.forward_ns, offer.saving.backward_ns) == (WIDE * 3 // 4, WIDE * 3 // 4)
     assert offer.ns_per_byte == Fraction(3, 1)
     (offer,) = encoding_offers(
-        Lives(chain_of(*rows, memory="cuda")), (), ["first", "second", "end"], ("offload",)
+        LiveRanges(chain_of(*rows, memory="cuda")), (), ["first", "second", "end"], ("offload",)
     )
     assert WIDE // HOST_BYTES_PER_NS < WIDE  # it hides
     assert (offer.saving.forward_ns, offer.saving.backward_ns) == (WIDE // 2, WIDE // 2)
@@ -195,10 +200,12 @@ def test_prices() -> None:
 def test_a_storage_that_several_nodes_save_is_kept_once_and_comes_back_for_the_last(
     memory: str, back: int
 ) -> None:
-    runs = {place: Run((3, 4, 5), ("offload",)) for place in (3, 4, 5)}
-    runs |= {place: Run((6, 7, 8), ("offload",)) for place in (6, 7, 8)}
+    runs = {place: EncodedPlaces((3, 4, 5), ("offload",)) for place in (3, 4, 5)}
+    runs |= {place: EncodedPlaces((6, 7, 8), ("offload",)) for place in (6, 7, 8)}
     storage = Storage(WIDE, (3, 4, 6), (3, 4, 6), FLOAT, dict.fromkeys((3, 4, 6), ("other",)))
-    forms, plain = forms_of(storage, (3, 4, 6), runs, "cuda" if memory == "cuda" else "cpu")
+    forms, plain = storage_encodings(
+        storage, (3, 4, 6), runs, "cuda" if memory == "cuda" else "cpu"
+    )
     ((full, _, made, waits, savers, there),) = forms
     assert (full, made, waits, savers, there, plain) == (WIDE, 3, False, (3, 4, 6), back, ())
 
@@ -218,8 +225,8 @@ def test_a_shared_storage_is_there_from_its_last_backward_to_its_first() -> None
     )
     graph = msgspec.structs.replace(graph, tensors=tensors)
     runs = [(("first",), ("half",)), (("third",), ("half",))]
-    footprint = footprint_of(Lives(graph), (), [node.name for node in graph.nodes], (), runs)
-    assert footprint.kept.expected == WIDE // 2
+    footprint = footprint_of(LiveRanges(graph), (), [node.name for node in graph.nodes], (), runs)
+    assert footprint.activations.expected == WIDE // 2
     assert footprint.backward_peak.expected == 2 * WIDE
-    one = footprint_of(Lives(graph), (), [node.name for node in graph.nodes], (), runs[:1])
-    assert one.kept.expected == WIDE + WIDE // 2  # `third` keeps it as it is
+    one = footprint_of(LiveRanges(graph), (), [node.name for node in graph.nodes], (), runs[:1])
+    assert one.activations.expected == WIDE + WIDE // 2  # `third` keeps it as it is

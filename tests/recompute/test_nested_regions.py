@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.memory_models import gpt_blocks
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.module_paths import block_of
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import cheapest, priced
@@ -37,8 +37,8 @@ def price(graph: CostGraph, runs: Sequence[Run]) -> tuple[int, int]:
     """The peak of a microbatch by the memory model, and the extra time by torch's rules."""
     names = [node.name for node in graph.nodes]
     regions = [names[a:b] for a, b in runs]
-    footprint = footprint_of(Lives(graph), (), names, regions)
-    kept = footprint.kept.bound
+    footprint = footprint_of(LiveRanges(graph), (), names, regions)
+    kept = footprint.activations.bound
     peak = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
     return peak, extra_ns(graph, [names], 0, regions)
 
@@ -79,7 +79,7 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
         for index, ((a, b), size) in enumerate(zip(pairwise(nodes), values, strict=False))
     ]
     return CostGraph(
-        memory="cpu", nodes=tuple(nodes), tensors=tuple(tensors), storages=(*values, *own)
+        allocator="cpu", nodes=tuple(nodes), tensors=tuple(tensors), storages=(*values, *own)
     )
 
 
@@ -87,7 +87,7 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
 @given(chains(), st.data())
 def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataObject) -> None:
     names = [node.name for node in graph.nodes]
-    problem = recompute_problem_of(Lives(graph), (), names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), (), names, summed=True)
     every = {runs: price(graph, runs) for runs in every_nesting(0, len(names))}
     available = data.draw(st.sampled_from(sorted({peak for peak, _ in every.values()})))
     best = nested_regions(problem, names, available)
@@ -107,7 +107,7 @@ def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
     choices = [
         priced(problem, [Region(*run) for run in runs]) for runs in every_choice(problem.boundaries)
     ]
@@ -117,9 +117,9 @@ def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     regions = [names[a:b] for a, b in best.regions]
     assert best.ns == extra_ns(graph, cut, index, regions)
     assert best.ns <= min(choice.ns for choice in choices if choice.peak <= available)
-    footprint = footprint_of(Lives(graph), before, names, regions)
-    assert footprint.kept.bound == best.kept
-    assert footprint.kept.bound + footprint.backward_peak.bound <= best.peak <= available
+    footprint = footprint_of(LiveRanges(graph), before, names, regions)
+    assert footprint.activations.bound == best.kept
+    assert footprint.activations.bound + footprint.backward_peak.bound <= best.peak <= available
 
 
 def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:
@@ -129,7 +129,7 @@ def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:
         [node.name for node in graph.nodes],
         [block_of(node.module) for node in graph.nodes],
     )
-    problem = recompute_problem_of(Lives(graph), (), names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), (), names, summed=True)
     plain = priced(problem, ())
     for percent in (80, 50, 30):
         available = plain.peak * percent // 100

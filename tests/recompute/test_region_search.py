@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.memory_model.live_ranges import Lives
+from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import (
     RecomputeProblem,
     StoredTensor,
@@ -47,8 +47,8 @@ def price(
     saving: Sequence[tuple[tuple[str, ...], tuple[Policy, ...]]] = (),
 ) -> RegionChoice:
     """What is kept, the peak and the extra time, by the memory model and by hand."""
-    footprint = footprint_of(Lives(graph), before, names, regions, saving)
-    kept = footprint.kept.bound
+    footprint = footprint_of(LiveRanges(graph), before, names, regions, saving)
+    kept = footprint.activations.bound
     highest = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
     return kept, highest, sum(extra_ns(graph, region) for region in regions)
 
@@ -56,9 +56,9 @@ def price(
 def extra_ns(graph: CostGraph, region: Sequence[str]) -> int:
     """The forward once more, up to the last node that saves anything; without its kernels if it saves before them."""
     nodes = [graph.by_name[name] for name in region]
-    while nodes and nodes[-1].packs == "never":
+    while nodes and nodes[-1].saves_at == "never":
         nodes.pop()
-    if nodes and nodes[-1].packs == "before":
+    if nodes and nodes[-1].saves_at == "before":
         nodes.pop()
     return sum(node.forward_ns for node in nodes)
 
@@ -77,7 +77,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
     sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     found: set[RegionChoice] = set()
@@ -106,7 +106,9 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
     saving = data.draw(saving_of(names, ()))
-    problem = recompute_problem_of(Lives(graph), before, names, summed=True, saving=saving)
+    problem = recompute_problem_of(
+        LiveRanges(graph), before, names, summed=True, encoded_runs=saving
+    )
     sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     for state, front in search.fronts[len(names)].items():
@@ -124,7 +126,7 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(Lives(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
     inner = [place for place in problem.boundaries if 0 < place < len(names)]
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
     found = menu(problem, cuts, frozenset(), None)

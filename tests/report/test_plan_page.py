@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pipecompile.ir.plan import Plan, Saving
+from pipecompile.ir.plan import Plan, EncodedNodes
 from pipecompile.report.plan_page import plan_page
 from pipecompile.report.units import size_text, time_text
 from pipecompile.schedule.simulator import simulate_plan
@@ -122,8 +122,10 @@ def test_without_caps_and_recompute_nothing_is_said_of_them(make_plan: MakePlan)
 def test_encodings_are_listed_with_their_times(make_plan: MakePlan) -> None:
     plan = make_plan(memory_bytes=None)
     first = plan.stages[0]
-    run = Saving(nodes=first.nodes[:1], policies=("mask",), forward_ns=2000, backward_ns=3000)
-    stages = (msgspec.structs.replace(first, saving=(run,)), *plan.stages[1:])
+    run = EncodedNodes(
+        nodes=first.nodes[:1], encodings=("mask",), forward_ns=2000, backward_ns=3000
+    )
+    stages = (msgspec.structs.replace(first, encoded_runs=(run,)), *plan.stages[1:])
     rows = cells(paged(msgspec.structs.replace(plan, stages=stages)), "Encoded saved tensors")
     assert rows == [[f"<code>{run.nodes[0]} (mask)</code>", "0", time_text(2000), time_text(3000)]]
 

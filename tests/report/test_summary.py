@@ -8,7 +8,7 @@ import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.links import FREE
-from pipecompile.ir.plan import Faster, Plan, Provenance, Saving
+from pipecompile.ir.plan import Faster, Plan, Provenance, EncodedNodes
 from pipecompile.report.summary import summary
 from pipecompile.report.tables import terminal_table
 from pipecompile.report.timeline_text import timeline_text
@@ -52,10 +52,10 @@ def test_without_a_cap_and_without_recompute_nothing_is_said_of_them(
 def test_encodings_are_named_with_their_time(make_plan: MakePlan) -> None:
     plan = make_plan(memory_bytes=None)
     first = plan.stages[0]
-    run = Saving(
-        nodes=first.nodes[:2], policies=("half", "mask"), forward_ns=2000, backward_ns=3000
+    run = EncodedNodes(
+        nodes=first.nodes[:2], encodings=("half", "mask"), forward_ns=2000, backward_ns=3000
     )
-    first = msgspec.structs.replace(first, saving=(run,))
+    first = msgspec.structs.replace(first, encoded_runs=(run,))
     text = summary(msgspec.structs.replace(plan, stages=(first, *plan.stages[1:])))
     assert "  saving     mask, half, not exact\n" in text
     assert re.search(r"^ +0 nothing, encodings +5\.0 µs", text, re.MULTILINE)

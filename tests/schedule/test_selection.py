@@ -57,7 +57,7 @@ def chain(times: list[tuple[int, int, int]], *, halves: bool = True) -> CostGrap
         Tensor(producer=a.name, consumers=(b.name,), bytes=0, gradient_bytes=0, storage=i)
         for i, (a, b) in enumerate(pairwise(nodes))
     )
-    return CostGraph(memory="cpu", nodes=nodes, tensors=tensors, storages=(MIB,) * len(nodes))
+    return CostGraph(allocator="cpu", nodes=nodes, tensors=tensors, storages=(MIB,) * len(nodes))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.amount import Amount
-from pipecompile.ir.footprint import AMOUNTS, Footprint, Parcel
+from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Boundary, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
@@ -21,19 +21,26 @@ LINK = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=5))
 
 
 def _footprint(kept: int, outputs: int) -> Footprint:
-    sizes = dict.fromkeys(AMOUNTS, 100) | {"kept": kept}
-    sizes |= {"between": 7, "dropped": 5, "optimizer_scratch": 0, "written": 3}
+    sizes = dict.fromkeys(AMOUNT_FIELDS, 100) | {"activations": kept}
+    sizes |= {
+        "added_by_input_backward": 7,
+        "freed_by_input_backward": 5,
+        "optimizer_scratch": 0,
+        "buffer_copies": 3,
+    }
     amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
     return Footprint(
         **amounts,
-        sent=(_parcel(outputs - 2, needed=True), _parcel(2, needed=False)),
-        returned=(_parcel(100, needed=False),),
-        passed=(_parcel(100, needed=False),),
+        sent_outputs=(_parcel(outputs - 2, needed=True), _parcel(2, needed=False)),
+        sent_by_backward=(_parcel(100, needed=False),),
+        sent_by_input_backward=(_parcel(100, needed=False),),
     )
 
 
-def _parcel(size: int, *, needed: bool) -> Parcel:
-    return Parcel(names=(), size=Amount(expected=size, bound=size), needed=needed)
+def _parcel(size: int, *, needed: bool) -> MessageStorage:
+    return MessageStorage(
+        names=(), size=Amount(expected=size, bound=size), is_needed_by_weight_backward=needed
+    )
 
 
 def _boundary(size: int, gradient: int) -> tuple[Boundary, ...]:

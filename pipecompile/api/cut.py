@@ -107,6 +107,7 @@ class CutRequest:
 
     def problem(self, graph: CostGraph) -> PartitionProblem:
         """The problem for a graph; InputError or InfeasibleError says what does not fit."""
+        # Before units are merged, which takes long on large graphs.
         if self.k > len(graph.nodes):
             count = len(graph.nodes)
             raise InfeasibleError(
@@ -141,6 +142,7 @@ class CutRequest:
     def _memory_constraint(self, graph: CostGraph) -> MemoryConstraint | None:
         if self.memory is None:
             return None
+        # Without a schedule, a stage holds what one microbatch saves.
         in_flight_counts = (1,) * self.k
         if self.schedule is not None:
             in_flight_counts = peak_in_flight(self.schedule, range(self.k), self.microbatches or 1)
@@ -224,6 +226,7 @@ def links_from_options(path: str | None, bandwidth: float | None, latency_ns: in
 
 def _what_would_fit(graph: CostGraph, request: CutRequest) -> str:
     """The nearest larger numbers of stages that can be met, as the end of a sentence."""
+    # Ranks that run several stages need a multiple of them.
     step = request.stages_per_rank
     more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
     fitting = [f"k={other.k}" for other in more if _is_feasible(graph, other)]

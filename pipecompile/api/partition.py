@@ -50,9 +50,11 @@ def cut(
     """
     options = planner.options
     problem, best = _best_cut(planner.graph, options, links, planner.view.placement)
+    # `planner` is settled: it searches longer than the planner by which cuts were compared.
     partition = with_memory_time(planner, problem, assignment or best.assignment, best)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(partition.assignment)
+    # A hint for the user only, so it gets little work.
     fastest = fastest_alternative(problem, _other_objectives(options), seconds=SHORT_SECONDS)
     search = msgspec.structs.replace(
         partition.search,

@@ -103,6 +103,7 @@ class Chains:
         ]
 
     def _band(self, boundary: int, limit: Limit) -> Rows:
+        # Pins first: they are cheaper to test than limits.
         rows = self.near.get(boundary, np.arange(len(self.family), dtype=np.intp))
         rows = rows[self._meets_pins(boundary)[rows]]
         below, above = self._least_times(boundary, rows)
@@ -187,12 +188,14 @@ class Chains:
         load = compute[b][None, :] - compute[a][:, None]
         if problem.speeds is not None:
             speed = problem.speed(stage)
+            # Rounded up, as `objective.stage_loads` does.
             load = -(-load * speed.denominator // speed.numerator)
         before = problem.hop(stage - 1) if stage else None
         after = problem.hop(stage) if stage < problem.k - 1 else None
         received, sent = self.family.crossing(before)[a], self.family.crossing(after)[b]
         transfers = received[:, None] + sent[None, :]
         if problem.communication == "endpoint" and not self.rough:
+            # The first and the last stage have one boundary only, which no flow crosses twice.
             transfers = transfers - self.family.relay_surplus(a, b, before and after)
         overlaps = problem.communication == "overlap"
         result: Integers = np.maximum(load, transfers) if overlaps else load + transfers
@@ -252,6 +255,7 @@ class Chains:
         limit: Limit,
     ) -> dict[int, Layer]:
         """The chains of one stage more, by the number of ranks that they use."""
+        # Rows that no chain reaches need not be extended.
         reached = np.logical_or.reduce([layer.reached for layer in before.values()])
         live = np.flatnonzero(reached)
         a, b = bands[stage][live], bands[stage + 1]
@@ -259,6 +263,7 @@ class Chains:
         ranks_max = self.ranks - stages_left  # each stage that is left needs a rank
         after = {used: Layer.empty(len(b), cost.kind) for used in range(stage + 1, ranks_max + 1)}
         for begins, ends in self._blocks(a, b, stage, limit):
+            # Loads are for one rank; replicas divide them below.
             load, fits = self.loads(begins, ends, stage), self.possible(begins, ends, stage)
             self.payments.add(begins, ends, stage, load, fits)
             rows, columns = live[np.searchsorted(a, begins)], np.searchsorted(b, ends)
@@ -308,6 +313,7 @@ class _SquaresCost:
         if load is None:
             load = _largest_load(chains, min(speeds))
         mean = int(sums.compute[0, -1]) // chains.ranks
+        # No stage of a chain within the limit computes more than its ranks can in that time.
         compute = int(load * max([*speeds, Fraction(1)])) * chains.ranks
         largest = problem.k * (max(load, mean) ** 2 + 2 * mean * max(load, compute))
         return _SquaresCost(sums.compute[0], mean, np.int64 if largest < INT64_SAFE else object)

@@ -41,6 +41,8 @@ class ModuleTree:
         """The tree of the modules that operators lie in, from their `paths`."""
         with_operators = frozenset(paths)
         parents = frozenset(outer for path in with_operators for outer in _ancestors(path))
+        # An inner entry counts only where it lies in a parent: single layers in a list, as
+        # `h.3.mlp.0`, do not make `h.3` a module that only runs a list.
         outer_entries = {outer for path in parents for outer, _ in pairwise(_list_entries(path))}
         return ModuleTree(parents, frozenset(outer_entries - with_operators))
 
@@ -63,6 +65,7 @@ class ModuleTree:
 
         A module that holds no others belongs to the module around it, unless it is a block.
         """
+        # A leaf as `h.3.ln` runs inside the forward of `h.3`, which its operators belong to.
         if path in self.parents or path == self.block(path):
             return path or None
         return path.rpartition(".")[0] or None
@@ -86,6 +89,7 @@ def coarse_groups(graph: CostGraph, granularity: str) -> tuple[Unit, ...]:
 
 def finer_groups(graph: CostGraph) -> dict[Unit, tuple[Unit, ...]]:
     """By block the groups of modules in it; a block of a single module has no entry."""
+    # Outside of blocks both levels have the same groups, so that every module has a block.
     block_of = {name: block for block in coarse_groups(graph, "blocks") for name in block}
     modules: dict[Unit, tuple[Unit, ...]] = {}
     for module in coarse_groups(graph, "modules"):
@@ -99,6 +103,7 @@ def _runs(graph: CostGraph, level: str) -> Iterator[Unit]:
     tree = ModuleTree.of(node.module for node in graph.nodes)
     for path, nodes in groupby(graph.nodes, lambda node: tree.at(level, node.module)):
         names = tuple(node.name for node in nodes)
+        # The model's own forward keeps nothing together, and a single node is its own unit.
         if path is not None and len(names) > 1:
             yield names
 

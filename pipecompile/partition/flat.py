@@ -54,6 +54,7 @@ def _solve_step_time(problem: PartitionProblem, seconds: float, explained: bool)
     if problem.whole_backwards:
         # Some rank computes M times the largest compute, whatever the schedule does meanwhile.
         bound = max(bound, problem.microbatches * cuts[-1].search.bound)
+    # The cut without transfers may be better where they hide behind compute.
     best = min(cuts, key=lambda cut: step_ns(cut.assignment)).assignment
 
     unit_graph = UnitGraph.of(problem)

@@ -43,6 +43,7 @@ class Ideals(Boundaries):
     def __init__(self, unit_graph: UnitGraph, lists: Sequence[IdealList]) -> None:
         sums = BoundarySums.concatenated([ideals.sums for ideals in lists])
         origin = np.repeat(np.arange(len(lists)), [len(ideals.bits) for ideals in lists])
+        # `Boundaries` promises rows in ascending order of compute; a stable sort is deterministic.
         order = np.argsort(sums.compute[0], kind="stable")
         self.unit_graph, self.origin = unit_graph, origin[order]
         self.bits = np.concatenate([ideals.bits for ideals in lists])[order]
@@ -82,6 +83,7 @@ class Ideals(Boundaries):
         in_all_b = np.bitwise_and.reduce(self.bits[b], axis=0)
         flows = []
         for index, flow in enumerate(self.unit_graph.flows):
+            # A flow whose consumers all lie in every b crosses none of them.
             is_complete = all(_has_bit(in_all_b, unit) for unit in flow.consumers)
             if _has_bit(in_some_a, flow.producer) and not is_complete:
                 flows.append(index)
@@ -89,6 +91,7 @@ class Ideals(Boundaries):
 
     def members(self, row: int) -> Mask:
         """See `Boundaries.members`."""
+        # Little-endian words, so that bytes and bits are in the order of units on any machine.
         bits = np.unpackbits(self.bits[row].astype("<u8").view(np.uint8), bitorder="little")
         return bits[: self.unit_graph.count].astype(np.bool_)
 
@@ -130,6 +133,7 @@ def enumerate_ideals(
         total = count + len(parents)
         if total > limit:
             return None
+        # Doubled, so that copying stays linear in the number of ideals.
         if total > len(bits):
             more = np.zeros((2 * total - count, bits.shape[1]), np.uint64)
             bits = np.concatenate([bits[:count], more])
@@ -185,6 +189,7 @@ def _crossing_sums(
         values[0], start = weights[crosses_first].sum(), 1
         for (unit, parents), completed in zip(additions, completions, strict=True):
             stop = start + len(parents)
+            # Tensors between units have a consumer in a later unit, so all of these cross.
             added = values[parents] + weights[list(unit_graph.produced[unit])].sum()
             for flow, is_completed in completed:
                 added -= is_completed * weights[flow]

@@ -37,6 +37,7 @@ def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
 
 def _reason(unit_graph: UnitGraph) -> str:
     problem = unit_graph.problem
+    # A constraint is to blame if there is a cut without it and without those before it.
     memory = problem.memory
     if memory is not None and _first_cut(unit_graph, replace(problem, memory=None)) is not None:
         if problem.ranks != problem.k:
@@ -61,6 +62,7 @@ def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None
     """A cut of one order by `problem`; stages that share ranks are taken as alone on theirs."""
     if problem.ranks != problem.k:
         problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
+    # The same units, so that rows of its prefixes are places in the same order.
     plain = UnitGraph(problem, unit_graph.units)
     prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
     prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)

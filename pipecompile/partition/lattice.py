@@ -70,6 +70,7 @@ def _chains_between(unit_graph: UnitGraph, inner: Sequence[_Sides], words: int) 
     """The chains whose boundaries 1 … k − 1 have these sides; None if their ideals are too many."""
     ideals_left = words // (-(-unit_graph.count // 64) + WORDS_OF_SUMS)
     nothing, everything = np.zeros(0, np.intp), np.arange(unit_graph.count)
+    # The first and the last boundary are fixed: nothing before, everything before.
     lists = list[IdealList]()
     for below, free in (_Sides(nothing, nothing), *inner, _Sides(everything, nothing)):
         ideals = enumerate_ideals(unit_graph, below, free, ideals_left)

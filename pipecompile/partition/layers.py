@@ -69,6 +69,7 @@ class Layer:
         total = before.total[rows][:, None] + cost
         total[~fits] = total[fits].max() + 1
         least = total.min(axis=0)
+        # Only among rows of least total does the peak decide.
         peak = np.maximum(before.peak[rows][:, None], load)
         peak[total != least] = peak.max() + 1
         best_row = peak.argmin(axis=0)

@@ -38,6 +38,7 @@ def climb(
     best = tuple(int(stage) for stage in stages)
     least = value(best)
     order, starts = _layout(unit_graph, best)
+    # The first step is half a stage of mean size.
     step, left = max(1, unit_graph.count // (2 * unit_graph.k)), evaluations
     while step and left > 0:
         has_improved = False

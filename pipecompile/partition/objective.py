@@ -42,6 +42,7 @@ def stage_loads(
         overlap         as relay, but the longer of transfers and compute counts
     """
     k, members = problem.k, _members(problem, assignment)
+    # Rounded up once per stage, not per node.
     compute = [
         ceil(problem.compute_ns(names, last=stage == k - 1) / problem.speed(stage))
         for stage, names in enumerate(members)
@@ -72,6 +73,7 @@ def _relay_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -
     hops = [problem.hop(stage) for stage in range(problem.k - 1)]
     for tensor in problem.graph.tensors:
         stages = [assignment[name] for name in (tensor.producer, *tensor.consumers)]
+        # Min and max also score assignments that are not in order, as tests do.
         for stage in range(min(stages), max(stages)):
             if (hop := hops[stage]) is not None:
                 ns = hop.transfer_ns(tensor.bytes, tensor.gradient_bytes)
@@ -112,6 +114,7 @@ def measures(loads: Sequence[int]) -> dict[str, int]:
     These are the largest load (ns), Σ load² (ns²), and the variance of the loads, rounded down
     (ns²).
     """
+    # Var = E[load²] − E[load]², over a common denominator to stay in integers.
     squares, count = sum(load * load for load in loads), len(loads)
     return {
         "max_load_ns": max(loads),
@@ -134,6 +137,7 @@ def lower_bound(problem: PartitionProblem) -> int:
     Σ load² ≥ C² / Σσ². Besides, some stage has the largest unit; and if the largest units are above
     the mean, each of them alone, the other ranks share the rest (`_large_units_bounds`).
     """
+    # The last stage does not recompute, so each unit is least there.
     least = [problem.compute_ns(unit, last=bool(problem.recompute)) for unit in problem.units]
     shares, fastest = _shares(problem)
     total, alone = sum(least), ceil(max(least) / fastest)
@@ -143,6 +147,7 @@ def lower_bound(problem: PartitionProblem) -> int:
         return _step_bound(problem, total)
     even = ceil(Fraction(total**2) / sum(share * share for share in shares))
     bounds = [even, _recompute_bound(problem, 2), alone**2]
+    # With different speeds, the largest units need not be alone on the fastest ranks.
     if set(shares) == {1} and problem.replica_ranks is None:
         bounds += _large_units_bounds(least, problem.ranks)
     return max(bounds)
@@ -188,6 +193,7 @@ def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:
     total, ranks_left, squares = sum(least), ranks, 0
     bounds = [even_squares(total, ranks)]
     for unit in sorted(least, reverse=True)[: ranks - 1]:
+        # From here on units are below the mean, and may share ranks evenly.
         if unit * ranks_left <= total:
             break
         squares, total, ranks_left = squares + unit**2, total - unit, ranks_left - 1
@@ -220,6 +226,7 @@ def _step_bound(problem: PartitionProblem, total: int) -> int:
     m, fastest = problem.microbatches, max(problem.speed(s) for s in range(problem.k))
     if not problem.whole_backwards:
         total -= sum(_saved_by_splitting(node) for node in problem.graph.nodes)
+    # At best all ranks are equally busy, without waiting.
     busy = ceil(m * total / (problem.ranks * fastest))
     if problem.ranks != problem.k or not problem.whole_backwards:
         return busy

@@ -53,6 +53,7 @@ class Prefixes(Boundaries):
             change    0   +7    0   −7    0
             sum       0    7    7    0    0
         """
+        # Each flow changes the sum at two rows: linear in flows, not flows × rows.
         producers, last_consumers = self.flow_spans
         change = np.zeros(self.unit_graph.count + 1, np.int64)
         np.add.at(change, producers + 1, weights)
@@ -70,6 +71,7 @@ class Prefixes(Boundaries):
         for column, index in enumerate(flows):
             flow = self.unit_graph.flows[index]
             consumers = np.sort(self.place[list(flow.consumers)])
+            # Row i has the units at places 0 … i − 1.
             crosses = (self.place[flow.producer] < rows) & (rows <= consumers[-1])
             states[:, column] = crosses * (1 + np.searchsorted(consumers, rows))
         return states
@@ -77,6 +79,7 @@ class Prefixes(Boundaries):
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
         """See `Boundaries.crossing_flows`."""
         producers, last_consumers = self.flow_spans
+        # Necessary for any pair: produced before the latest a, and consumed after the earliest b.
         may_cross_both = (producers < a.max()) & (last_consumers >= b.min())
         flows: list[int] = np.flatnonzero(may_cross_both).tolist()
         return flows

@@ -64,6 +64,7 @@ class Pricing:
         while True:
             self.pairs += chains.pairs(limit)
             chain = chains.best(self.problem.objective, limit)
+            # A price that may be too high makes a chain look worse than it is.
             is_certain = payments.is_certain and (self.is_exact or not payments.priced)
             self.is_complete = is_certain
             if chain is None or memory is None or memory.price is None:
@@ -101,6 +102,7 @@ class Pricing:
         """
         memory, before, until = self.problem.memory, family.members(a), family.members(b)
         assert memory is not None and memory.price is not None
+        # By units and not by rows: a later family may have the same stage in other rows.
         key = (stage, before.tobytes(), until.tobytes())
         if key in self.prices:
             return self.prices[key].ns

@@ -16,7 +16,7 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
-from pipecompile.memory_model.lower_bounds import Freeable
+from pipecompile.memory_model.lower_bounds import FreeableBytes
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.units import INPUTS, OUTPUTS, Unit, units
 
@@ -95,7 +95,7 @@ class MemoryConstraint:
     saved: Mapping[str, int]
     price: Callable[[StageCandidate], Price] | None = None
     boundary_buffers: BoundaryBuffers | None = None
-    freeable: tuple[Freeable, ...] = ()
+    freeable: tuple[FreeableBytes, ...] = ()
 
     @staticmethod
     def simple(
@@ -106,6 +106,7 @@ class MemoryConstraint:
         A stage holds Σ parameter_bytes × `factor`, rounded up per node, and in-flight × Σ
         saved_bytes.
         """
+        # -(-x // 1) rounds a fraction up.
         resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
         saved = {node.name: node.saved_bytes for node in graph.nodes}
         return MemoryConstraint(caps, in_flight, resident, saved)
@@ -169,10 +170,12 @@ class PartitionProblem:
             raise InputError("the graph has no nodes, so there is nothing to cut")
         if self.microbatches < 1:
             raise InputError(f"microbatches={self.microbatches}, but a step has at least one")
+        # Loads follow from the costs alone, but a step needs a schedule.
         if self.objective == "step-time" and self.step_ns is None:
             raise InputError(
                 "objective step-time needs a schedule to simulate; give one, or choose max-load"
             )
+        # In this order: sums of times need speeds and links that are checked before.
         self._check_ranks()
         self._check_memory_shape()
         self._check_replicas()
@@ -188,9 +191,11 @@ class PartitionProblem:
         if self.speeds is not None and (len(self.speeds) != self.ranks or min(self.speeds) <= 0):
             speeds = ", ".join(f"{float(speed):g}" for speed in self.speeds)
             raise InputError(f"speeds {speeds} must be {self.ranks} positive numbers, one a rank")
+        # Links connect all ranks, replicas included.
         ranks = self.replica_ranks or self.ranks
         if not self.links.fits(ranks):
             raise InputError(f"the links are for {self.links.ranks} ranks, but there are {ranks}")
+        # A tensor may go from any stage to any other one, without the links in between.
         if self.links.one is None and self.communication == "endpoint":
             raise InputError(
                 "endpoint communication knows no path between ranks; give one link, or choose relay"
@@ -201,6 +206,7 @@ class PartitionProblem:
             return
         if len(self.memory.caps) != self.ranks or len(self.memory.in_flight) != self.k:
             raise InputError(f"memory must be given for {self.ranks} ranks and {self.k} stages")
+        # The price of a stage depends on its budget, which other stages of its rank would share.
         if self.memory.price is not None and self.ranks != self.k:
             raise InputError(
                 "stages that share a rank cannot be priced one by one; give each stage its rank"
@@ -243,6 +249,7 @@ class PartitionProblem:
 
     def _check_compute_sums(self) -> None:
         """All loads of a cut must fit in 64 bits, whatever the cut."""
+        # Each rank may have all compute, and pay for each transfer at both ends.
         speeds = [self.speed(stage) for stage in range(self.k)]
         total = sum(_compute_ns(node, True) for node in self.graph.nodes)
         if 4 * total * max(Fraction(1), 1 / min(speeds)) > LARGEST:
@@ -312,6 +319,7 @@ class PartitionProblem:
 
         InfeasibleError if there are fewer than `k`.
         """
+        # Groups of the cost graph itself are merged by `units`.
         together = (*self.together, *coarse_groups(self.graph, self.granularity))
         merged = units(self.graph, together, self.precedence)
         if self.k > len(merged):
@@ -343,6 +351,7 @@ class PartitionProblem:
             for name in unit:
                 node_by_stage |= dict.fromkeys(self._group_stage(name), name)
             node_by_stage |= {self.pin[name] % self.k: name for name in unit if name in self.pin}
+            # One node of each stage is enough to name the contradiction.
             if len(node_by_stage) > 1:
                 pins = " and ".join(
                     f"{name}={stage}" for stage, name in sorted(node_by_stage.items())

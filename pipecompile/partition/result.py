@@ -53,6 +53,7 @@ class Partition:
             value = problem.step_ns(assignment)
         else:
             value = objective_value(problem.objective, loads)
+        # A bound above the value of a cut would be a false proof.
         assert bound <= value, f"the bound {bound} is above the value {value} that was found"
         search = Search(
             objective=problem.objective,
@@ -63,5 +64,6 @@ class Partition:
             proven=value == bound,
             values=measures(loads),
         )
+        # In the order of the graph, so that equal cuts are written with equal bytes.
         ordered = {node.name: assignment[node.name] for node in problem.graph.nodes}
         return Partition(ordered, loads, replicas or (1,) * problem.k, search)

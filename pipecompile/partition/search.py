@@ -370,6 +370,7 @@ class PartitionSearch:
     def _try_shared_ranks(self) -> None:
         """Starts from a cut into stages alone on their ranks, climbs, and tries CP-SAT."""
         alone = replace(self.problem, placement=None, speeds=None, memory=None, links=FREE)
+        # Without memory, since caps are for ranks and not for stages.
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
         search._try_orders()
         if search.best is not None:

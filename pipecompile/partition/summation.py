@@ -42,6 +42,6 @@ def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield from pairwise(readers[:-1])
             yield readers[-3], readers[-1]
     for tensor in graph.tensors:
-        if tensor.expanded_by is not None:
+        if tensor.gradient_expanded_by is not None:
             # The expanding node reads the tensor, so this pair forces both into one stage.
-            yield tensor.expanded_by, tensor.producer
+            yield tensor.gradient_expanded_by, tensor.producer

@@ -88,6 +88,7 @@ class UnitGraph:
         for tensor in self.problem.graph.tensors:
             producer = self.position[tensor.producer]
             consumers = {self.position[name] for name in tensor.consumers} - {producer}
+            # A tensor that stays in its unit never crosses a boundary.
             if consumers:
                 by_ends.setdefault((producer, tuple(sorted(consumers))), []).append(tensor)
         return tuple(
@@ -109,6 +110,7 @@ class UnitGraph:
         counts = [len(flow.consumers) for flow in self.flows]
         producers = _array([flow.producer for flow in self.flows])
         consumers = _array([unit for flow in self.flows for unit in flow.consumers])
+        # The slice is for graphs without flows, where there is no start.
         starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)[: len(counts)]
         return producers, consumers, starts
 
@@ -270,6 +272,7 @@ class UnitGraph:
         low, high = [0] * self.count, [self.k - 1] * self.count
         for unit, stage in self.pins.items():
             low[unit] = high[unit] = stage
+        # Units are in topological order: one pass each way is enough.
         for unit in range(self.count):
             low[unit] = max([low[unit], *(low[source] for source in self.before[unit])])
         for unit in reversed(range(self.count)):

@@ -17,6 +17,7 @@ def violations(problem: PartitionProblem, assignment: Mapping[str, int]) -> Iter
 
     Checked are order, units, pins, empty stages, parameters and memory.
     """
+    # From the nodes of the graph and not of the assignment: a node must not be missing.
     members: list[list[str]] = [[] for _ in range(problem.k)]
     for node in problem.graph.nodes:
         members[assignment[node.name]].append(node.name)
@@ -59,6 +60,7 @@ def _memory_violations(problem: PartitionProblem, members: list[list[str]]) -> I
     for stage, names in enumerate(members):
         held[problem.stage_ranks[stage]] += memory.held_bytes(names, stage)
     for rank, (size, cap) in enumerate(zip(held, memory.caps, strict=True)):
+        # With prices this sum is only a lower bound: the price of each stage decides.
         if size > cap:
             yield f"rank {rank} holds {size} bytes, {size - cap} over its cap"
     if memory.price is None:

@@ -18,12 +18,12 @@ from pipecompile.memory_model.encoding_costs import (
 )
 from pipecompile.memory_model.live_ranges import Storage
 
-__all__ = ["OTHER", "Form", "Run", "forms_of"]
+__all__ = ["OTHER", "StorageEncoding", "EncodedPlaces", "storage_encodings"]
 
 OTHER: tuple[Use, ...] = ("other",)
 
 
-class Run(NamedTuple):
+class EncodedPlaces(NamedTuple):
     """Nodes of a stage that follow each other, by place, with the policies of what they save."""
 
     places: tuple[int, ...]
@@ -35,7 +35,7 @@ class Run(NamedTuple):
         return not {"relu", "pool"}.isdisjoint(self.policies)
 
 
-class Form(NamedTuple):
+class StorageEncoding(NamedTuple):
     """A storage of `full` bytes in another form, or what stands for one saved tensor in it.
 
     It is made in the forward of the node at `made`: when that saves, or where it `waits`, when that is done. From the
@@ -54,14 +54,14 @@ class Form(NamedTuple):
         return self.cost.kept_bytes + (self.cost.host_bytes if memory == "cpu" else 0)
 
 
-def forms_of(
-    storage: Storage, savers: Sequence[int], runs: Mapping[int, Run], memory: Memory
-) -> tuple[tuple[Form, ...], tuple[int, ...]]:
+def storage_encodings(
+    storage: Storage, savers: Sequence[int], runs: Mapping[int, EncodedPlaces], memory: Memory
+) -> tuple[tuple[StorageEncoding, ...], tuple[int, ...]]:
     """The forms of a storage that nodes at the places `savers` save, and those that keep it as it is.
 
     `runs` are by place. A form by a policy for any use is one for all runs; others are made for each saved tensor.
     """
-    forms, shared, plain = list[Form](), dict[Policy, Form](), list[int]()
+    forms, shared, plain = list[StorageEncoding](), dict[Policy, StorageEncoding](), list[int]()
     for run, group in groupby(savers, key=runs.get):
         places = tuple(group)
         saved = None if run is None else _saved(storage, places)
@@ -71,13 +71,15 @@ def forms_of(
             owners = [place for place in places for _ in storage.uses[place]]
             made = run.places[-1]
             forms += [
-                Form(storage.bytes, c, made, True, (at,), at)
+                StorageEncoding(storage.bytes, c, made, True, (at,), at)
                 for at, c in zip(owners, costs, strict=True)
             ]
         elif (found := cost_by_policy(run.policies, saved, memory)) is not None:
             policy, cost = found
             made = run.places[-1] if run.settles else places[0]
-            first = shared.get(policy, Form(storage.bytes, cost, made, run.settles, (), 0))
+            first = shared.get(
+                policy, StorageEncoding(storage.bytes, cost, made, run.settles, (), 0)
+            )
             # What a run has moved to the host comes back together.
             back = run.places[-1] if policy == "offload" and memory == "cuda" else places[-1]
             shared[policy] = first._replace(savers=(*first.savers, *places), back=back)

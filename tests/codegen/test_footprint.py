@@ -33,7 +33,7 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.distributed import _whole
-from pipecompile.runtime.stage import BackwardParts, EagerStage, Saved
+from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 from tests.sweeps import sweep
 
 VALUE = 16 * 24 * 32 * 4  # bytes
@@ -432,7 +432,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
     """The row on stages that run by hand; what goes to an earlier stage stays."""
     runs = stages_of(captured, sample, cut)
     values: dict[tuple[int, int], Sequence[Tensor | None]] = {}
-    saved: dict[tuple[int, int], Saved] = {}
+    saved: dict[tuple[int, int], SavedForward] = {}
     live: dict[tuple[int, int], BackwardParts] = {}
     for microbatch in range(2):
         values[0, microbatch] = sample.args
@@ -764,7 +764,7 @@ def run(
     sent: list[Sequence[Tensor | None]] = []
     for microbatch in range(2):
         values: Sequence[Tensor] = sample.args
-        saved: list[Saved] = []
+        saved: list[SavedForward] = []
         for index, stage in enumerate(runs):
             with record_function(f"{label} {index} forward {microbatch}"):
                 values, own = stage.forward(values, StreamKey(0, 0, microbatch))
@@ -784,7 +784,7 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
     sent: list[Sequence[Tensor | None]] = []
     for microbatch in range(2):
         values: Sequence[Tensor] = sample.args
-        saved: list[Saved] = []
+        saved: list[SavedForward] = []
         for stage in runs:
             values, own = stage.forward(values, StreamKey(0, 0, microbatch))
             saved.append(own)

@@ -152,4 +152,4 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:
-    return BoundaryShape((edge.shape, edge.dtype, edge.gradient))
+    return BoundaryShape((edge.shape, edge.dtype, edge.has_gradient))

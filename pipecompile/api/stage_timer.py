@@ -209,7 +209,7 @@ def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Ten
     """Gradients of ones for the outputs of a stage that have any; the last stage has no edges that
     say which.
     """
-    has_gradient = [edge.gradient for edge in stage.outputs]
+    has_gradient = [edge.has_gradient for edge in stage.outputs]
     if not has_gradient:
         has_gradient = [value.is_floating_point() for value in outputs]
     pairs = zip(outputs, has_gradient, strict=True)

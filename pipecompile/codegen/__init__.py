@@ -1,1 +1,1 @@
-"""Graph and plan in, stage modules out, under the original parameter names."""
+"""Code generation: from a captured graph and a plan to stage modules under the original names."""

@@ -1,4 +1,11 @@
-"""Cuts a placed graph into stage modules that keep the original parameter names."""
+"""Stages: a captured graph cut into modules that keep the original parameter names.
+
+`emit` is called by `api/program.py`. Each stage is one fx module. A tensor that crosses a boundary
+is sent contiguous, and the receiving stage restores its layout first:
+
+    stage 0    inputs ── nodes ── permute, contiguous ──▶ message
+    stage 1    message ── permute, restride ── nodes ── …
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions, enclose
+from pipecompile.codegen.region_replacement import replace_regions
+from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.stages import origin_of, relay, stage_of
@@ -28,48 +36,53 @@ __all__ = ["BoundaryTensor", "StageModule", "emit"]
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor between two stages, as it travels: contiguous, of this shape and type.
+    """A tensor that crosses a boundary, in the form in which it is sent: contiguous.
 
-    `order` is how its dimensions were permuted to make it so, `gaps` the strides that it had if it was a view with
-    holes, or one that repeats elements. The receiver brings both back: how later sums round may depend on the layout in
-    memory.
+    `name` is the node that computes it, `shape` and `dtype` are those of the message. To become
+    contiguous its dimensions were permuted to `order`. `gaps` are the strides of a view with gaps
+    or repeated elements, else None. The receiver restores the layout from both, because the
+    rounding of later sums may depend on it:
+
+        sender     (N, C, H, W), channels last ── permute (0, 2, 3, 1) ──▶ contiguous message
+        receiver   message ── permute (0, 3, 1, 2) ──▶ (N, C, H, W), channels last
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gradient: bool
+    has_gradient: bool
     order: tuple[int, ...]
     gaps: tuple[int, ...] | None
 
     @staticmethod
     def of(node: fx.Node) -> BoundaryTensor:
-        """How the value of `node` travels."""
+        """Return how the value of `node` is sent."""
         value: Tensor = node.meta["val"]
         order = dense_order(value)
         shape = tuple(int(value.shape[dimension]) for dimension in order)
         return BoundaryTensor(
-            origin_of(node),
-            shape,
-            value.dtype,
-            value.requires_grad,
-            order,
-            strides_with_gaps(value),
+            name=origin_of(node),
+            shape=shape,
+            dtype=value.dtype,
+            has_gradient=value.requires_grad,
+            order=order,
+            gaps=strides_with_gaps(value),
         )
 
     @property
-    def permuted(self) -> bool:
-        """Whether the dimensions travel in another order."""
+    def is_permuted(self) -> bool:
+        """Whether the dimensions of the message have another order than those of the tensor."""
         return self.order != tuple(range(len(self.order)))
 
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage: `module` maps the tensors of `inputs` to those of `outputs`.
+    """One stage: `module` computes the tensors of `outputs` from those of `inputs`.
 
-    The first stage takes the model's input tensors, the last gives the model's output tensors: there `inputs` or
-    `outputs` are empty. `gradient_inputs` tells which of the module's arguments carry a gradient back, `written` names
-    the buffers that its forward writes to, `random` tells whether it draws random numbers.
+    The first stage takes the model's input tensors and the last one returns the model's output
+    tensors; there `inputs` or `outputs` is empty. `gradient_inputs` says for each argument of the
+    module whether a gradient for it is sent back. `written` are the names of the buffers that a
+    forward writes to. `random` says whether a forward draws random numbers.
     """
 
     index: int
@@ -82,7 +95,10 @@ class StageModule:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """The buffers that its forward writes to; others after `.to` than before."""
+        """The buffers that a forward writes to, each once.
+
+        They are looked up at each call, because `module.to` puts new tensors in their place.
+        """
         buffers = map(self.module.get_buffer, self.written)
         return tuple({id(buffer): buffer for buffer in buffers}.values())
 
@@ -91,21 +107,21 @@ def emit(
     module: fx.GraphModule,
     assignment: Mapping[str, int],
     regions: Regions = MappingProxyType({}),
-    savings: EncodedRuns = MappingProxyType({}),
+    encoded_runs: EncodedRuns = MappingProxyType({}),
 ) -> tuple[StageModule, ...]:
-    """The stages of `module` (an instantiated capture) under `assignment`, node name → stage.
+    """Return the stages of `module` (an instantiated capture); `assignment` maps nodes to stages.
 
-    `regions` of a stage are runs of its nodes, reads of parameters aside, that are computed again in its backward;
-    `savings` are others, whose saved tensors are kept by policies. They require groups (`meta["group"]`), and
-    InputError names those that cannot be. `module` is rewritten on the way: its
-    nodes get their stages, and relays for tensors that skip stages.
+    `regions` are recomputed in the backward, and the saved tensors of `encoded_runs` are encoded
+    (see regions.py). Both require groups (`meta["group"]`); InputError names those that are not
+    possible. `module` is changed: its nodes are marked with their stages, and relays are inserted
+    for tensors that skip stages.
     """
-    if regions or savings:
-        check_regions(module, assignment, regions, savings)
+    if regions or encoded_runs:
+        check_regions(module, assignment, regions, encoded_runs)
     apply_passes(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
     return tuple(
-        _stage(module, index, count, regions.get(index, ()), savings.get(index, ()))
+        _stage(module, index, count, regions.get(index, ()), encoded_runs.get(index, ()))
         for index in range(count)
     )
 
@@ -115,93 +131,121 @@ def _stage(
     index: int,
     count: int,
     regions: Sequence[Sequence[str]],
-    savings: Sequence[tuple[Sequence[str], tuple[Policy, ...]]],
+    encoded_runs: Sequence[tuple[Sequence[str], tuple[Policy, ...]]],
 ) -> StageModule:
-    mine = [node for node in module.graph.nodes if stage_of(node) == index]
+    """Return stage `index` of `count`, from a graph to which `Place` and `Relay` were applied."""
+    nodes = [node for node in module.graph.nodes if stage_of(node) == index]
     received = _crossing(module.graph, index - 1) if index else []
     sent = _crossing(module.graph, index) if index < count - 1 else []
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    # First all placeholders, under names that nothing else in the stage has taken yet.
-    arrived = [graph.placeholder(origin_of(node)) for node in received]
-    for node, value in zip(received, arrived, strict=True):
-        copies[node] = _receive(
-            graph, node, value, [user for user in node.users if stage_of(user) == index]
-        )
-    # Nothing is summed of what carries no gradient: it is sent on as it came, whoever reads it here.
-    came = copies | {
-        node: value
-        for node, value in zip(received, arrived, strict=True)
-        if not BoundaryTensor.of(node).gradient
-    }
-    for node in mine:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, (came if _relays(node) else copies).__getitem__)
-            copies[node].meta["origin"] = origin_of(node)  # the copy's own name may differ
+    graph = fx.Graph()
+    copies = _copy_nodes(graph, index, nodes, received)
     if index < count - 1:
-        _finish(graph, tuple(_send(graph, node, copies[node]) for node in sent))
+        _finish(graph, tuple(_prepare_to_send(graph, node, copies[node]) for node in sent))
     else:
-        (output,) = (node for node in mine if node.op == "output")
+        (output,) = (node for node in nodes if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
-    random = any(node.meta["random"] for node in mine)
-    named = {node.name: copy for node, copy in copies.items()}
-    runs = [([named[name] for name in names], policies) for names, policies in savings]
-    enclose(graph, [[named[name] for name in region] for region in regions], runs)
+    copy_by_name = {node.name: copy for node, copy in copies.items()}
+    replace_regions(
+        graph,
+        [[copy_by_name[name] for name in region] for region in regions],
+        [([copy_by_name[name] for name in names], policies) for names, policies in encoded_runs],
+    )
     apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
+    placeholders = graph.find_nodes(op="placeholder")
     return StageModule(
         index=index,
         module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
         inputs=tuple(map(BoundaryTensor.of, received)),
         outputs=tuple(map(BoundaryTensor.of, sent)),
-        gradient_inputs=tuple(
-            n.meta["val"].requires_grad for n in graph.nodes if n.op == "placeholder"
-        ),
-        written=_written_buffers(module, mine),
-        random=random,
+        gradient_inputs=tuple(node.meta["val"].requires_grad for node in placeholders),
+        written=_written_buffers(module, nodes),
+        random=any(node.meta["random"] for node in nodes),
     )
 
 
+def _copy_nodes(
+    graph: fx.Graph, index: int, nodes: Sequence[fx.Node], received: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Copy the nodes of stage `index` into its graph and return the copy of each value.
+
+    `received` are nodes of earlier stages, whose values become the placeholders.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    # The placeholders come first, while no other node of the stage has taken their names.
+    arrived = [graph.placeholder(origin_of(node)) for node in received]
+    for node, value in zip(received, arrived, strict=True):
+        readers = [user for user in node.users if stage_of(user) == index]
+        copies[node] = _restore_layout(graph, node, value, readers)
+    # Relays read received values only. Without a gradient, a relay sends the message on as it
+    # arrived, even if other nodes of this stage read the restored tensor. With a gradient it must
+    # send the restored tensor, so that autograd sums the gradients of relay and other readers.
+    relay_sources = dict(copies)
+    for node, value in zip(received, arrived, strict=True):
+        if not BoundaryTensor.of(node).has_gradient:
+            relay_sources[node] = value
+    for node in nodes:
+        if node.op == "output":
+            continue
+        sources = relay_sources if _is_relay(node) else copies
+        copy = graph.node_copy(node, sources.__getitem__)
+        copy.meta["origin"] = origin_of(node)  # fx may have given the copy another name
+        copies[node] = copy
+    return copies
+
+
 def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
-    """The nodes of `stage` that the next stage reads, in the order of the values they carry."""
+    """Return the nodes of `stage` that the next stage reads, in the order of their values.
+
+    A relay has the `order` of the node whose value it passes on.
+    """
     nodes = [node for node in graph.nodes if stage_of(node) == stage]
     crossing = [node for node in nodes if any(stage_of(user) == stage + 1 for user in node.users)]
     return sorted(crossing, key=lambda node: int(node.meta["order"]))
 
 
-def _receive(graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
-    edge = BoundaryTensor.of(node)
-    value.meta.update(_plain(node))
-    if all(map(_relays, readers)):
-        return value  # sent on as it is
-    if edge.gradient and any(
-        (reader.meta["autograd_context"] or current_context()).is_autocast for reader in readers
-    ):
-        # Autocast casts a leaf once for all readers, and sums their gradients as cast; this is none in the whole model.
+def _restore_layout(
+    graph: fx.Graph, node: fx.Node, value: fx.Node, readers: Sequence[fx.Node]
+) -> fx.Node:
+    """Return the value of `node` in its own layout; `value` is the placeholder of its message."""
+    boundary_tensor = BoundaryTensor.of(node)
+    value.meta.update(_forwarded_meta(node))
+    if all(map(_is_relay, readers)):
+        return value  # it is only sent on, in the form of a message
+    if boundary_tensor.has_gradient and any(map(_runs_under_autocast, readers)):
+        # Autocast casts a leaf once for all readers and sums their gradients in the cast type.
+        # In the unsplit model this tensor is no leaf; as a view it is none here either.
         value = graph.call_method("view_as", (value, value))
-        value.meta.update(_plain(node))
-    if edge.permuted:
-        inverse = sorted(range(len(edge.order)), key=edge.order.__getitem__)
+        value.meta.update(_forwarded_meta(node))
+    if boundary_tensor.is_permuted:
+        order = boundary_tensor.order
+        inverse = sorted(range(len(order)), key=order.__getitem__)
         value = graph.call_method("permute", (value, inverse))
-        value.meta.update(_plain(node))
-    if edge.gaps is not None:
-        value = graph.call_function(restride, (value, edge.gaps))
-        value.meta.update(_plain(node))
+        value.meta.update(_forwarded_meta(node))
+    if boundary_tensor.gaps is not None:
+        value = graph.call_function(restride, (value, boundary_tensor.gaps))
+        value.meta.update(_forwarded_meta(node))
     return value
 
 
-def _send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
-    if _relays(node) and value.all_input_nodes[0].op == "placeholder":
-        return value  # it is as it came
-    edge = BoundaryTensor.of(node)
-    if edge.permuted:
-        value = graph.call_method("permute", (value, edge.order))
-        value.meta.update(_plain(node))
+def _runs_under_autocast(node: fx.Node) -> bool:
+    return bool((node.meta["autograd_context"] or current_context()).is_autocast)
+
+
+def _prepare_to_send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
+    """Return the message for the value of `node`, whose copy in the stage's graph is `value`."""
+    if _is_relay(node) and value.all_input_nodes[0].op == "placeholder":
+        return value  # it has the form of a message already
+    boundary_tensor = BoundaryTensor.of(node)
+    if boundary_tensor.is_permuted:
+        value = graph.call_method("permute", (value, boundary_tensor.order))
+        value.meta.update(_forwarded_meta(node))
     if not is_dense(node.meta["val"]):
         value = graph.call_method("contiguous", (value,))
-        value.meta.update(_plain(node))
+        value.meta.update(_forwarded_meta(node))
     return value
 
 
-def _relays(node: fx.Node) -> bool:
+def _is_relay(node: fx.Node) -> bool:
     return node.target is relay
 
 
@@ -209,13 +253,13 @@ def _finish(graph: fx.Graph, values: Sequence[fx.Node]) -> None:
     graph.output(values).meta.update(random=False, mutates=(), autograd_context=None, val=None)
 
 
-def _plain(node: fx.Node) -> dict[str, object]:
-    """The notes of a node that only hands on the value of `node`."""
+def _forwarded_meta(node: fx.Node) -> dict[str, object]:
+    """Return the meta of a node that only changes the layout of the value of `node`."""
     return {**node.meta, "random": False, "mutates": (), "autograd_context": None}
 
 
 def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of `tensor` with these strides."""
+    """Return a copy of `tensor` with these strides; a stride of 0 repeats elements."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, stride, strict=True)):
         expanded: Tensor = _Expanded.apply(tensor, stride)  # type: ignore[no-untyped-call]
         return expanded
@@ -225,16 +269,21 @@ def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 class _Expanded(torch.autograd.Function):
-    """Elements that are alike lie in one place again; the gradient has all of them, as the sender's view has."""
+    """A copy that has repeated elements only once in memory.
+
+    Its gradient has every element, as the gradient of the sender's expanded view has: autograd's
+    own formula would sum those of equal elements here, in another order than the unsplit model.
+    """
 
     @staticmethod
     def forward(_: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-        part = tensor
+        distinct = tensor
         for dimension, step in enumerate(stride):
-            part = part if step else part[(slice(None),) * dimension + (slice(1),)]
+            if not step:  # the first element along this dimension stands for all
+                distinct = distinct.narrow(dimension, 0, 1)
         copy = torch.empty_strided(
-            part.shape, stride, dtype=tensor.dtype, device=tensor.device
-        ).copy_(part)
+            distinct.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(distinct)
         return copy.expand(tensor.shape)
 
     @staticmethod
@@ -243,15 +292,14 @@ class _Expanded(torch.autograd.Function):
 
 
 def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The names of the buffers that a forward of `nodes` writes to."""
+    """Return the names of the buffers that a forward of `nodes` writes to, each once."""
     written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in nodes:
         target = str(node.target)
         if node.op == "call_module" and node.meta["mutates"]:
-            found |= dict.fromkeys(
-                f"{target}.{name}" for name, _ in module.get_submodule(target).named_buffers()
-            )
+            for name, _ in module.get_submodule(target).named_buffers():
+                names[f"{target}.{name}"] = None
         elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
-            found[target] = None
-    return tuple(found)
+            names[target] = None
+    return tuple(names)

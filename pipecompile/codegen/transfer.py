@@ -1,4 +1,8 @@
-"""The stages of one graph of a model, carried over to another graph of it (its evaluation, say)."""
+"""Transfer: stages, regions and encoded runs of one graph carried over to another of the same model.
+
+A plan is made for the training graph. The graph of the evaluation, for example, has no dropout, so
+its nodes differ a little. `api/pipeline.py` calls this when the model runs in another mode.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from difflib import SequenceMatcher
 
 from torch import fx
 
-from pipecompile.codegen.regions import EncodedRuns, Regions, fault_of, stage_order
+from pipecompile.codegen.regions import EncodedRuns, Regions, region_error, stage_order
 from pipecompile.errors import CaptureError
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.graph.ties import names_of_read_state
 from pipecompile.ir.encodings import Policy
 
-__all__ = ["transfer", "transfer_regions", "transfer_encodings"]
+__all__ = ["transfer", "transfer_encodings", "transfer_regions"]
 
-Key = tuple[str, str, str]
+NodeKey = tuple[str, str, str]
+"""The kind of a node, what it calls, and the path of the module that contains it."""
 
 
 def transfer(
@@ -24,135 +29,160 @@ def transfer(
     module: fx.GraphModule,
     holders: Mapping[str, tuple[int, ...]],
 ) -> dict[str, int]:
-    """A stage for each node of `module` such that it fits the stages of `source`.
+    """Return a stage for each node of `module`, after the stages `assignment` of `source`.
 
-    Nodes that do the same in the same place of both graphs get the same stage; others follow their inputs, and groups
-    (`meta["group"]`) stay together.
-    `holders` tells which stages hold a parameter; CaptureError if a node would have to run where its are not.
+    Nodes that correspond to each other get the same stage, and other nodes follow their inputs.
+    `holders` maps each parameter to the stages that hold it. Raise CaptureError if a node would
+    have to run in a stage without its parameters, or if a stage has nothing to run.
+
+        source      linear 0   dropout 0   linear 1        holders: linear → 0, linear_1 → 1
+        module      linear                 linear   add
+        stages      0                      1        1 (follows its inputs)
     """
     old = [node for node in source.nodes if node.op != "get_attr"]
     new = [node for node in module.graph.nodes if node.op != "get_attr"]
-    found = {node: assignment[twin.name] for node, twin in _twins(old, new).items()}
+    planned_stages = {
+        node: assignment[counterpart.name] for node, counterpart in _counterparts(old, new).items()
+    }
     stages: dict[fx.Node, int] = {}
     for node in new:
-        earliest = max(
-            (stages[source] for source in node.all_input_nodes if source in stages), default=0
-        )
-        allowed = _allowed(module, node, holders)
-        wanted = max(earliest, found.get(node, 0))
-        choices = (
-            [stage for stage in allowed if stage >= wanted] if allowed is not None else [wanted]
-        )
-        if not choices:
-            raise CaptureError(
-                f"in this mode {node.name} ({node.meta['source']}) needs its parameters in stage {wanted} or later, "
-                f"but they lie in {sorted(allowed or ())}; group its module with the one before it, or compile the "
-                "model in this mode"
-            )
-        stages[node] = choices[0]
-    _gather(stages, module, holders)
+        # No node runs before its inputs.
+        input_stages = [stages[value] for value in node.all_input_nodes if value in stages]
+        earliest = max([planned_stages.get(node, 0), *input_stages])
+        stages[node] = _first_possible_stage(module, node, earliest, holders)
+    _unite_groups(stages, module, holders)
     empty = sorted(set(assignment.values()) - set(stages.values()))
     if empty:
         raise CaptureError(
-            f"in this mode stage {empty[0]} has nothing to run, since the forward leaves its modules out; use fewer "
-            "stages, or compile the model in this mode"
+            f"in this mode stage {empty[0]} has nothing to run, since the forward leaves its "
+            "modules out; use fewer stages, or compile the model in this mode"
         )
     return {node.name: stage for node, stage in stages.items()}
+
+
+def _first_possible_stage(
+    module: fx.GraphModule,
+    node: fx.Node,
+    earliest: int,
+    holders: Mapping[str, tuple[int, ...]],
+) -> int:
+    """Return the first stage from `earliest` on that holds all that `node` reads."""
+    allowed = _holding_stages(module, node, holders)
+    if allowed is None:
+        return earliest
+    for stage in sorted(allowed):
+        if stage >= earliest:
+            return stage
+    raise CaptureError(
+        f"in this mode {node.name} ({node.meta['source']}) needs its parameters in stage "
+        f"{earliest} or later, but they lie in {sorted(allowed)}; group its module with the one "
+        "before it, or compile the model in this mode"
+    )
 
 
 def transfer_regions(
     regions: Regions, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
 ) -> dict[int, list[list[str]]]:
-    """Regions for `module`, whose nodes have the stages of `assignment`: from the first node of each to its last.
+    """Return regions for `module`, whose nodes have the stages `assignment`.
 
-    One that is not possible there is left out: its nodes then keep what they save. Requires `meta["group"]`.
+    Each goes from the first to the last node that corresponds to one of the source's region. It is
+    left out if it is not possible in `module`: its nodes then keep what they save. Requires groups
+    (`meta["group"]`).
     """
     limits = recompute_limits(module)
-    twins = _twins(
-        *(
-            [node for node in graph.nodes if node.op != "get_attr"]
-            for graph in (source, module.graph)
-        )
-    )
-    names = {node.name: twin.name for node, twin in twins.items()}
-    found: dict[int, list[list[str]]] = {}
-    for stage, chosen in regions.items():
+    old = [node for node in source.nodes if node.op != "get_attr"]
+    new = [node for node in module.graph.nodes if node.op != "get_attr"]
+    old_names = {
+        node.name: counterpart.name for node, counterpart in _counterparts(old, new).items()
+    }
+    transferred: dict[int, list[list[str]]] = {}
+    for stage, stage_regions in regions.items():
         order = stage_order(module.graph, assignment, stage)
-        for region in map(frozenset, chosen):
-            places = [place for place, name in enumerate(order) if names.get(name) in region]
-            moved = order[places[0] : places[-1] + 1] if places else []
-            if fault_of(limits, order, moved) is None and moved not in found.get(stage, ()):
-                found.setdefault(stage, []).append(moved)
-    return found
+        for region in map(frozenset, stage_regions):
+            positions = [p for p, name in enumerate(order) if old_names.get(name) in region]
+            names = order[positions[0] : positions[-1] + 1] if positions else []
+            is_new = names not in transferred.get(stage, ())
+            if is_new and region_error(limits, order, names) is None:
+                transferred.setdefault(stage, []).append(names)
+    return transferred
 
 
 def transfer_encodings(
-    savings: EncodedRuns, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
+    encoded_runs: EncodedRuns,
+    source: fx.Graph,
+    module: fx.GraphModule,
+    assignment: Mapping[str, int],
 ) -> dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]]:
-    """The same for runs of nodes that save by policies."""
-    found: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}
-    for chosen in dict.fromkeys(policies for runs in savings.values() for _, policies in runs):
-        same = {
-            stage: [nodes for nodes, policies in runs if policies == chosen]
-            for stage, runs in savings.items()
+    """Return encoded runs for `module`, transferred as `transfer_regions` transfers regions."""
+    transferred: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}
+    all_runs = [run for runs in encoded_runs.values() for run in runs]
+    for policies in dict.fromkeys(policies for _, policies in all_runs):
+        same_policies = {
+            stage: [names for names, run_policies in runs if run_policies == policies]
+            for stage, runs in encoded_runs.items()
         }
-        for stage, moved in transfer_regions(same, source, module, assignment).items():
-            found.setdefault(stage, []).extend((nodes, chosen) for nodes in moved)
-    return found
+        regions = transfer_regions(same_policies, source, module, assignment)
+        for stage, stage_regions in regions.items():
+            transferred.setdefault(stage, []).extend((names, policies) for names in stage_regions)
+    return transferred
 
 
-def _twins(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Nodes of `new` that do the same in the same place as one of `old`."""
+def _counterparts(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return the nodes of `new` that call the same at the same place as a node of `old`, with it.
+
+    The place is found as `diff` finds equal lines, by matching blocks of equal keys.
+    """
     matcher = SequenceMatcher(None, list(map(_key, old)), list(map(_key, new)), autojunk=False)
-    blocks = matcher.get_matching_blocks()
     return {
         new[block.b + offset]: old[block.a + offset]
-        for block in blocks
+        for block in matcher.get_matching_blocks()
         for offset in range(block.size)
     }
 
 
-def _gather(
+def _unite_groups(
     stages: dict[fx.Node, int], module: fx.GraphModule, holders: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Moves nodes to later stages until no group is on two; CaptureError where parameters or inputs cannot follow."""
+    """Move nodes in `stages` to later stages until each group is on one stage.
+
+    Raise CaptureError if the parameters or inputs of a moved node are not in its new stage.
+    """
     groups: dict[str, list[fx.Node]] = {}
     for node in stages:
         groups.setdefault(node.meta.get("group") or node.name, []).append(node)
-    moving = True
-    while moving:
-        moving = False
+    # A move can pull later groups along, so this repeats until nothing moves. Stages only grow.
+    has_moved = True
+    while has_moved:
+        has_moved = False
         for members in groups.values():
-            before = [
-                source for node in members for source in node.all_input_nodes if source in stages
+            inputs = [
+                value for node in members for value in node.all_input_nodes if value in stages
             ]
-            latest = max(stages[node] for node in (*members, *before))
-            moving = moving or any(stages[node] < latest for node in members)
+            latest = max(stages[node] for node in (*members, *inputs))
+            has_moved = has_moved or any(stages[node] < latest for node in members)
             stages.update(dict.fromkeys(members, latest))
     for node, stage in stages.items():
-        allowed = {0} if node.op == "placeholder" else _allowed(module, node, holders)
+        allowed = {0} if node.op == "placeholder" else _holding_stages(module, node, holders)
         if allowed is not None and stage not in allowed:
             raise CaptureError(
-                f"in this mode {node.name} ({node.meta['source'] or 'an input'}) must lie with others in stage "
-                f"{stage}, but what it needs lies in {sorted(allowed)}; keep these modules together (groups), or "
-                "compile the model in this mode"
+                f"in this mode {node.name} ({node.meta['source'] or 'an input'}) must be in stage "
+                f"{stage} with other nodes, but what it needs lies in {sorted(allowed)}; keep "
+                "these modules together (groups), or compile the model in this mode"
             )
 
 
-def _key(node: fx.Node) -> Key:
-    target = (
-        node.target
-        if isinstance(node.target, str)
-        else getattr(node.target, "__qualname__", repr(node.target))
-    )
+def _key(node: fx.Node) -> NodeKey:
+    target = node.target
+    if not isinstance(target, str):
+        target = getattr(target, "__qualname__", repr(target))
     return node.op, target, node.meta["module"]
 
 
-def _allowed(
+def _holding_stages(
     module: fx.GraphModule, node: fx.Node, holders: Mapping[str, tuple[int, ...]]
 ) -> set[int] | None:
-    """The stages that hold everything that `node` reads; None if it reads nothing."""
-    parts = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
-    names = [name for part in parts for name in names_of_read_state(module, part)]
-    sets = [set(holders[name]) for name in names if name in holders]
-    return set.intersection(*sets) if sets else None
+    """Return the stages that hold all parameters that `node` reads; None if it reads none."""
+    readers = [node, *(source for source in node.all_input_nodes if source.op == "get_attr")]
+    names = [name for reader in readers for name in names_of_read_state(module, reader)]
+    stage_sets = [set(holders[name]) for name in names if name in holders]
+    return set.intersection(*stage_sets) if stage_sets else None

@@ -28,7 +28,7 @@ from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
-from pipecompile.recompute.encoding_offers import offers
+from pipecompile.recompute.encoding_offers import encoding_offers
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import expected, loss_of
 
@@ -104,7 +104,7 @@ class Case:
     def runs(self, *policies: Policy) -> Runs:
         """All that these policies make smaller."""
         found = (
-            offers(LiveRanges(self.graph), chain(*self.cut[:i]), names, policies)
+            encoding_offers(LiveRanges(self.graph), chain(*self.cut[:i]), names, policies)
             for i, names in enumerate(self.cut)
         )
         return {

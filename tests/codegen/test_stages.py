@@ -89,10 +89,10 @@ def test_boundaries_fit_and_are_what_travels() -> None:
         assert [value.shape for value in values] == [edge.shape for edge in stage.outputs]
         assert [value.dtype for value in values] == [edge.dtype for edge in stage.outputs]
         assert [value.requires_grad for value in values] == [
-            edge.gradient for edge in stage.outputs
+            edge.has_gradient for edge in stage.outputs
         ]
         assert all(value.is_contiguous() for value in values)
-        assert following.gradient_inputs == tuple(edge.gradient for edge in stage.outputs)
+        assert following.gradient_inputs == tuple(edge.has_gradient for edge in stage.outputs)
 
 
 class Layouts(nn.Module):
@@ -159,7 +159,7 @@ def test_the_layout_in_memory_survives_the_way() -> None:
     (sent,) = stages[0].module(x)
     (edge,) = stages[0].outputs
     assert sent.shape == edge.shape == (4, 6)
-    assert edge.permuted
+    assert edge.is_permuted
     (got,) = stages[1].module(sent)
     assert got.stride() == Turned()(x).stride()
 

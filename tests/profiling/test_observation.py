@@ -184,19 +184,24 @@ def test_one_gradient_lives_between_any_two_nodes(chain: StepObservation) -> Non
 
 def test_a_sum_in_place_continues_what_it_was_added_to(chain: StepObservation) -> None:
     given, summed = chain.gradients
-    assert (given.producer, given.last, given.readers, given.sum) == (
+    assert (given.producer, given.last, given.readers, given.is_sum) == (
         "second",
         "cos",
         ("add",),
         False,
     )
-    assert (summed.producer, summed.last, summed.sum, summed.continues) == ("cos", "first", True, 0)
+    assert (summed.producer, summed.last, summed.is_sum, summed.continues) == (
+        "cos",
+        "first",
+        True,
+        0,
+    )
 
 
 def test_a_sum_of_what_others_hold_is_new() -> None:
     """A linear layer makes a view of what it gives back for more than two dimensions."""
     observation = observed(fx.symbolic_trace(Chain()), torch.randn(2, 4, 8))
-    (summed,) = (gradient for gradient in observation.gradients if gradient.sum)
+    (summed,) = (gradient for gradient in observation.gradients if gradient.is_sum)
     assert (summed.producer, summed.last, summed.continues) == ("cos", "first", None)
 
 

@@ -1,4 +1,4 @@
-"""The partition result."""
+"""The result of `pipecompile partition`: the cut of a cost graph. api/cut.py makes it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ __all__ = ["Cut"]
 
 
 class Cut(Value, frozen=True, kw_only=True):
-    """Which stage runs what, and how good that is; loads are per rank, and `replicas` the ranks of each stage.
+    """The stage of each node, and how good that is.
 
-    Times (`_ns`) are in `time_unit`. `seconds` are those that the search took: for people, never for a
-    plan.
+    `loads_ns` are per rank and include transfers; `replicas` are the ranks of each stage.
+
+    Times (`_ns`) are in `time_unit`. `seconds` are those that the search
+    took: for people, never for a plan.
     """
 
     stages: dict[str, NonNegative]

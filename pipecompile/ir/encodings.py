@@ -1,4 +1,4 @@
-"""Encodings of saved tensors: the policies by name, and what a saved tensor is used for. Needs no PyTorch."""
+"""Encodings of saved tensors: the policies by name, and the uses that they depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Use = Literal["relu", "pool input", "pool indices", "other"]
 POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
 Memory = Literal["cpu", "cuda"]
 CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""How many elements are made bits, or made of them, at a time; a multiple of 8."""
+"""How many elements are packed into bits, or unpacked, at a time; a multiple of 8."""
 
 ELEMENT_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),

@@ -18,8 +18,8 @@ __all__ = [
     "FusedType",
     "GradientStorage",
     "Node",
-    "SavesAt",
     "Parameter",
+    "SavesAt",
     "Tensor",
     "TimeUnit",
 ]

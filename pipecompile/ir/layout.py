@@ -50,7 +50,7 @@ def _schema_first(value: Any) -> Any:
 
 
 def _laid_out(value: Any, indent: int, column: int) -> str:
-    """Return the text of `value`, which begins at `column` of a line that is indented by `indent`."""
+    """Return the text of `value`, which begins at `column` of a line with `indent` spaces."""
     line = _line(value)
     if column + len(line) < WIDTH or not isinstance(value, dict | list) or not value:
         return line  # one column is kept for the comma behind it

@@ -1,4 +1,4 @@
-"""How ranks are connected: bandwidth and latency between any two, and what messages take of the ranks themselves."""
+"""How ranks are connected: bandwidth and latency, and how long messages occupy ranks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ __all__ = ["FREE", "Hop", "Link", "Links"]
 
 
 class Link(Value, frozen=True, kw_only=True):
-    """What a transfer takes: ceil(bytes × 10⁹ / bandwidth) + latency ns; no bandwidth means any size at once."""
+    """A connection: a transfer takes ceil(bytes × 10⁹ / bandwidth) + latency ns.
+
+    Without a bandwidth, a transfer of any size takes the latency.
+    """
 
     bandwidth_bytes_per_s: Positive | None = None
     latency_ns: NonNegative = 0
 
     def transfer_ns(self, size: int) -> int:
-        """The time that `size` bytes take; zero bytes are not sent."""
+        """Return the ns that `size` bytes take; zero bytes are not sent."""
         if not size or self.bandwidth_bytes_per_s is None:
             return self.latency_ns if size else 0
         return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
 
 
 class Hop(NamedTuple):
-    """The links over the boundary between two stages: a value goes forward, its gradient back."""
+    """The links across a boundary: values go forward, their gradients go back."""
 
     forward: Link
     backward: Link
 
     def transfer_ns(self, size: int, gradient: int) -> int:
-        """What a value and its gradient take, of so many bytes each."""
+        """Return the ns that a value and its gradient take, given the bytes of each."""
         return self.forward.transfer_ns(size) + self.backward.transfer_ns(gradient)
 
 
 class Links(Value, frozen=True, kw_only=True):
     """Bandwidth and latency of every message, from the start of its send to the end of its receive.
 
-    Either is one value for all pairs of ranks, or a matrix from each rank (row) to each other one (column), whose
-    diagonal counts for nothing: within a rank nothing is sent. No bandwidth means any size at once. Of that time a
-    message keeps its sender from computing for `sending`, and its receiver for `receiving`.
+    Either is one value for all pairs of ranks, or a matrix from each rank (row) to each other one
+    (column); its diagonal is not used, as nothing is sent within a rank. A bandwidth of None means
+    that any size takes no time. Of the time of a message, its sender cannot compute for `sending`,
+    and its receiver for `receiving`.
     """
 
     schema: Literal["pipecompile/links/1"] = "pipecompile/links/1"
@@ -58,7 +62,7 @@ class Links(Value, frozen=True, kw_only=True):
 
     @staticmethod
     def of(link: Link) -> Links:
-        """The same link between any two of any number of ranks."""
+        """Return links that are the same between any two of any number of ranks."""
         return Links(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_ns=link.latency_ns)
 
     @property
@@ -71,15 +75,15 @@ class Links(Value, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks there are; None if the links are for any number."""
+        """The number of ranks; None if the links are for any number."""
         return len(self._matrices[0]) if self._matrices else None
 
     def fits(self, ranks: int) -> bool:
-        """Whether these links are for so many ranks."""
+        """Whether these links are for that many ranks."""
         return self.ranks in (None, ranks)
 
     def link(self, source: int, destination: int) -> Link:
-        """What connects one rank to another; a free link within a rank."""
+        """Return what connects one rank to another; within a rank, a link that takes no time."""
         if source == destination:
             return Link()
         rate, delay = self.bandwidth_bytes_per_s, self.latency_ns
@@ -89,26 +93,26 @@ class Links(Value, frozen=True, kw_only=True):
         )
 
     def hop(self, source: int, destination: int) -> Hop:
-        """There and back."""
+        """Return the links there and back."""
         return Hop(self.link(source, destination), self.link(destination, source))
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
-        """Each rank, each other one, and what connects the first to the second; two ranks stand for any number."""
+        """Yield source, destination and link of all pairs; two ranks stand for any number."""
         for source, destination in permutations(range(self.ranks or 2), 2):
             yield source, destination, self.link(source, destination)
 
     @property
     def one(self) -> Link | None:
         """The link between any two ranks; None if there are different ones."""
-        found = {link for _, _, link in self.pairs()} or {Link()}
-        return found.pop() if len(found) == 1 else None
+        distinct = {link for _, _, link in self.pairs()} or {Link()}
+        return distinct.pop() if len(distinct) == 1 else None
 
     def transfer_ns(self, source: int, destination: int, size: int) -> int:
-        """The time from the start of the send of `size` bytes to the end of their receive; zero within a rank."""
+        """Return the ns from the start of a send to the end of its receive; zero within a rank."""
         return self.link(source, destination).transfer_ns(size)
 
     def under_way_ns(self, source: int, destination: int, size: int) -> int:
-        """The part of that time in which neither rank has to do with it."""
+        """Return the ns of that in which neither rank is occupied."""
         busy = self.sending.transfer_ns(size) + self.receiving.transfer_ns(size)
         return max(0, self.transfer_ns(source, destination, size) - busy)
 

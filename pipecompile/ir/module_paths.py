@@ -1,4 +1,4 @@
-"""Module paths: which block of a model a module lies in."""
+"""Paths of modules: which block of a model a module lies in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["block_of"]
 
 
 def block_of(path: str) -> str:
-    """The path up to its first number: the block that a module lies in."""
+    """Return the path up to its first number: h.0 for h.0.attn; the whole path without a number."""
     match = re.match(r"(.*?\.\d+|\d+)(\.|$)", path)
     return match[1] if match else path

@@ -23,6 +23,7 @@ __all__ = [
     "GRANULARITIES",
     "RECOMPUTES",
     "Boundary",
+    "EncodedNodes",
     "Faster",
     "Fingerprint",
     "Granularity",
@@ -33,7 +34,6 @@ __all__ = [
     "Prediction",
     "Recompute",
     "Route",
-    "EncodedNodes",
     "Search",
     "Stage",
 ]
@@ -51,7 +51,7 @@ class Options(Value, frozen=True, kw_only=True):
     `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer` its
     state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
     beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
-    time, the others are named in the glossary. `encoded_runs` are the encodings of saved tensors that
+    time, the others are named in the glossary. `saving` are the encodings of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
     `leaf` are modules that were taken as one node.
     """
@@ -117,16 +117,16 @@ class EncodedNodes(Value, frozen=True, kw_only=True):
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
-    `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs that
-    lie in one block of the model. `per_step_ns` is what it costs once a step: the division of its
-    gradients, and entering and leaving the step.
+    `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
+    that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
+    its gradients, and entering and leaving the step.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
-    nodes, as part of the backward. `encoded_runs` are runs of nodes outside of these whose saved tensors
-    are encoded; what that takes is in no other time. Under `auto`, `recompute_bound_ns` is a lower
-    bound: no choice of disjoint regions and encodings that lets the stage fit takes less time (0 if
-    nothing is known). Under another policy it is `recompute_ns`.
+    nodes, as part of the backward. `encoded_runs` are runs of nodes outside of these whose saved
+    tensors are encoded; what that takes is in no other time. Under `auto`, `recompute_bound_ns` is
+    a lower bound: no choice of disjoint regions and encodings that lets the stage fit takes less
+    time (0 if nothing is known). Under another policy it is `recompute_ns`.
     """
 
     blocks: tuple[tuple[str, ...], ...]

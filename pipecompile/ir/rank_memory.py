@@ -9,7 +9,10 @@ __all__ = ["RankMemory"]
 
 
 class RankMemory(Value, frozen=True, kw_only=True):
-    """The peak of one rank by kind: `expected` at the moment when most is expected, `bound` when most is bounded."""
+    """The peak of one rank by kind.
+
+    `expected` is at the moment when most is expected, `bound` at that when the bound is largest.
+    """
 
     parameters: Amount
     gradients: Amount

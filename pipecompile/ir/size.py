@@ -17,7 +17,10 @@ UNITS = {
 
 
 def parse_bytes(size: int | str) -> int:
-    """The bytes that `size` says, a number or text such as 16GiB, 500MB, 1.5GiB; InputError shows how to write it."""
+    """Return the bytes of a size: a number, or text such as 16GiB, 500MB, 1.5GiB.
+
+    InputError shows how to write it.
+    """
     if isinstance(size, int) and size >= 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", str(size))
@@ -29,12 +32,12 @@ def parse_bytes(size: int | str) -> int:
 
 
 def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ...]:
-    """One size for every rank, or a list with one for each, which text has with commas between: 16GiB,24GiB."""
+    """Return the cap of all ranks in bytes, or the cap of each: text lists them as 16GiB,24GiB."""
     if isinstance(memory, str) and "," in memory:
-        given, memory = memory, memory.split(",")
+        text, memory = memory, memory.split(",")
         if not all(part.strip() for part in memory):
             raise InputError(
-                f"{given!r} lacks a size beside a comma; write one for each rank, as 16GiB,24GiB"
+                f"{text!r} lacks a size beside a comma; write one for each rank, as 16GiB,24GiB"
             )
     if isinstance(memory, str) or not isinstance(memory, Sequence):
         return parse_bytes(memory)
@@ -42,11 +45,12 @@ def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ..
 
 
 def budgets(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The budget of each rank; InputError if a list has not one for each."""
+    """Return the cap of each rank; InputError if a list is of another length."""
     if isinstance(memory_bytes, int):
         return (memory_bytes,) * ranks
     if len(memory_bytes) != ranks:
         raise InputError(
-            f"memory lists {len(memory_bytes)} budgets, but there are {ranks} ranks; give one for each, or one for all"
+            f"memory lists {len(memory_bytes)} caps, but there are {ranks} ranks; "
+            "give one for each, or one for all"
         )
     return memory_bytes

@@ -16,7 +16,7 @@ _COST = "load + transfers"  # transfers as `--comm` counts them
 
 
 def cut_text(cut: Cut, draw: DrawTable = plain_table) -> str:
-    """Return how good the cut is, and what each stage takes: each rank, where stages share ranks."""
+    """Return how good the cut is, and what each stage takes, or each rank if stages share ranks."""
     return "\n".join([*_header(cut), "", *draw(_rows(cut), {2 if _is_shared(cut) else 4})])
 
 

@@ -14,7 +14,7 @@ _TYPICAL = 1 << 20  # bytes of a message by which links are compared
 
 
 def links_table(links: Links, draw: DrawTable = plain_table) -> str:
-    """Return bandwidth and latency from each rank (row) to each other rank, and what messages take of the ranks."""
+    """Return bandwidth and latency from each rank (row) to each other rank, as two tables."""
     ranks = links.ranks or 2
 
     def latency_text(link: Link) -> str:

@@ -1,4 +1,4 @@
-"""The scheduler's answer for people: its quality, the named schedules beside it, where ranks wait."""
+"""The scheduler's answer for people: quality, named schedules beside it, where ranks wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 92  # of an order, beside its rank
 
 
 def order_text(order: Order, timeline: Timeline, draw: DrawTable = plain_table) -> str:
-    """Return what `pipecompile schedule` prints: figures, named schedules, ranks, orders, timeline."""
+    """Return what `pipecompile schedule` prints: figures, named schedules, ranks, orders."""
     parts = [
         _header(order),
         order.violations,
@@ -59,7 +59,7 @@ def _versions(order: Order) -> str:
 
 
 def _bound(order: Order, objective: str) -> str:
-    """The lower bound, for the figure that is the objective; it does not hold for orders over a cap."""
+    """The lower bound, behind the figure that is the objective; orders over a cap have none."""
     if order.objective != objective or order.lower_bound_ns is None or not order.fits:
         return ""
     proof = "proven" if order.proven else "not proven"

@@ -189,6 +189,6 @@ def _regions(plan: Plan) -> Iterator[_TableRow]:
 
 def _encodings(plan: Plan) -> Iterator[_TableRow]:
     for index, stage in enumerate(plan.stages):
-        for text, run in zip(encoding_texts(stage), stage.saving, strict=True):
+        for text, run in zip(encoding_texts(stage), stage.encoded_runs, strict=True):
             times = [time_text(time, plan.time_unit) for time in (run.forward_ns, run.backward_ns)]
             yield _TableRow([text, index, *times])

@@ -25,7 +25,7 @@ ITSELF, OUTSIDE = "(itself)", "(outside of modules)"
 class Row:
     """What some nodes cost together. A row is part of the last row before it of a smaller `depth`.
 
-    Parameters (and buffers) that several of the nodes read count once; those of two rows may overlap.
+    Parameters (and buffers) that several of the nodes read count once; two rows may share some.
     """
 
     name: str
@@ -73,7 +73,7 @@ def profile_of(
     """Return the sums over `graph`; InputError if the optimizer is not known."""
     trained = [parameter for parameter in graph.parameters if parameter.trainable]
     state, _ = optimizer_bytes(
-        trained, optimizer, master_weights=False, lists=graph.memory == "cuda"
+        trained, optimizer, master_weights=False, lists=graph.allocator == "cuda"
     )
     operators = _grouped(graph.nodes, lambda node: node.operator or node.name).items()
     return Profile(
@@ -183,7 +183,7 @@ def _rows(graph: CostGraph, members: Sequence[_Member], depth: int) -> Iterator[
 
 
 def _folded(members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
-    """Yield the children by name, like blocks as one, with their members as seen from below them."""
+    """Yield the children by name, like blocks as one, with members whose paths begin below them."""
     children: dict[str, list[_Member]] = {}
     for member in members:
         children.setdefault(_child(member.path), []).append(member)
@@ -213,7 +213,7 @@ def _child(path: tuple[str, ...]) -> str:
 
 
 def _only_child(name: str, members: list[_Member]) -> tuple[str, list[_Member]]:
-    """Return a module as its child where that is all it has: `vision.encoder` rather than two rows."""
+    """Return a module as its child if that is all it has: `vision.encoder` instead of two rows."""
     child = _child(members[0].path)
     if re.search(r"\d$", name) or not child or any(_child(m.path) != child for m in members):
         return name, members

@@ -1,4 +1,4 @@
-"""A profile as text: totals, then tables by module, operator and node. Lines have at most 100 columns."""
+"""A profile as text of at most 100 columns: totals, then tables by module, operator and node."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ _WHOLE = {"none": "nothing", "stage": "all", "except-last": "all but the last mi
 
 def has_recompute(plan: Plan) -> bool:
     """Whether any stage recomputes nodes or encodes saved tensors."""
-    return any(stage.recompute != "none" or stage.saving for stage in plan.stages)
+    return any(stage.recompute != "none" or stage.encoded_runs for stage in plan.stages)
 
 
 def recompute_text(stage: Stage) -> str:
     """Return what a stage recomputes, and whether it encodes saved tensors."""
-    encodings = ", encodings" if stage.saving else ""
+    encodings = ", encodings" if stage.encoded_runs else ""
     if stage.recompute != "regions":
         return f"{_WHOLE[stage.recompute]}{encodings}"
     regions, nodes = len(stage.regions), len(set(chain.from_iterable(stage.regions)))
@@ -45,7 +45,7 @@ def extra_time_texts(plan: Plan, stage: Stage) -> list[str]:
 
     The bound is only there if it was searched for; all are empty for a stage without extra time.
     """
-    if stage.recompute == "none" and not stage.saving:
+    if stage.recompute == "none" and not stage.encoded_runs:
         return [""] * len(extra_time_header(plan))
     times = [stage.extra_ns, *[stage.recompute_bound_ns] * _has_bound(plan)]
     extra, *bound = (time_text(time, plan.time_unit) for time in times)
@@ -64,8 +64,8 @@ def region_texts(stage: Stage) -> Iterator[str]:
 
 def encoding_texts(stage: Stage) -> Iterator[str]:
     """Yield each run of nodes whose saved tensors are encoded, with the encodings."""
-    for run in stage.saving:
-        yield f"{_ends(run.nodes)} ({', '.join(run.policies)})"
+    for run in stage.encoded_runs:
+        yield f"{_ends(run.nodes)} ({', '.join(run.encodings)})"
 
 
 def _ends(nodes: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A simulated step for people: how long it takes, why each rank idles, and what decides its length."""
+"""A simulated step for people: how long it takes, why ranks idle, and what decides its length."""
 
 from __future__ import annotations
 

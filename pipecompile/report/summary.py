@@ -48,7 +48,7 @@ _GRANULARITIES = {
 
 
 def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
-    """Return the quality of a plan, its stages and ranks, their memory, recompute, relays and ties."""
+    """Return the quality of a plan, its stages and ranks, memory, recompute, relays and ties."""
     parts = [
         _header(plan),
         _stages(plan, draw),
@@ -81,7 +81,8 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.capture.model:
         yield f"  model      {plan.capture.model}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
-    yield f"  imbalance  {max(loads) * len(loads) / max(sum(loads), 1):.3f} (largest load / mean load)"
+    imbalance = max(loads) * len(loads) / max(sum(loads), 1)
+    yield f"  imbalance  {imbalance:.3f} (largest load / mean load)"
     yield f"  objective  {_objective(plan)}"
     yield from _all_objectives(plan)
     yield from _ordering(plan)
@@ -104,7 +105,9 @@ def _header(plan: Plan) -> Iterator[str]:
 
 def _encodings(plan: Plan) -> Iterator[str]:
     """The policies that stages use, if any may be used."""
-    used = {policy for stage in plan.stages for run in stage.saving for policy in run.policies}
+    used = {
+        policy for stage in plan.stages for run in stage.encoded_runs for policy in run.encodings
+    }
     if used or plan.options.saving:
         exact = ", not exact" if "half" in used else ""
         names = [policy for policy in POLICIES if policy in used]
@@ -239,7 +242,7 @@ def _ranks(plan: Plan, draw: DrawTable) -> Iterator[str]:
 
 
 def _memory(plan: Plan, draw: DrawTable) -> Iterator[str]:
-    """What is expected of each rank at its peak, by kind, and what of that each of its stages has."""
+    """What each rank is expected to hold at its peak, by kind, and what of that its stages hold."""
     kinds = kinds_of(plan)
     rows = [["rank", *kinds, "expected"]]
     for rank, memory in enumerate(plan.prediction.memory):

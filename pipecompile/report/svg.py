@@ -32,8 +32,8 @@ _COLOURS = {
 class _Scale:
     """From times and ranks to places in the picture.
 
-    Times are written in `unit`, of `unit_ns` each. `recompute` is the share of a stage's backward in
-    which it recomputes regions.
+    Times are written in `unit`, of `unit_ns` each. `recompute` is the share of a stage's backward
+    in which it recomputes regions.
     """
 
     makespan_ns: int
@@ -89,7 +89,8 @@ def picture(
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            f'width="{_WIDTH}" '
             f'height="{height}" font-family="{_FONT}" font-size="12" role="img">',
             f"<title>{escape(headline)}</title>",
             f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="#fbfbfa" stroke="#d9d9d6"/>',
@@ -211,4 +212,5 @@ def _text(
     anchor: str = "start",
 ) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"'
-    return f'<text {place} font-size="{size}" font-weight="{weight}" fill="{colour}">{escape(text)}</text>'
+    font = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'
+    return f"<text {place} {font}>{escape(text)}</text>"

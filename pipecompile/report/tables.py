@@ -9,7 +9,7 @@ __all__ = ["DrawTable", "bar", "plain_table", "terminal_table"]
 
 Rows = Sequence[Sequence[str]]
 DrawTable = Callable[[Rows, Collection[int]], Iterator[str]]
-"""From the rows, of which the first is the header, and the columns that begin at the left, to lines."""
+"""From rows (the first one is the header) and the columns that begin at the left, to lines."""
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 

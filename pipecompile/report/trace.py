@@ -1,17 +1,19 @@
 """A simulated step as a trace for Perfetto and chrome://tracing.
 
-The format is Google's Trace Event Format: one process a rank, one complete event ("X") an action, a flow ("s" to
-"f") for each message and a counter ("C") of the activation memory. Times are microseconds, as the format asks.
+The format is Google's Trace Event Format: a process for each rank, a complete event ("X") for each
+action, a flow ("s" to "f") for each message and a counter ("C") of the activations. Times are
+microseconds, as the format demands; relative units count as nanoseconds, and the ranks say so.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import BACKWARDS, Action, Event, Kind, Timeline
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Timeline
 from pipecompile.memory_model.rank import activation_curve
 
 __all__ = ["trace"]
@@ -23,10 +25,11 @@ _NAMES = {
     Kind.BACKWARD_WEIGHT: "backward of weights",
     Kind.RECOMPUTE: "recompute",
 }
+_RECEIVER = {Kind.SEND_FORWARD: 1, Kind.SEND_BACKWARD: -1}  # the neighbour that a message goes to
 
 
 def trace(plan: Plan, timeline: Timeline) -> bytes:
-    """The JSON of a simulated step; the same plan and timeline give the same bytes."""
+    """Return the JSON of a simulated step; the same plan and timeline give the same bytes."""
     events = [
         *_ranks(plan),
         *_actions(timeline),
@@ -42,7 +45,8 @@ def _ranks(plan: Plan) -> Iterator[dict[str, Any]]:
         stages = ", ".join(
             str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank
         )
-        arguments = {"name": f"rank {rank} (stage {stages})"}
+        unit = ", times are relative units" if plan.time_unit == "relative" else ""
+        arguments = {"name": f"rank {rank} (stage {stages}{unit})"}
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": arguments}
         yield {
             "ph": "M",
@@ -74,37 +78,23 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """An arrow from the end of the action that made a message to the start of the one that uses it."""
-    backward = {
-        (e.action.stage, e.action.microbatch): e
-        for e in _all(timeline)
-        if e.action.kind in BACKWARDS
-    }
-    forward = {
-        (e.action.stage, e.action.microbatch): e
-        for e in _all(timeline)
-        if e.action.kind is Kind.FORWARD
-    }
-    sent = [
-        action
-        for _, action in plan.schedule
-        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-    ]
-    for number, send in enumerate(sent):
-        events, step = (forward, 1) if send.kind is Kind.SEND_FORWARD else (backward, -1)
-        source, target = (
-            events[send.stage, send.microbatch],
-            events[send.stage + step, send.microbatch],
-        )
+    """Arrows from the end of the action that makes a message to the start of its reader."""
+    forwards, backwards = {}, {}
+    for event in chain.from_iterable(timeline.events):
+        if event.action.kind is Kind.FORWARD:
+            forwards[event.action.stage, event.action.microbatch] = event
+        elif event.action.kind in BACKWARDS:
+            backwards[event.action.stage, event.action.microbatch] = event
+    sends = [action for _, action in plan.schedule if action.kind in _RECEIVER]
+    for number, send in enumerate(sends):
+        events = forwards if send.kind is Kind.SEND_FORWARD else backwards
+        receiver = send.stage + _RECEIVER[send.kind]
+        source, target = events[send.stage, send.microbatch], events[receiver, send.microbatch]
         shared = {"name": str(send), "cat": "message", "id": number, "tid": 0}
-        pid, peer = plan.schedule.placement[send.stage], plan.schedule.placement[send.stage + step]
+        rank, peer = plan.schedule.placement[send.stage], plan.schedule.placement[receiver]
         arguments = {"bytes": _message_bytes(plan, send)}
-        yield {**shared, "ph": "s", "pid": pid, "ts": source.end_ns / 1000, "args": arguments}
+        yield {**shared, "ph": "s", "pid": rank, "ts": source.end_ns / 1000, "args": arguments}
         yield {**shared, "ph": "f", "bp": "e", "pid": peer, "ts": target.start_ns / 1000}
-
-
-def _all(timeline: Timeline) -> Iterator[Event]:
-    return (event for row in timeline.events for event in row)
 
 
 def _message_bytes(plan: Plan, send: Action) -> int:
@@ -115,12 +105,14 @@ def _message_bytes(plan: Plan, send: Action) -> int:
 
 
 def _memory(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The activations that a rank holds, from the start of each action that adds and the end of each that frees."""
+    """The expected activations of each rank.
+
+    They grow at the start of an action that adds to them, and shrink at the end of one that frees.
+    """
     for rank, row in enumerate(timeline.events):
         before = 0
-        for event, (_, amount) in zip(
-            row, activation_curve(plan.footprints(rank), [e.action for e in row]), strict=True
-        ):
+        curve = activation_curve(plan.footprints(rank), [event.action for event in row])
+        for event, (_, amount) in zip(row, curve, strict=True):
             moment = event.start_ns if amount.expected > before else event.end_ns
             before = amount.expected
             yield {

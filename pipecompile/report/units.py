@@ -1,4 +1,4 @@
-"""Times, sizes and values of objectives in the unit in which they read best. All reports use these."""
+"""Times, sizes and values of objectives in the units in which they read best."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:
 
 
 def time_scale(time_ns: float, unit: TimeUnit = "ns") -> tuple[str, float]:
-    """Return the name of the unit in which a time reads best, and how many ns (or units) that is."""
+    """Return the unit in which a time reads best, and how many ns (or relative units) it is."""
     scales = _COUNTS[1:] if unit == "relative" else _SECONDS
     smallest = ("", 1.0) if unit == "relative" else ("ns", 1.0)
     return next((pair for pair in scales if abs(time_ns) >= pair[1]), smallest)

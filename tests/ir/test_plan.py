@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
 from pipecompile.ir.amount import Amount
-from pipecompile.ir.footprint import AMOUNTS, Footprint
+from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint
 from pipecompile.ir.links import FREE, Link
 from pipecompile.ir.plan import (
     Boundary,
@@ -25,7 +25,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import decode, encode
 
-NOTHING = Amount(expected=0, bound=0)
+EMPTY_FOOTPRINT = Amount(expected=0, bound=0)
 EDGE = Boundary(name="a", bytes=4, gradient_bytes=4)
 
 
@@ -42,7 +42,7 @@ def _stage(node: str, inputs: tuple[Boundary, ...], outputs: tuple[Boundary, ...
         inputs=inputs,
         outputs=outputs,
         recompute="none",
-        footprint=Footprint(**dict.fromkeys(AMOUNTS, NOTHING)),
+        footprint=Footprint(**dict.fromkeys(AMOUNT_FIELDS, EMPTY_FOOTPRINT)),
     )
 
 
@@ -80,7 +80,8 @@ def _plan(**changes: Any) -> Plan:
             bubble=0.5,
             loads_ns=(3, 3),
             idle=(Idle(dependency_ns=3, transfer_ns=0),) * 2,
-            memory=(RankMemory(**dict.fromkeys(RankMemory.__struct_fields__, NOTHING)),) * 2,
+            memory=(RankMemory(**dict.fromkeys(RankMemory.__struct_fields__, EMPTY_FOOTPRINT)),)
+            * 2,
         ),
         "search": Search(
             objective="variance",
@@ -134,9 +135,9 @@ def test_a_plan_that_contradicts_itself_is_refused(changes: dict[str, Any], mess
 
 def test_a_damaged_plan_is_answered_with_the_place() -> None:
     document = msgspec.json.decode(encode(_plan()))
-    document["stages"][1]["footprint"]["kept"][1] = -1
+    document["stages"][1]["footprint"]["activations"][1] = -1
     with pytest.raises(
-        FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.kept\[1\]`"
+        FormatError, match=r"^plan\.json: .*`\$\.stages\[1\]\.footprint\.activations\[1\]`"
     ):
         decode(encode(document), Plan, origin="plan.json")
 

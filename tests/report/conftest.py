@@ -15,7 +15,7 @@ MakePlan = Callable[..., Plan]
 
 
 def _graph(blocks: int, time_unit: TimeUnit) -> CostGraph:
-    """A chain of unequal blocks, a skip from the first to the last, and one parameter at both ends."""
+    """A chain of unequal blocks, a skip over all of them, and one parameter at both ends."""
     nodes = tuple(
         Node(
             name=f"block.{i}",

@@ -22,7 +22,7 @@ def test_links_in_one_line() -> None:
         links_text(Links.of(Link(bandwidth_bytes_per_s=10**10, latency_ns=5000)))
         == "10.0 GB/s + 5.0 µs"
     )
-    # One MiB takes 70 µs from rank 2 to rank 1, where any size does, and longest where it takes 0.1 GB/s.
+    # One MiB takes 70 µs from rank 2 to rank 1, as any size does, and longest at 0.1 GB/s.
     assert links_text(THREE) == "0.1 GB/s + 60.0 µs – any size + 70.0 µs"
 
 

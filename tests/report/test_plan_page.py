@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pipecompile.ir.plan import Plan, EncodedNodes
+from pipecompile.ir.plan import EncodedNodes, Plan
 from pipecompile.report.plan_page import plan_page
 from pipecompile.report.units import size_text, time_text
 from pipecompile.schedule.simulator import simulate_plan

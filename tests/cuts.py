@@ -85,7 +85,7 @@ def letter_graph(names: str, edges: str, groups: dict[str, str] | None = None) -
 def graphs(draw: st.DrawFn, most: int, scale: int = 1, narrow: bool = False) -> CostGraph:
     """Up to `most` nodes with tensors of several consumers, and perhaps a group.
 
-    Nodes need not be connected, unless the graph is `narrow`: then most feed the next one, and few cuts are possible.
+    Nodes need not be connected. In a `narrow` graph most feed the next one: few cuts are possible.
     """
     size, times = draw(st.integers(1, most)), st.integers(0, 12).map(lambda time: time * scale)
     group, held = st.sampled_from([None] * 5 + ["g"]), st.integers(0, 5)
@@ -152,15 +152,15 @@ def problems(
 
 @st.composite
 def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> MemoryConstraint:
-    caps, flights = (
+    caps, in_flight = (
         draw(st.tuples(*[st.integers(8, 40)] * ranks)),
         draw(st.tuples(*[st.integers(1, 3)] * k)),
     )
-    simple = MemoryConstraint.simple(graph, caps, flights, Fraction(3, 2))
+    simple = MemoryConstraint.simple(graph, caps, in_flight, Fraction(3, 2))
     priced = ranks == k and draw(st.booleans())
     return MemoryConstraint(
         caps,
-        flights,
+        in_flight,
         simple.resident,
         simple.saved,
         prices(draw(st.integers(0, 9))) if priced else None,
@@ -216,8 +216,8 @@ def score(
         loads = tuple(
             load + extra for load, extra in zip(loads, _extras(problem, assignment), strict=True)
         )
-    found = measures(rank_loads(problem, loads))
-    both = found["sum_of_squares_ns2"], found["max_load_ns"]
+    values = measures(rank_loads(problem, loads))
+    both = values["sum_of_squares_ns2"], values["max_load_ns"]
     return both if problem.objective == "variance" else both[::-1]
 
 

@@ -21,7 +21,7 @@ SECONDS = 1.0
 
 @st.composite
 def models(draw: st.DrawFn) -> CostGraph:
-    """A forward through modules in modules and lists of them; each operator reads a few earlier ones."""
+    """A forward through nested modules and lists; each operator reads a few earlier ones."""
 
     def forward(path: str, depth: int) -> Iterator[str]:
         """The module of each operator that a module's forward runs."""
@@ -88,7 +88,7 @@ def solved_at(problem: PartitionProblem, granularity: str) -> Partition | None:
 
 
 def in_modules(*paths: str, times: dict[str, int] | None = None) -> CostGraph:
-    """A chain of operators in these modules; each takes 1 ns unless `times` says otherwise for its path."""
+    """A chain of operators in these modules; each takes 1 ns, or what `times` has for its path."""
     graph = chain([(times or {}).get(path, 1) for path in paths])
     nodes = tuple(
         msgspec.structs.replace(n, module=path) for n, path in zip(graph.nodes, paths, strict=True)

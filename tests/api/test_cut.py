@@ -53,12 +53,12 @@ def test_no_other_objective_has_a_shorter_step_and_the_bound_holds(
         return
     assert problem.step_ns is not None
     best = min(map(problem.step_ns, every))
-    found = solve(problem, seconds=1.0)
-    assert lower_bound(problem) <= found.search.bound <= best <= found.search.value
-    assert found.search.value == problem.step_ns(found.assignment)
+    result = solve(problem, seconds=1.0)
+    assert lower_bound(problem) <= result.search.bound <= best <= result.search.value
+    assert result.search.value == problem.step_ns(result.assignment)
     for objective in ("variance", "max-load"):
         other = solve(replace(problem, objective=objective), seconds=1.0)
-        assert found.search.value <= problem.step_ns(other.assignment)
+        assert result.search.value <= problem.step_ns(other.assignment)
 
 
 def test_memory_counts_the_microbatches_in_flight(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_stages_go_around_the_ranks_or_there_and_back(tmp_path: Path) -> None:
 
 def test_replicas_divide_the_load(tmp_path: Path) -> None:
     path = _file(tmp_path, chain([2, 2, 8, 8]))
-    found = partition(path, CutRequest(k=2, objective="max-load", ranks=5))
-    assert (found.replicas, found.loads_ns) == ((1, 4), (4, 4))
+    result = partition(path, CutRequest(k=2, objective="max-load", ranks=5))
+    assert (result.replicas, result.loads_ns) == ((1, 4), (4, 4))
 
 
 def test_links_from_rank_to_rank(tmp_path: Path) -> None:

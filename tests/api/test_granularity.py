@@ -33,11 +33,11 @@ def _graph() -> CostGraph:
     return cost_graph(_target(), options.costs, options.microbatches, captured)
 
 
-def _plan(granularity: str, **given: Any) -> Plan:
-    asked = {"k": 3, "microbatches": 4, "costs": "flops", "granularity": granularity, **given}
+def _plan(granularity: str, **choices: Any) -> Plan:
+    choices = {"k": 3, "microbatches": 4, "costs": "flops", "granularity": granularity, **choices}
     return draft(
         _graph(),
-        options_for(_target(), **asked),
+        options_for(_target(), **choices),
         graph_digest="",
         capture=Provenance(verified=False),
         microbatch_shapes=[],
@@ -50,26 +50,26 @@ def _split_layers(plan: Plan) -> int:
     for name, stage in plan.assignment.items():
         if name.startswith("transformer_h_"):
             stages.setdefault(name[: len("transformer_h_0")], set()).add(stage)
-    return sum(len(found) > 1 for found in stages.values())
+    return sum(len(stage_set) > 1 for stage_set in stages.values())
 
 
 def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() -> None:
-    made = {granularity: _plan(granularity) for granularity in GRANULARITIES}
-    for granularity, plan in made.items():
+    plans = {granularity: _plan(granularity) for granularity in GRANULARITIES}
+    for granularity, plan in plans.items():
         assert plan.options.granularity == granularity
         assert findings(plan) == []
         assert decode(encode(plan), Plan, origin="plan") == plan
-    values = {granularity: plan.search.value for granularity, plan in made.items()}
+    values = {granularity: plan.search.value for granularity, plan in plans.items()}
     assert values["operators"] <= values["modules"] <= values["blocks"]
     assert values["operators"] <= values["auto"] <= values["blocks"]
-    assert made["auto"].search.bound <= values["operators"]
-    assert _split_layers(made["blocks"]) == 0 < _split_layers(made["operators"])
-    assert "cut between blocks" in summary(made["blocks"])
-    assert "cut between" not in summary(made["operators"])
+    assert plans["auto"].search.bound <= values["operators"]
+    assert _split_layers(plans["blocks"]) == 0 < _split_layers(plans["operators"])
+    assert "cut between blocks" in summary(plans["blocks"])
+    assert "cut between" not in summary(plans["operators"])
 
 
 @pytest.mark.parametrize(
-    "given",
+    "choices",
     [
         {"objective": "step-time"},
         {"schedule": "search"},
@@ -78,9 +78,9 @@ def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() ->
     ids=["step-time", "searched", "several stages a rank"],
 )
 def test_blocks_stay_whole_under_every_objective_schedule_and_placement(
-    given: dict[str, Any],
+    choices: dict[str, Any],
 ) -> None:
-    blocks, auto = _plan("blocks", **given), _plan("auto", **given)
+    blocks, auto = _plan("blocks", **choices), _plan("auto", **choices)
     assert findings(blocks) == findings(auto) == []
     assert _split_layers(blocks) == 0
     assert auto.search.value <= blocks.search.value

@@ -1,4 +1,4 @@
-"""Cuts and what is computed again, chosen together: against every cut with every choice of regions."""
+"""Cut and recompute chosen together, compared with every cut with every choice of regions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def options_of(schedule: str, cap: int, recompute: str = "auto") -> Options:
     )
 
 
-def every_cut(problem: PartitionProblem) -> Iterator[dict[str, int]]:
+def all_cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
     names = [node.name for node in problem.graph.nodes]
     for stages in product(range(problem.k), repeat=len(names)):
         assignment = dict(zip(names, stages, strict=True))
@@ -78,8 +78,8 @@ def cheapest(
     )
     fitting = (
         extra
-        for extra, each in timed
-        if held(lives, options, stage, names, each) <= options.memory_bytes
+        for extra, regions_of_choice in timed
+        if held(lives, options, stage, names, regions_of_choice) <= options.memory_bytes
     )
     return next(fitting, None)
 
@@ -87,7 +87,7 @@ def cheapest(
 def best(graph: CostGraph, options: Options, problem: PartitionProblem) -> int | None:
     """The best of all cuts with all choices."""
     values, lives = [], LiveRanges(graph)
-    for assignment in every_cut(problem):
+    for assignment in all_cuts(problem):
         names = [
             [node.name for node in graph.nodes if assignment[node.name] == stage]
             for stage in range(2)
@@ -104,13 +104,13 @@ def best(graph: CostGraph, options: Options, problem: PartitionProblem) -> int |
 
 
 def compared(graph: CostGraph, schedule: str, share: float) -> str:
-    """What came of it: "equal" to the best of all cuts with all choices, or rightly refused; never anything else.
+    """Compares the solver with the best of all cuts with all choices; returns how they compare.
 
-    But for "nested" where one microbatch is in flight: regions within regions, which are not among these choices, may
-    let stages fit that else would not.
+    "equal", or "refused" if no cut fits; or "nested" where one microbatch is in flight: regions
+    within regions, which are not among these choices, may let more stages fit.
     """
     loose = options_of(schedule, 10**9, "none")
-    cuts = list(every_cut(problem_of(graph, loose, FREE)))
+    cuts = list(all_cuts(problem_of(graph, loose, FREE)))
     assume(cuts)
     sizes = [
         held(
@@ -123,15 +123,15 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     problem = problem_of(graph, options, FREE)
     expected = best(graph, options, problem)
     try:
-        found = solve(problem).search
+        result = solve(problem).search
     except InfeasibleError:
         assert expected is None
         return "refused"
-    assert found.bound <= found.value
-    if expected is None or found.value < expected:
+    assert result.bound <= result.value
+    if expected is None or result.value < expected:
         assert schedule == "1f1b"
         return "nested"
-    assert found.value == expected
+    assert result.value == expected
     return "equal"
 
 
@@ -173,18 +173,18 @@ def layers(count: int) -> CostGraph:
 
 
 def test_regions_within_regions_prove_nothing() -> None:
-    """Not all choices of these are looked at, also in a stage of few nodes: what they take is no bound of it."""
+    """They are not all tried, not even in a stage of few nodes, so their time is no lower bound."""
     graph, names = layers(6), tuple(f"n{index}" for index in range(6))
     nested = 0
     for cap in range(76_000, 66_000, -128):
         options = replace_options(options_of("1f1b", cap), k=1, microbatches=1)
-        found = recompute_planner(graph, options, (0,), settled=True).of(
+        result = recompute_planner(graph, options, (0,), settled=True).of(
             StageSlice(0, (), names), cap
         )
-        inner = found is not None and any(
-            set(a) < set(b) for a in found.regions for b in found.regions
+        inner = result is not None and any(
+            set(a) < set(b) for a in result.regions for b in result.regions
         )
-        if found is not None and inner:
+        if result is not None and inner:
             nested += 1
-            assert found.least < found.ns
+            assert result.least < result.ns
     assert nested

@@ -51,7 +51,7 @@ def test_blocks_are_the_outermost_entries_of_lists_that_have_operators_of_their_
 
 
 def test_modules_are_cut_where_a_submodule_runs_between() -> None:
-    """A layer's norm, attention, its sum and norm, the rest; so outside of blocks, but not in the model's forward."""
+    """A layer's runs: norm, attention, sum and norm, the rest. The model's own forward has none."""
     inner = ("ln_1", "attn.q", "attn", "attn.o", "", "ln_2", "mlp.up", "mlp.down", "")
     layer = [f"t.h.0.{name}".rstrip(".") for name in inner]
     graph = in_modules("", "t.wte", "t", "t.drop", *layer, "t.ln_f", "t", "head", "")
@@ -97,10 +97,10 @@ def test_levels_lie_in_each_other_and_their_units_form_no_cycle(graph: CostGraph
 def test_coarser_levels_are_cuts_of_the_operators_and_worth_no_more(
     problem: PartitionProblem,
 ) -> None:
-    found = [solved_at(problem, level) for level in LEVELS]
-    for cut in found:
+    cuts = [solved_at(problem, level) for level in LEVELS]
+    for cut in cuts:
         assert cut is None or not list(violations(problem, cut.assignment))
-    for finer, coarser in pairwise(found):
+    for finer, coarser in pairwise(cuts):
         if coarser is not None:
             assert finer is not None
             assert finer.search.value <= coarser.search.value or not finer.search.proven

@@ -20,40 +20,42 @@ from pipecompile.partition.violations import violations
 
 
 @given(level_problems())
-def test_blocks_are_opened_until_the_cut_is_near_the_bound_or_nothing_is_left_at_its_ends(
+def test_blocks_are_split_until_the_cut_is_near_the_bound_or_no_group_is_at_its_ends(
     problem: PartitionProblem,
 ) -> None:
     operators, blocks = solved_at(problem, "operators"), solved_at(problem, "blocks")
     if operators is None:
         assert solved_at(problem, "auto") is None
         return
-    found, closed = solve_multilevel(problem, SECONDS)
-    value, bound = found.search.value, found.search.bound
-    assert not list(violations(problem, found.assignment))
+    partition, groups = solve_multilevel(problem, SECONDS)
+    value, bound = partition.search.value, partition.search.bound
+    assert not list(violations(problem, partition.assignment))
     assert bound <= operators.search.value
     assert blocks is None or value <= blocks.search.value
-    assert found.search.proven == (value == bound)
-    assert found.search.gap == ((value - bound) / value if value else 0)
+    assert partition.search.proven == (value == bound)
+    assert partition.search.gap == ((value - bound) / value if value else 0)
     near = (value - bound) * TOLERANCE[problem.objective] <= value
-    assert near or not groups_at_stage_ends(with_groups(problem, closed), found.assignment, closed)
-    assert solved_at(problem, "auto") == found
+    assert near or not groups_at_stage_ends(
+        with_groups(problem, groups), partition.assignment, groups
+    )
+    assert solved_at(problem, "auto") == partition
 
 
-def test_only_blocks_where_stages_end_are_opened() -> None:
-    """Five blocks of two modules, each of 2 ns: 8 | 12 between blocks, and 10 | 10 where two of them are opened."""
+def test_only_blocks_where_stages_end_are_split() -> None:
+    """Five blocks of two modules of 2 ns: 8 | 12 between blocks, 10 | 10 with two of them split."""
     graph = in_modules(
         *(f"h.{block}.{module}.{op}" for block in range(5) for module in "ab" for op in "xy")
     )
-    found, closed = solve_multilevel(PartitionProblem(graph, 2, objective="max-load"), SECONDS)
-    assert (found.search.value, found.search.proven) == (10, True)
-    assert found.assignment["n9"] < found.assignment["n10"]
-    assert [len(names) for names in closed] in ([4, 2, 2, 2, 2, 4, 4], [4, 4, 2, 2, 2, 2, 4])
+    partition, groups = solve_multilevel(PartitionProblem(graph, 2, objective="max-load"), SECONDS)
+    assert (partition.search.value, partition.search.proven) == (10, True)
+    assert partition.assignment["n9"] < partition.assignment["n10"]
+    assert [len(names) for names in groups] in ([4, 2, 2, 2, 2, 4, 4], [4, 4, 2, 2, 2, 2, 4])
 
 
 def test_the_bound_of_a_cut_between_blocks_is_about_blocks_and_that_of_auto_about_operators() -> (
     None
 ):
-    """503 | 500 is the best between blocks, and near enough to 501 | 502 that none is opened."""
+    """503 | 500 is the best between blocks, and near enough to 501 | 502 that none is split."""
     graph = in_modules(
         "h.0.a",
         "h.0.b",
@@ -63,12 +65,16 @@ def test_the_bound_of_a_cut_between_blocks_is_about_blocks_and_that_of_auto_abou
     )
     blocks = solve(PartitionProblem(graph, 2, objective="max-load", granularity="blocks"))
     assert (blocks.search.value, blocks.search.bound, blocks.search.proven) == (503, 503, True)
-    found, closed = solve_multilevel(PartitionProblem(graph, 2, objective="max-load"), SECONDS)
-    assert (found.search.value, found.search.bound, found.search.proven) == (503, 502, False)
-    assert closed == (("n0", "n1", "n2"),)
+    partition, groups = solve_multilevel(PartitionProblem(graph, 2, objective="max-load"), SECONDS)
+    assert (partition.search.value, partition.search.bound, partition.search.proven) == (
+        503,
+        502,
+        False,
+    )
+    assert groups == (("n0", "n1", "n2"),)
 
 
-def test_blocks_are_opened_where_they_are_too_few_or_too_large_for_a_rank() -> None:
+def test_blocks_are_split_where_they_are_too_few_or_too_large_for_a_rank() -> None:
     graph = in_modules("h.0.a.x", "h.0.a.y", "h.0.b.x", "h.0.b.y", "h.1.a.x")
     with pytest.raises(
         InfeasibleError, match=r"at most 2 stages .*choose k ≤ 2, or a finer granularity"
@@ -83,6 +89,6 @@ def test_blocks_are_opened_where_they_are_too_few_or_too_large_for_a_rank() -> N
     memory = MemoryConstraint.simple(heavy, (3, 3), (1, 1), 1)
     with pytest.raises(InfeasibleError, match="a rank may hold 3 bytes"):
         solve(PartitionProblem(heavy, 2, memory=memory, granularity="blocks"))
-    found, closed = solve_multilevel(PartitionProblem(heavy, 2, memory=memory), SECONDS)
-    assert list(found.assignment.values()) == [0, 0, 1, 1, 1]
-    assert closed == (("n0", "n1"), ("n2", "n3"))
+    partition, groups = solve_multilevel(PartitionProblem(heavy, 2, memory=memory), SECONDS)
+    assert list(partition.assignment.values()) == [0, 0, 1, 1, 1]
+    assert groups == (("n0", "n1"), ("n2", "n3"))

@@ -37,7 +37,7 @@ def test_what_a_skip_costs(communication: str, loads: tuple[int, ...]) -> None:
 
 
 def test_each_boundary_has_the_links_of_its_ranks_there_and_back() -> None:
-    """What rank 1 sends is slow: the gradient over the first boundary, the value over the second."""
+    """Rank 1 sends slowly: the gradient over the first boundary, the value over the second."""
     fast, slow = 10**9, 10**8
     links = Links(
         bandwidth_bytes_per_s=((None, fast, fast), (slow, None, slow), (fast, fast, None)),
@@ -69,7 +69,7 @@ def test_slow_ranks_take_longer_rounded_up() -> None:
 def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
     graph = chain([12, 12], size=4, held=[30, 0])
     problem = PartitionProblem(graph, 2, links=LINK, replica_ranks=4, microbatches=5)
-    # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes in 5 parts: 2 · 2/3 · 30 = 40 bytes.
+    # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes: 2 · 2/3 · 30 = 40, in 5 parts.
     assert stage_loads(problem, {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
     alike = Links(bandwidth_bytes_per_s=((10**9,) * 4,) * 4, latency_ns=0)
     assert stage_loads(replace(problem, links=alike), {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)

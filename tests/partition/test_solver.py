@@ -45,23 +45,23 @@ def _limit(problem: PartitionProblem, value: int) -> Limit:
 
 
 def _solved(problem: PartitionProblem) -> tuple[Score, Partition] | None:
-    """The best of all cuts and what is found, which is allowed; None if there is no cut, and none is found."""
+    """The score of the best of all cuts, and the solver's cut; None if neither exists."""
     best = _best(problem)
     if best is None:
         with pytest.raises(InfeasibleError):
             solve(problem, seconds=1.0)
         return None
-    found = solve(problem, seconds=1.0)
-    assert not list(violations(problem, found.assignment))
-    return best, found
+    partition = solve(problem, seconds=1.0)
+    assert not list(violations(problem, partition.assignment))
+    return best, partition
 
 
 def _is_best(problem: PartitionProblem) -> None:
     """The best cut is found, ties broken by the other objective, and proven."""
     if (solved := _solved(problem)) is not None:
-        best, found = solved
-        assert (found.search.value, score(problem, found.assignment)) == (best[0], best)
-        assert found.search.proven
+        best, partition = solved
+        assert (partition.search.value, score(problem, partition.assignment)) == (best[0], best)
+        assert partition.search.proven
 
 
 @given(problems())
@@ -82,8 +82,8 @@ def test_the_same_where_squares_exceed_64_bits(problem: PartitionProblem) -> Non
 @given(problems(shared=True))
 def test_the_best_value_is_found_where_stages_share_ranks(problem: PartitionProblem) -> None:
     if (solved := _solved(problem)) is not None:
-        best, found = solved
-        assert found.search.bound <= best[0] == found.search.value
+        best, partition = solved
+        assert partition.search.bound <= best[0] == partition.search.value
 
 
 @given(problems(shared=True, scale=10**8))
@@ -93,8 +93,8 @@ def test_bounds_hold_where_times_are_rounded_for_the_integer_program(
     best = _best(problem)
     assume(best is not None)
     assert best is not None
-    found = solve(problem, seconds=1.0)
-    assert found.search.bound <= best[0] <= found.search.value <= 1.001 * best[0]
+    partition = solve(problem, seconds=1.0)
+    assert partition.search.bound <= best[0] <= partition.search.value <= 1.001 * best[0]
 
 
 @given(graphs(6), st.data())
@@ -116,10 +116,10 @@ def test_the_best_replicas_are_found(graph: CostGraph, data: st.DataObject) -> N
     )
     every = [r for r in itertools.product(range(1, ranks + 1), repeat=k) if sum(r) <= ranks]
     best = min(score(problem, cut, replicas) for cut in cuts(problem) for replicas in every)
-    found = solve(problem, seconds=1.0)
-    assert score(problem, found.assignment, found.replicas) == best
-    assert found.search.proven
-    assert sum(found.replicas) <= ranks
+    partition = solve(problem, seconds=1.0)
+    assert score(problem, partition.assignment, partition.replicas) == best
+    assert partition.search.proven
+    assert sum(partition.replicas) <= ranks
 
 
 @given(problems())
@@ -131,9 +131,9 @@ def test_all_ideals_within_a_limit_hold_the_best_cut(problem: PartitionProblem) 
     for within in (Limit(), limit, with_crossing_bounds(unit_graph, limit)):
         chains = every_cut(unit_graph, within)
         assert chains is not None
-        found = Pricing(problem, 10**6).best(chains, within)
-        assert found is not None
-        assert found.most == best[problem.objective == "variance"]
+        chain = Pricing(problem, 10**6).best(chains, within)
+        assert chain is not None
+        assert chain.most == best[problem.objective == "variance"]
 
 
 @given(problems(), st.booleans())
@@ -156,29 +156,29 @@ def test_the_integer_program_finds_and_bounds_the_best_cut(
 def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
     problem: PartitionProblem, seed: int
 ) -> None:
-    """The best of the intervals of an order is found; near it nothing is lost, and nothing beats the best of all."""
+    """The best cut of an order into intervals is found, and the search near it loses nothing."""
     best = _best(problem)
     assume(best is not None)
     assert best is not None
     unit_graph, pricing = UnitGraph.of(problem), Pricing(problem, 10**6)
     for order in topological_orders(unit_graph):
         place = {unit: index for index, unit in enumerate(order)}
-        found = cut_order(Prefixes(unit_graph, order), Limit(), pricing.best)
+        chain = cut_order(Prefixes(unit_graph, order), Limit(), pricing.best)
         every = [
             score(problem, cut)
             for cut in cuts(problem)
             if sorted(stages := [cut[unit_graph.units[unit][0]] for unit in order]) == stages
         ]
         assert place.keys() == set(range(unit_graph.count))
-        if found is None:
+        if chain is None:
             assert not every
             continue
-        assert found.most == min(every)[problem.objective == "variance"]
-        stages = np.searchsorted(found.rows[1:-1], np.arange(unit_graph.count), side="right")[
+        assert chain.most == min(every)[problem.objective == "variance"]
+        stages = np.searchsorted(chain.rows[1:-1], np.arange(unit_graph.count), side="right")[
             np.argsort(order)
         ]
         shuffled = shuffled_order(unit_graph, stages.tolist(), np.random.default_rng(seed))
-        chains = nearby_cuts(unit_graph, shuffled, found.rows, 2)
+        chains = nearby_cuts(unit_graph, shuffled, chain.rows, 2)
         assert chains is not None
         better = pricing.best(chains, _limit(problem, min(every)[0]))
         assert better is not None
@@ -220,8 +220,8 @@ def test_long_orders_are_cut_where_little_crosses_and_then_nearby() -> None:
 
 def test_pins_are_kept_in_order_and_contradictions_named() -> None:
     graph = chain([1] * 6)
-    found = solve(PartitionProblem(graph, 3, pin={"n1": 1, "n3": -1}))
-    assert (found.assignment["n1"], found.assignment["n3"]) == (1, 2)
+    partition = solve(PartitionProblem(graph, 3, pin={"n1": 1, "n3": -1}))
+    assert (partition.assignment["n1"], partition.assignment["n3"]) == (1, 2)
     with pytest.raises(
         InfeasibleError, match="n1 in stage 2 and n3 in stage 0, but n3 comes after n1"
     ):
@@ -238,8 +238,8 @@ def test_inputs_lie_in_the_first_stage_and_outputs_in_the_last() -> None:
         *(node(f"n{i}", 5) for i in range(4)),
         node("out", 0, group="outputs"),
     )
-    found = solve(PartitionProblem(CostGraph(nodes=nodes, tensors=()), 3))
-    assert (found.assignment["late"], found.assignment["out"]) == (0, 2)
+    partition = solve(PartitionProblem(CostGraph(nodes=nodes, tensors=()), 3))
+    assert (partition.assignment["late"], partition.assignment["out"]) == (0, 2)
 
 
 def test_a_cap_moves_the_cut() -> None:
@@ -260,8 +260,8 @@ def test_a_cap_that_nobody_can_meet_is_answered_with_how_much_is_missing_and_whe
             PartitionProblem(graph, 2, memory=MemoryConstraint.simple(graph, (70, 70), (1, 1), 1))
         )
     assert str(caught.value) == (
-        "a rank may hold 70 bytes, but the best cut into k=2 stages that was found needs 100, 30 more, in stage 1, "
-        "where n2 is the largest node (90 alone)"
+        "a rank may hold 70 bytes, but the best cut into k=2 stages that was found needs 100, "
+        "30 more, in stage 1, where n2 is the largest node (90 alone)"
     )
 
 
@@ -273,9 +273,9 @@ def test_a_stage_pays_for_its_memory_and_the_search_weighs_that() -> None:
         return Price(5, 5) if candidate.nodes == ("n0", "n1") else Price(0, 0)
 
     memory = replace(MemoryConstraint.simple(graph, (9, 9), (1, 1), 1), price=price)
-    found = solve(PartitionProblem(graph, 2, objective="max-load", memory=memory))
-    assert found.loads_ns == (4, 10)
-    assert found.search.proven
+    partition = solve(PartitionProblem(graph, 2, objective="max-load", memory=memory))
+    assert partition.loads_ns == (4, 10)
+    assert partition.search.proven
 
 
 def test_stages_without_parameters_are_refused_where_all_must_have_some() -> None:
@@ -305,5 +305,5 @@ def test_published_instances_are_solved_to_their_best_known_values(name: str) ->
             graph, (best["memory_bytes"],) * best["k"], (1,) * best["k"], 1
         ),
     )
-    found = solve(problem).search
-    assert (found.value, found.proven) == (best["best_max_load_ns"], True)
+    search = solve(problem).search
+    assert (search.value, search.proven) == (best["best_max_load_ns"], True)

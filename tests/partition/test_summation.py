@@ -9,7 +9,7 @@ from pipecompile.partition.summation import gradient_sum_order
 
 
 def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
-    """The unsplit model adds d + c, then b, then a: only c and d may change stages with each other."""
+    """The unsplit model adds d + c, then b, then a: only c and d may change places."""
     fork = Tensor(producer="x", consumers=("a", "b", "c", "d"), bytes=1, gradient_bytes=1)
     graph = CostGraph(nodes=tuple(node(name, 1) for name in "xabcd"), tensors=(fork,))
     assert set(gradient_sum_order(graph)) == {("a", "b"), ("b", "c"), ("b", "d")}
@@ -28,6 +28,8 @@ def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
 
 
 def test_a_gradient_that_repeats_elements_is_not_sent() -> None:
-    value = Tensor(producer="a", consumers=("b",), bytes=1, gradient_bytes=1, expanded_by="b")
+    value = Tensor(
+        producer="a", consumers=("b",), bytes=1, gradient_bytes=1, gradient_expanded_by="b"
+    )
     graph = CostGraph(nodes=tuple(node(name, 1) for name in "abc"), tensors=(value,))
     assert set(gradient_sum_order(graph)) == {("b", "a")}

@@ -51,17 +51,17 @@ def test_units_are_a_topological_order_of_the_mergedletter_graph(
         if (group := data.draw(st.sampled_from(["", "", "", "g", "h"])))
     }
     graph = letter_graph(names, edges, groups)
-    found = units(graph)
-    position = {name: index for index, unit in enumerate(found) for name in unit}
+    merged = units(graph)
+    position = {name: index for index, unit in enumerate(merged) for name in unit}
     assert sorted(position) == list(names)
     assert all(
         position[t.producer] <= position[name] for t in graph.tensors for name in t.consumers
     )
-    assert all(list(unit) == sorted(unit) for unit in found)
+    assert all(list(unit) == sorted(unit) for unit in merged)
     together = nx.DiGraph([(t.producer, name) for t in graph.tensors for name in t.consumers])
     together.add_nodes_from(names)
     together.add_edges_from((a, b) for a in groups for b in groups if groups[a] == groups[b])
-    assert {frozenset(unit) for unit in found} == {
+    assert {frozenset(unit) for unit in merged} == {
         frozenset(c) for c in nx.strongly_connected_components(together)
     }
-    assert units(graph) == found
+    assert units(graph) == merged

@@ -178,41 +178,40 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     recomputed_together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        names = set(self.by_name)
         _refuse_duplicates("node", (node.name for node in self.nodes))
         _refuse_duplicates("tensor of", (tensor.producer for tensor in self.tensors))
         _refuse_duplicates("parameter", (parameter.name for parameter in self.parameters))
-        known = {parameter.name for parameter in self.parameters}
         for tensor in self.tensors:
-            for name in (tensor.producer, *tensor.consumers):
-                if name not in names:
-                    raise ValueError(
-                        f"tensor of {tensor.producer!r} names {name!r}, which is not a node"
-                    )
-            if tensor.gradient_expanded_by not in (None, *tensor.consumers):
-                raise ValueError(
-                    f"tensor of {tensor.producer!r} is expanded by {tensor.gradient_expanded_by!r}, not a consumer"
-                )
-            self._check_storages(
-                f"tensor of {tensor.producer!r}",
-                () if tensor.storage is None else (tensor.storage,),
-            )
+            self._check_tensor(tensor)
         for index, gradient in enumerate(self.gradients):
-            known_at = (
-                *gradient.readers,
-                *gradient.captured_at,
-                *chain(*gradient.edges),
+            self._check_gradient(index, gradient)
+        self._check_contents()
+        for node in self.nodes:
+            self._check_node(node)
+
+    def _check_tensor(self, tensor: Tensor) -> None:
+        owner = f"tensor of {tensor.producer!r}"
+        self._check_names(owner, (tensor.producer, *tensor.consumers))
+        if tensor.gradient_expanded_by not in (None, *tensor.consumers):
+            raise ValueError(
+                f"{owner} is expanded by {tensor.gradient_expanded_by!r}, not a consumer"
             )
-            for name in (gradient.producer, gradient.last, *known_at):
-                if name not in names:
-                    raise ValueError(f"a gradient names {name!r}, which is not a node")
-            before = gradient.continues
-            if before is not None and (
-                before >= index or self.gradients[before].last != gradient.producer
-            ):
-                raise ValueError(
-                    f"gradient {index} continues {before}, which does not end where it begins"
-                )
+        if tensor.storage is not None:
+            self._check_storages(owner, (tensor.storage,))
+
+    def _check_gradient(self, index: int, gradient: Gradient) -> None:
+        between = (*gradient.readers, *gradient.captured_at, *chain(*gradient.edges))
+        self._check_names("a gradient", (gradient.producer, gradient.last, *between))
+        before = gradient.continues
+        if before is None:
+            return
+        # Sums grow in place: each one takes over the memory of the gradient that ends where it begins.
+        if before >= index or self.gradients[before].last != gradient.producer:
+            raise ValueError(
+                f"gradient {index} continues {before}, which does not end where it begins"
+            )
+
+    def _check_contents(self) -> None:
         if self.contents and len(self.contents) != len(self.storages):
             raise ValueError(
                 f"there are {len(self.storages)} storages, but contents of {len(self.contents)}"
@@ -222,21 +221,26 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                 raise ValueError(
                     f"contents of {content.dtype!r} are not known; leave them out (null)"
                 )
-        for node in self.nodes:
-            self._check_storages(f"node {node.name!r}", node.saved)
-            if node.uses and len(node.uses) != len(node.saved):
-                raise ValueError(
-                    f"node {node.name!r} saves {len(node.saved)} storages, "
-                    f"but has {len(node.uses)} uses"
-                )
-            for parameter in set(node.parameters) - known:
-                raise ValueError(
-                    f"node {node.name!r} reads {parameter!r}, which is not among the parameters"
-                )
-            for parameter in set(node.view_gradients) - set(node.parameters):
-                raise ValueError(
-                    f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read"
-                )
+
+    def _check_node(self, node: Node) -> None:
+        self._check_storages(f"node {node.name!r}", node.saved)
+        if node.uses and len(node.uses) != len(node.saved):
+            raise ValueError(
+                f"node {node.name!r} saves {len(node.saved)} storages, but has {len(node.uses)} uses"
+            )
+        for parameter in set(node.parameters) - self.parameter_by_name.keys():
+            raise ValueError(
+                f"node {node.name!r} reads {parameter!r}, which is not among the parameters"
+            )
+        for parameter in set(node.view_gradients) - set(node.parameters):
+            raise ValueError(
+                f"node {node.name!r} gives a gradient for {parameter!r}, which it does not read"
+            )
+
+    def _check_names(self, owner: str, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.by_name:
+                raise ValueError(f"{owner} names {name!r}, which is not a node")
 
     def _check_storages(self, owner: str, storages: Iterable[int]) -> None:
         for storage in storages:

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 
 from pipecompile.errors import InfeasibleError, InputError, ScheduleError
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import BACKWARDS, Schedule, Timeline
@@ -79,13 +80,14 @@ class ScheduleRequest:
 class ScheduleAnswer:
     """The answer for people and files, and the schedule and timeline that it describes.
 
-    `skips` says whether the problem has tensors that skip stages.
+    `skips` says whether the problem has tensors that skip stages. Times are in `time_unit`.
     """
 
     order: Order
     schedule: Schedule
     timeline: Timeline
     skips: bool
+    time_unit: TimeUnit = "ns"
 
 
 def answer_for_file(path: str | Path, request: ScheduleRequest) -> ScheduleAnswer:
@@ -110,7 +112,8 @@ def answer_for_plan(plan: Plan, request: ScheduleRequest) -> ScheduleAnswer:
             "name a file with a schedule problem"
         )
     began, problems = time.perf_counter(), _problems_of_plan(plan, request)
-    return _best_answer(_candidates_on(problems, request), request, began)
+    answer = _best_answer(_candidates_on(problems, request), request, began)
+    return replace(answer, time_unit=plan.time_unit)
 
 
 @dataclass(frozen=True)

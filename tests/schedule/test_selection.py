@@ -233,10 +233,10 @@ def test_each_rank_has_a_budget_of_its_own(name: str, each: int) -> None:
     assert violations(over)[0].endswith(f"over its cap of {needed[0] // 2}; plan again")
 
 
-def test_budgets_of_some_ranks_are_for_no_others() -> None:
+def test_caps_of_some_ranks_are_for_no_others() -> None:
     with pytest.raises(InfeasibleError, match="neither up to 4 stages nor recompute would fit"):
         planned(EVEN, memory_bytes=(MIB,) * 4)
-    with pytest.raises(ValueError, match="memory lists 3 budgets, but there are 4 ranks"):
+    with pytest.raises(ValueError, match="memory lists 3 caps, but there are 4 ranks"):
         replaced(planned(EVEN), memory_bytes=(MIB,) * 3)
 
 
@@ -253,7 +253,7 @@ def test_a_plan_that_misstates_the_other_schedules_is_found_out() -> None:
     assert violations(msgspec.structs.replace(made, ordering=better)) == [
         "the other schedules are not what the plan's stages give: the file was edited; plan again"
     ]
-    with pytest.raises(ValueError, match="says how its schedule was searched"):
+    with pytest.raises(ValueError, match="must have an ordering if its options ask for a search"):
         msgspec.structs.replace(made, ordering=None).__post_init__()
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks.tiling import LEAST, tiled
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.plan import scheduled
-from pipecompile.api.recompute import recomputing_for
+from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of
@@ -141,7 +141,7 @@ def planned(shallow: CostGraph, options: Options, layers: Sequence[int]) -> Whol
 def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) -> Whole:
     """The plan of a cut that is given; InfeasibleError if a rank does not fit its memory."""
     placement = placements(options)[0]
-    made = scheduled(recomputing_for(graph, options, placement), FREE, assignment)
+    made = scheduled(recompute_planner(graph, options, placement), FREE, assignment)
     return Whole(made.stages, made.prediction)
 
 

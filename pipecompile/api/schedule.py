@@ -48,12 +48,12 @@ def _is_plan(path: str | Path) -> bool:
 
 def order_text(answer: ScheduleAnswer, draw: DrawTable = plain_table) -> str:
     """The order for people."""
-    return text_of_order(answer.order, answer.timeline)
+    return text_of_order(answer.order, answer.timeline, draw, answer.time_unit)
 
 
 def order_picture(answer: ScheduleAnswer) -> str:
     """The timeline of the order as SVG."""
-    return picture(order_title(answer.order), answer.timeline)
+    return picture(order_title(answer.order), answer.timeline, answer.time_unit)
 
 
 def csv_of(answer: ScheduleAnswer) -> str | None:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from pipecompile.ir.cut import Cut
 from pipecompile.report.tables import DrawTable, bar, plain_table
-from pipecompile.report.units import gap_text, objective_text, percent, time_text, time_with_unit
+from pipecompile.report.units import (
+    RELATIVE_NOTE,
+    gap_text,
+    objective_text,
+    percent,
+    time_text,
+    time_with_unit,
+)
 
 __all__ = ["cut_text"]
 
@@ -35,7 +42,7 @@ def _header(cut: Cut) -> Iterator[str]:
     yield f"  imbalance  {imbalance:.3f} (largest {time_with_unit(max(loads), unit)} / mean)"
     yield f"  search     {cut.seconds:.2f} s"
     if unit == "relative":
-        yield "  times      relative units, not seconds (1 k is 1,000 units)"
+        yield f"  times      {RELATIVE_NOTE}"
 
 
 def _rows(cut: Cut) -> list[list[str]]:

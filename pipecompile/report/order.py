@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
-from pipecompile.report.units import size_text, time_text
+from pipecompile.report.units import RELATIVE_NOTE, size_text, time_text, time_with_unit
 
 __all__ = ["order_text", "order_title"]
 
 _WIDTH = 92  # of an order, beside its rank
 
 
-def order_text(order: Order, timeline: Timeline, draw: DrawTable = plain_table) -> str:
+def order_text(
+    order: Order,
+    timeline: Timeline,
+    draw: DrawTable = plain_table,
+    time_unit: TimeUnit = "ns",
+) -> str:
     """Return what `pipecompile schedule` prints: figures, named schedules, ranks, orders."""
     parts = [
-        _header(order),
+        _header(order, time_unit),
         order.violations,
-        _named(order, draw),
+        _named(order, draw, time_unit),
         _ranks(order, draw),
         _orders(order),
     ]
@@ -36,12 +42,15 @@ def order_title(order: Order) -> str:
     )
 
 
-def _header(order: Order) -> Iterator[str]:
+def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
     shape = "" if order.shape == "own" else f" ({order.shape})"
-    makespan, span = time_text(order.makespan_ns), time_text(order.span_ns)
+    makespan = time_with_unit(order.makespan_ns, time_unit)
+    span = time_with_unit(order.span_ns, time_unit)
     yield f"{order_title(order)}{shape}"
-    yield f"  makespan   {makespan}{_bound(order, 'makespan')}"
-    yield f"  span       {span} at most from a rank's start to its end{_bound(order, 'span')}"
+    if time_unit == "relative":
+        yield f"  times      {RELATIVE_NOTE}"
+    yield f"  makespan   {makespan}{_bound(order, 'makespan', time_unit)}"
+    yield f"  span       {span} at most from a rank's start to its end{_bound(order, 'span', time_unit)}"
     yield f"  bubble     {order.bubble:.1%}"
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
@@ -58,12 +67,12 @@ def _versions(order: Order) -> str:
     return f"the number behind @ is the version{example}"
 
 
-def _bound(order: Order, objective: str) -> str:
+def _bound(order: Order, objective: str, time_unit: TimeUnit) -> str:
     """The lower bound, behind the figure that is the objective; orders over a cap have none."""
     if order.objective != objective or order.lower_bound_ns is None or not order.fits:
         return ""
     proof = "proven" if order.proven else "not proven"
-    bound = time_text(order.lower_bound_ns)
+    bound = time_with_unit(order.lower_bound_ns, time_unit)
     return f", bound {bound}, ratio {_ratio(order.value_ns, order)}, {proof}"
 
 
@@ -88,11 +97,11 @@ def _gain(order: Order) -> str:
     return f"{gain} less than {best.name} ({best.shape}), the best named one that fits"
 
 
-def _named(order: Order, draw: DrawTable) -> Iterator[str]:
+def _named(order: Order, draw: DrawTable, time_unit: TimeUnit) -> Iterator[str]:
     if order.named:
         rows = [["named", "placed", order.objective, "ratio", "memory"]]
         for other in order.named:
-            value = time_text(other.value_ns)
+            value = time_text(other.value_ns, time_unit)
             rows.append([other.name, other.shape, value, *_ratio_and_memory(other, order)])
         yield from draw(rows, {0, 1, 4})
 

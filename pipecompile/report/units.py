@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipecompile.ir.graph import TimeUnit
 
 __all__ = [
+    "RELATIVE_NOTE",
     "costs_text",
     "gap_text",
     "objective_text",
@@ -15,6 +16,7 @@ __all__ = [
     "time_with_unit",
 ]
 
+RELATIVE_NOTE = "relative units, not seconds (1 k is 1,000 units)"
 _SECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 _SQUARES = (("s²", 1e18), ("ms²", 1e12), ("µs²", 1e6))
 _COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -42,7 +44,7 @@ def time_with_unit(time_ns: float, unit: TimeUnit = "ns") -> str:
 def costs_text(costs: str, unit: TimeUnit) -> str:
     """Return what times are made from, and once for a report what their unit is if not seconds."""
     if unit == "relative":
-        return f"{costs}; times are relative units, not seconds (1 k is 1,000 units)"
+        return f"{costs}; times are {RELATIVE_NOTE}"
     return f"{costs}; times are simulated from them"
 
 

@@ -95,3 +95,9 @@ def test_long_orders_are_cut_off() -> None:
         )
         <= 100
     )
+
+
+def test_the_order_for_a_plan_with_flops_costs_has_units() -> None:
+    text = order_text(ORDER, TIMELINE, time_unit="relative")
+    assert "  makespan   400 units, bound 320 units, ratio 1.2500, not proven" in text
+    assert "  times      relative units, not seconds (1 k is 1,000 units)" in text

@@ -12,27 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
-from pipecompile.api.program import Program, modes_of
+from pipecompile.api.capture import Captured
+from pipecompile.api.local_share import LocalShare
+from pipecompile.api.plan_orders import PlanOrders
+from pipecompile.api.program import Program
+from pipecompile.api.programs import Programs
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
-from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Action, Schedule, Timeline
+from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline, tie_groups
-from pipecompile.runtime.gradients import fresh_gradients, scale
+from pipecompile.runtime.gradients import divide_gradients, fresh_gradients
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
-from pipecompile.schedule.named import generate
-from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.simulator import simulate_plan
-from pipecompile.schedule.stages import problem_of_stages
-from pipecompile.schedule.transfers import add_transfers
 
 __all__ = ["Pipeline", "check_world"]
 
@@ -44,9 +40,7 @@ class Pipeline:
     process group) each rank runs the stages that the plan gives it, and only those move to its
     device.
 
-    `plan` is the plan, `seed` and `steps` what random nodes draw from. `_program` is the model's
-    graph in the modes that were planned, cut into stages; `_programs` has one for each set of modes
-    that was used since.
+    `plan` is the plan, `seed` and `steps` are what random nodes draw from.
     """
 
     def __init__(
@@ -62,25 +56,26 @@ class Pipeline:
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
-        self._program = Program(
-            captured.capture, captured.module, plan.assignment, plan.regions, plan.savings
-        )
-        self._programs = {self._program.modes: self._program}
         self._target = target
-        self._self_check = self_check
-        self._device = _local_device(target) if self._distributed else target.device
-        self._schedules: dict[int, Schedule] = {}
-        self._orders: dict[int, list[Action]] = {}
+        self._share = LocalShare(plan)
+        self._orders = PlanOrders(plan)
+        self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
+        self._device = _local_device(target) if self._share.is_distributed else target.device
         self._eager_stages: dict[Program, list[EagerStage]] = {}
         self._trainers: dict[Program, DistributedPipeline] = {}
         self._evaluators: dict[Program, DistributedPipeline] = {}
-        if self._distributed:
+        if self._share.is_distributed:
             self._move_stages()
-            self._program.remember()  # the buffers are other objects if they moved to a GPU
+            # Buffers that moved to a GPU are other objects now.
+            self._programs.planned.remember()
             self._equalise_ties()
 
     def __repr__(self) -> str:
-        where = f"stages {self._local} here" if self._distributed else "all stages in this process"
+        where = (
+            f"stages {self._share.stages} here"
+            if self._share.is_distributed
+            else "all stages in this process"
+        )
         return f"Pipeline({self.plan!r}, {where}, {self.steps} steps taken)"
 
     # -- what it is
@@ -88,7 +83,7 @@ class Pipeline:
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The stage modules of this process; their parameters have the original names."""
-        return tuple(self._program.stages[index].module for index in self._local)
+        return tuple(self._programs.planned.stages[index].module for index in self._share.stages)
 
     def simulate(self) -> Timeline:
         """The timeline of one step as the plan predicts it."""
@@ -99,7 +94,7 @@ class Pipeline:
         rank that holds it.
         """
         for name, parameter in self._target.model.named_parameters():
-            if self._holds(name):
+            if self._share.holds(name):
                 yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -111,13 +106,13 @@ class Pipeline:
         return (
             (name, buffer)
             for name, buffer in self._target.model.named_buffers()
-            if self._holds(name)
+            if self._share.holds(name)
         )
 
     def state_dict(self) -> dict[str, Tensor]:
         """This process's part of the model's state under the original names, aliases included."""
         state = self._target.model.state_dict()
-        return {name: value for name, value in state.items() if self._holds(name)}
+        return {name: value for name, value in state.items() if self._share.holds(name)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a checkpoint of the original model; InputError names what is missing, unknown or of
@@ -159,7 +154,7 @@ class Pipeline:
         targets = split(target, len(rows))
         schedule = self.plan.schedule.first_microbatches(len(rows))
         parameters = list(self.parameters())
-        program = self._current()
+        program = self._programs.current()
         with program.mode(), fresh_gradients(parameters):
             losses = self._step(program, schedule, rows, targets)
         self.steps += 1
@@ -173,10 +168,10 @@ class Pipeline:
         shortcut without them.
         """
         rows = self._rows(batch)
-        program = self._in_eval_mode()
+        program = self._programs.in_eval_mode()
         with program.mode():
-            if self._distributed:
-                schedule = self._evaluation_schedule(len(rows))
+            if self._share.is_distributed:
+                schedule = self._orders.evaluation(len(rows))
                 outputs: Sequence[Sequence[Tensor]] | None = self._evaluator(program).run(
                     schedule, rows, [None] * len(rows), seed=self.seed, step=0
                 )
@@ -189,34 +184,6 @@ class Pipeline:
         return merge([program.outputs.unflatten(list(values)) for values in outputs])
 
     # -- what this rank holds
-
-    @cached_property
-    def _distributed(self) -> bool:
-        return world.size() > 1
-
-    @cached_property
-    def _local(self) -> list[int]:
-        if not self._distributed:
-            return list(range(self.plan.k))
-        return [
-            index for index, rank in enumerate(self.plan.schedule.placement) if rank == world.rank()
-        ]
-
-    @cached_property
-    def _holders(self) -> dict[str, tuple[int, ...]]:
-        """The stages that hold each parameter and buffer, by every name that it has."""
-        return {
-            name: parameter.stages
-            for parameter in self.plan.parameters
-            for name in (parameter.name, *parameter.aliases)
-        }
-
-    def _holds(self, name: str) -> bool:
-        # A parameter that the forward does not use is read by no stage: it stays with the first
-        # one.
-        return not self._distributed or not set(self._holders.get(name, (0,))).isdisjoint(
-            self._local
-        )
 
     def _move_stages(self) -> None:
         """Move the stages to this rank's device. Buffers become other objects there, which the
@@ -232,7 +199,7 @@ class Pipeline:
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:
-        return self._tied_in(self._program)
+        return self._tied_in(self._programs.planned)
 
     def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
         """The parameters that several stages read."""
@@ -244,7 +211,7 @@ class Pipeline:
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of the ranks that hold each tied parameter."""
-        stages = {name: self._program.ties[name].stages for name in self._tied}
+        stages = {name: self._programs.planned.ties[name].stages for name in self._tied}
         return tie_groups(stages, self.plan.schedule.placement)
 
     def _equalise_ties(self) -> None:
@@ -252,17 +219,19 @@ class Pipeline:
         differently.
         """
         for name, group in self._tie_groups.items():
-            if self._holds(name):
-                owner = self.plan.schedule.placement[self._program.ties[name].owner]
+            if self._share.holds(name):
+                owner = self.plan.schedule.placement[self._programs.planned.ties[name].owner]
                 dist.broadcast(self._tied[name].data, src=owner, group=group)
 
     def _rows(self, batch: Any) -> list[list[Tensor]]:
         """The input tensors of each microbatch, on the device."""
-        captured = self._program.captured
+        captured = self._programs.planned.captured
         tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
         names = captured.inputs.tensor_names
         count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
-        for name, tensor, planned in zip(names, tensors, self._program.inputs, strict=True):
+        for name, tensor, planned in zip(
+            names, tensors, self._programs.planned.inputs, strict=True
+        ):
             if tensor.dtype != planned[1]:
                 raise InputError(
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
@@ -271,14 +240,7 @@ class Pipeline:
 
     def _at_stage(self, index: int, tensor: Tensor) -> Tensor:
         """`tensor` on the device if the stage is here; other ranks do not read it."""
-        return tensor.to(self._device) if index in self._local else tensor
-
-    def _evaluation_schedule(self, microbatches: int) -> Schedule:
-        """A schedule that sends each microbatch once through the stages, on the plan's ranks."""
-        if microbatches not in self._schedules:
-            compute = generate("forward-only", self.plan.schedule.placement, microbatches)
-            self._schedules[microbatches] = add_transfers(self._problem(compute), compute)
-        return self._schedules[microbatches]
+        return tensor.to(self._device) if index in self._share.stages else tensor
 
     def _step(
         self, program: Program, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]
@@ -288,7 +250,7 @@ class Pipeline:
             tree_map_only(Tensor, lambda value: self._at_stage(last, value), target)
             for target in targets
         ]
-        if self._distributed:
+        if self._share.is_distributed:
             losses_by_microbatch = self._trainer(program).run(
                 schedule, rows, targets, seed=self.seed, step=self.steps
             )
@@ -297,26 +259,12 @@ class Pipeline:
                 if losses_by_microbatch is None
                 else [values[0] for values in losses_by_microbatch]
             )
-        order = self._order(schedule)
+        order = self._orders.actions(schedule)
         losses = local.step(
             self._stages(program), order, rows, targets, seed=self.seed, step=self.steps
         )
-        scale(self._target.model.parameters(), len(rows))
+        divide_gradients(self._target.model.parameters(), len(rows))
         return losses
-
-    def _order(self, schedule: Schedule) -> list[Action]:
-        """The compute actions of all ranks, each after the actions whose results it uses."""
-        if schedule.microbatches not in self._orders:
-            needs = compute_dependencies(self._problem(schedule), schedule)
-            self._orders[schedule.microbatches] = [
-                action for _, action in dependency_order(schedule.compute, needs)
-            ]
-        return self._orders[schedule.microbatches]
-
-    def _problem(self, schedule: Schedule) -> PlacedProblem:
-        return problem_of_stages(
-            self.plan.stages, self.plan.links, schedule.placement, schedule.microbatches
-        )
 
     def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Tensor:
         loss_fn: LossFunction = self._target.trained_by
@@ -330,18 +278,18 @@ class Pipeline:
         stage by stage.
         """
         if program not in self._eager_stages:
-            tied: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            gathered: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
             for name, parameter in self._tied_in(program).items():
                 for earlier, later in pairwise(program.ties[name].stages):
-                    gathered[earlier].append(parameter)
-                    tied[later].append(parameter)
+                    tied_to_later[earlier].append(parameter)
+                    tied_to_earlier[later].append(parameter)
             self._eager_stages[program] = [
                 _eager(
                     s,
                     loss=self._loss_of(program, s.index),
-                    tied=tied[s.index],
-                    gathered=gathered[s.index],
+                    tied_to_earlier=tied_to_earlier[s.index],
+                    tied_to_later=tied_to_later[s.index],
                 )
                 for s in program.stages
             ]
@@ -351,12 +299,12 @@ class Pipeline:
         if program not in self._trainers:
             stages = {
                 index: _eager(program.stages[index], loss=self._loss_of(program, index))
-                for index in self._local
+                for index in self._share.stages
             }
             ties = [
                 (self._tied[name], group)
                 for name, group in sorted(self._tie_groups.items())
-                if self._holds(name) and self._tied[name].requires_grad
+                if self._share.holds(name) and self._tied[name].requires_grad
             ]
             scalar = [BoundaryShape(((), torch.float32, True))]
             shapes = program.boundary_shapes()
@@ -367,64 +315,14 @@ class Pipeline:
 
     def _evaluator(self, program: Program) -> DistributedPipeline:
         if program not in self._evaluators:
-            stages = {index: _eager(program.stages[index], loss=None) for index in self._local}
+            stages = {
+                index: _eager(program.stages[index], loss=None) for index in self._share.stages
+            }
             shapes = program.boundary_shapes()
             self._evaluators[program] = DistributedPipeline(
                 stages, self._device, shapes, program.results, ()
             )
         return self._evaluators[program]
-
-    def _in_eval_mode(self) -> Program:
-        model = self._target.model
-        flags = {part: part.training for part in model.modules()}
-        for part in flags:  # a model may override `.eval()` to do more than this
-            part.training = False
-        try:
-            return self._current()
-        finally:
-            for part, flag in flags.items():
-                part.training = flag
-
-    def _current(self) -> Program:
-        """The program for the modes that modules are in now; the model is captured in them if it
-        was not before.
-        """
-        modes = modes_of(self._target.model)
-        if modes not in self._programs:
-            self._program.check_unchanged()
-            log_on_first_rank(
-                ["the model is captured once more: its modules are in other modes than planned"]
-            )
-            # Over ranks it is not proven: no rank has the whole model on its device.
-            verify = self._self_check and not self._distributed
-            captured = capture_target(self._target, self.plan.options, verify=verify)
-            stages = transfer(
-                self.plan.assignment,
-                self._planned_graph(),
-                captured.module,
-                self._held_by(captured),
-            )
-            regions = transfer_regions(
-                self.plan.regions, self._planned_graph(), captured.module, stages
-            )
-            savings = transfer_encodings(
-                self.plan.savings, self._planned_graph(), captured.module, stages
-            )
-            self._programs[modes] = Program(
-                captured.capture, captured.module, stages, regions, savings
-            )
-        return self._programs[modes]
-
-    def _held_by(self, captured: Captured) -> dict[str, tuple[int, ...]]:
-        """The stages that hold what a graph reads; over ranks the first one holds what no planned
-        stage reads.
-        """
-        names = named_state(captured.module) if self._distributed else ()
-        return {**{name: (0,) for name, _ in names}, **self._holders}
-
-    def _planned_graph(self) -> fx.Graph:
-        """The planned graph before it was cut: the nodes that the plan names, in order."""
-        return self._program.captured.graph
 
 
 def _shape_of(value: Any) -> Any:
@@ -436,8 +334,8 @@ def _eager(
     stage: StageModule,
     *,
     loss: Any,
-    tied: Sequence[nn.Parameter] = (),
-    gathered: Sequence[nn.Parameter] = (),
+    tied_to_earlier: Sequence[nn.Parameter] = (),
+    tied_to_later: Sequence[nn.Parameter] = (),
 ) -> EagerStage:
     return EagerStage(
         stage.module,
@@ -445,8 +343,8 @@ def _eager(
         loss=loss,
         buffers=stage.buffers,
         random=stage.random,
-        tied=tied,
-        gathered=gathered,
+        tied_to_earlier=tied_to_earlier,
+        tied_to_later=tied_to_later,
     )
 
 

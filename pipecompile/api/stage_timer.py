@@ -89,7 +89,7 @@ class StageTimer:
                 f"rank {world.rank()} could not measure its stages: {type(error).__name__}: {error}"
             )
             failure = error
-        parts = world.gathered(own)
+        parts = world.gather(own)
         errors = [part for part in parts if isinstance(part, Exception)]
         if errors:
             # Planning goes on if a stage does not fit, so any other error is raised before that

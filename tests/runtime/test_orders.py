@@ -103,6 +103,6 @@ def test_a_minibatch_of_fewer_microbatches_on_several_stages_a_rank(order: Order
 def test_a_schedule_that_updates_weights_on_the_way_is_refused() -> None:
     target = example("sequential")
     with pytest.raises(
-        InputError, match="'pipedream' updates weights while microbatches are on their way"
+        InputError, match="'pipedream' updates weights while microbatches are in flight"
     ):
         pipeline_under(Order("pipedream", 4), target).step(target.call, target.targets)

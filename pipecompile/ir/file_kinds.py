@@ -28,6 +28,7 @@ def kind_mismatch(data: bytes, type_: type[Any]) -> str | None:
 
     None if it is, if it is of an older version, or if the file or the type has none.
     """
+    # Only files that fail to decode come here: those of the right kind have a message of their own.
     given, expected = schema_of(data), _schema(type_)
     if expected is None or given in ("", expected):
         return None

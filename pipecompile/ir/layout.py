@@ -51,6 +51,7 @@ def _schema_first(value: Any) -> Any:
 
 def _laid_out(value: Any, indent: int, column: int) -> str:
     """Return the text of `value`, which begins at `column` of a line with `indent` spaces."""
+    # Each level writes its values again: files are some megabytes at most, and rarely five deep.
     line = _line(value)
     if column + len(line) < WIDTH or not isinstance(value, dict | list) or not value:
         return line  # one column is kept for the comma behind it

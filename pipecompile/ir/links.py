@@ -24,6 +24,7 @@ class Link(Value, frozen=True, kw_only=True):
         """Return the ns that `size` bytes take; zero bytes are not sent."""
         if not size or self.bandwidth_bytes_per_s is None:
             return self.latency_ns if size else 0
+        # Rounded up in integers: floats would lose nanoseconds of large messages.
         return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
 
 
@@ -54,6 +55,7 @@ class Links(Value, frozen=True, kw_only=True):
     receiving: Link = Link()
 
     def __post_init__(self) -> None:
+        # Both matrices are for the same ranks, so all their sides are equal.
         sides = {side for matrix in self._matrices for side in (len(matrix), *map(len, matrix))}
         if len(sides) > 1 or 0 in sides:
             raise ValueError(
@@ -113,6 +115,7 @@ class Links(Value, frozen=True, kw_only=True):
 
     def under_way_ns(self, source: int, destination: int, size: int) -> int:
         """Return the ns of that in which neither rank is occupied."""
+        # Measured overheads may add up to more than the measured time of a message.
         busy = self.sending.transfer_ns(size) + self.receiving.transfer_ns(size)
         return max(0, self.transfer_ns(source, destination, size) - busy)
 

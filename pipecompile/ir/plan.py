@@ -270,6 +270,7 @@ class Plan(Value, frozen=True, kw_only=True):
     ordering: Ordering | None = None
 
     def __post_init__(self) -> None:
+        # What a plan says twice must agree, so that a file that was edited in one place is refused.
         _same("stages", len(self.stages), "k", self.k)
         _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
         _same("placed stages", len(self.schedule.placement), "k", self.k)
@@ -304,6 +305,7 @@ class Plan(Value, frozen=True, kw_only=True):
             )
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
+        # Also of what is only relayed: every tensor crosses one boundary at a time.
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.outputs != right.inputs:
                 raise ValueError("a stage's outputs are not the next one's inputs")

@@ -94,6 +94,7 @@ def check_writable(*paths: str | Path | None) -> None:
 
 def write(path: str | Path, data: bytes) -> None:
     """Write `data` to `path` in one step, so that a failure leaves the old file or none."""
+    # The temporary file is in the same folder, since a rename is atomic only within a file system.
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -102,7 +103,7 @@ def write(path: str | Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -23,6 +23,7 @@ def parse_bytes(size: int | str) -> int:
     """
     if isinstance(size, int) and size >= 0:
         return size
+    # The i decides between 2¹⁰ and 10³, so that letters must have the case of the units.
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?\s*", str(size))
     if match is None:
         raise InputError(

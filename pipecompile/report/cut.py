@@ -47,6 +47,7 @@ def _header(cut: Cut) -> Iterator[str]:
 
 def _rows(cut: Cut) -> list[list[str]]:
     """The rows of the table, after the ideal: the mean, of which each stage would have as much."""
+    # A bar that ends before the ideal has room; one that goes past it is waited for.
     mean, largest = sum(cut.loads_ns) // len(cut.loads_ns), max(*cut.loads_ns, 1)
     rows = [["ideal", time_text(mean, cut.time_unit), bar(mean / largest, _WIDTH), "100.0%"]]
     for index, load in enumerate(cut.loads_ns):

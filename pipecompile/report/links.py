@@ -48,6 +48,7 @@ def links_text(links: Links) -> str:
     distinct = {link for *_, link in links.pairs()}
     if distinct <= {Link()}:
         return "free: none given"
+    # Latency decides for small messages and bandwidth for large ones: one of typical size decides.
     slowest_first = sorted(distinct, key=lambda link: link.transfer_ns(_TYPICAL), reverse=True)
     ends = dict.fromkeys([slowest_first[0], slowest_first[-1]])
     return " – ".join(map(link_text, ends))

@@ -45,6 +45,8 @@ class MemoryBound(NamedTuple):
 
 def memory_bounds(plan: Plan) -> list[MemoryBound]:
     """Return the peak of each rank."""
+    # Ranks with more neighbours have more of the communication library's buffers, so that `fixed`
+    # differs from rank to rank.
     caps = plan.options.caps(plan.ranks) or (None,) * plan.ranks
     return [
         MemoryBound(memory.total.expected, fixed_bytes(plan, rank), memory.total.bound, caps[rank])

@@ -50,7 +50,8 @@ def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
     if time_unit == "relative":
         yield f"  times      {RELATIVE_NOTE}"
     yield f"  makespan   {makespan}{_bound(order, 'makespan', time_unit)}"
-    yield f"  span       {span} at most from a rank's start to its end{_bound(order, 'span', time_unit)}"
+    span_bound = _bound(order, "span", time_unit)
+    yield f"  span       {span} at most from a rank's start to its end{span_bound}"
     yield f"  bubble     {order.bubble:.1%}"
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
@@ -116,6 +117,7 @@ def _ratio_and_memory(other: NamedOrder, order: Order) -> tuple[str, str]:
 
 
 def _ranks(order: Order, draw: DrawTable) -> Iterator[str]:
+    # Without caps there is nothing to compare a peak with.
     caps = order.memory_bytes
     rows = [["rank", "idle", *IDLE_CAUSES, "peak", *["cap"] * (caps is not None)]]
     for rank, (idle, peak) in enumerate(zip(order.idle, order.peak_bytes, strict=True)):

@@ -64,6 +64,7 @@ class _RankBars:
 
 def plan_page(plan: Plan, timeline: Timeline) -> str:
     """Return the page as HTML; the same plan gives the same text."""
+    # All bars of a chart have one scale, so that ranks can be compared with each other and a cap.
     loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
     kinds = [kind for kind in RankMemory.__struct_fields__ if kind in kinds_of(plan)]
     target = f"memory predicted for {ALLOCATOR_NAMES[plan.allocator]}"

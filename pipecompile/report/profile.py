@@ -98,6 +98,7 @@ def profile_of(
 
 
 def _kind(node: Node) -> tuple[Any, ...]:
+    """Return what distinct nodes differ in."""
     backward = (node.backward_ns, node.backward_input_ns, node.backward_weight_ns)
     return node.operator, node.forward_ns, backward, node.parameter_bytes
 
@@ -121,6 +122,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
 
 
 def _row(graph: CostGraph, name: str, nodes: Sequence[Node], depth: int = 0) -> Row:
+    # A parameter that several nodes read is there once.
     read = {parameter for node in nodes for parameter in node.parameters}
     sizes = [graph.parameter_by_name[parameter].bytes for parameter in read]
     return Row(
@@ -187,6 +189,7 @@ def _folded(members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
     children: dict[str, list[_Member]] = {}
     for member in members:
         children.setdefault(_child(member.path), []).append(member)
+    # h.0, h.1, h.2 that do the same are h.0-2; a block that differs ends the run.
     for (parent, *_), run in groupby(children.items(), key=_fold_key):
         names, groups = zip(*run, strict=True)
         name = f"{names[0]}-{names[-1].removeprefix(parent)}" if len(names) > 1 else names[0]

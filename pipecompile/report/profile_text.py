@@ -56,6 +56,7 @@ def totals(profile: Profile) -> Iterator[tuple[str, str]]:
 
 def _rows(title: str, rows: Sequence[Row], profile: Profile) -> list[list[str]]:
     total, unit = profile.total, profile.time_unit
+    # Bars compare rows, so the longest is full; the share beside it is of the whole model.
     largest = max((row.time_ns for row in rows), default=0)
     lines = [[title, "nodes", "forward", "backward", "", "time", "saved", "", "params", ""]]
     for row in rows:

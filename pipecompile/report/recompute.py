@@ -30,6 +30,7 @@ def recompute_text(stage: Stage) -> str:
     encodings = ", encodings" if stage.encoded_runs else ""
     if stage.recompute != "regions":
         return f"{_WHOLE[stage.recompute]}{encodings}"
+    # Regions may nest: a node in several of them counts once.
     regions, nodes = len(stage.regions), len(set(chain.from_iterable(stage.regions)))
     plural = "s" if regions > 1 else ""
     return f"{nodes} of {len(stage.nodes)} nodes in {regions} region{plural}{encodings}"

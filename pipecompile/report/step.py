@@ -82,6 +82,7 @@ def _path(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> Iter
     if not path:
         return
     busy = sum(critical.event.end_ns - critical.event.start_ns for critical in path)
+    # What is not compute on the path is time in which a message holds up the next action.
     reasons = Counter(critical.why for critical in path)
     messages = reasons["transfer"] + reasons["queue"] + reasons["send"]
     away = time_with_unit(timeline.makespan_ns - busy, plan.time_unit)

@@ -167,6 +167,7 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
         costs.append(f"max {objective_text('max-load', values['max_load_ns'], unit)}")
     if "sum_of_squares_ns2" in values:
         costs.append(f"Σ² {objective_text('variance', values['sum_of_squares_ns2'], unit)}")
+    # Where transfers are free they add nothing, and the shorter name says the same.
     load = "load" if plan.links.one == Link() else "load + transfers"
     texts = [f"{load}: {', '.join(costs)}"] if costs else []
     if "step_ns" in values:
@@ -182,6 +183,7 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
 
 def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
     """The stages for one microbatch; their ranks and what they recompute where there is any."""
+    # With one stage a rank, the rank is the stage's own number: no column says it twice.
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
     header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", "backward"]
     rows = [[*header, *["recompute"] * recompute, "params", "sends"]]
@@ -207,6 +209,7 @@ def _modules(stage: Stage) -> str:
     names = stage.modules or (stage.nodes[0], stage.nodes[-1])
     text = ", ".join(names)
     if len(text) > _MODULES_WIDTH:
+        # transformer.h.0, transformer.h.1, …, transformer.ln_f  becomes  transformer.h.0 … ln_f
         first, last = names[0].split("."), names[-1].split(".")
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
         rest = ".".join(last[len(list(same)) :])
@@ -216,6 +219,7 @@ def _modules(stage: Stage) -> str:
 
 def _ranks(plan: Plan, draw: DrawTable) -> Iterator[str]:
     """Load, idle time and memory of each rank; caps where there are any."""
+    # Loads belong to ranks, not to stages: where stages share a rank, only the sum keeps it busy.
     loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
     mean, largest = sum(loads) / len(loads), max(*loads, 1)
     has_cap = plan.options.memory_bytes is not None

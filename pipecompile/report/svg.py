@@ -16,6 +16,14 @@ from pipecompile.report.units import time_scale, time_with_unit
 
 __all__ = ["picture", "timeline_svg"]
 
+# In pixels:
+#
+#            _LEFT                          _RIGHT
+#     title
+#     _TOP   |                              |
+#     rank 0 |███  ███  (_BAR of _ROW)      | idle share
+#     rank 1 |   ███  ███                   | idle share
+#     _BOTTOM: times and their unit, then the legend
 _WIDTH, _LEFT, _RIGHT = 1000, 78, 92
 _TOP, _ROW, _BAR, _BOTTOM = 74, 40, 32, 62
 _FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -114,6 +122,7 @@ def _axis(scale: _Scale) -> Iterator[str]:
     length = scale.makespan_ns / scale.unit_ns
     step = _round_step(length / 8)
     digits = max(0, -math.floor(math.log10(step)))
+    # The last line may fall on the end of the step, which rounding must not push beyond it.
     for index in range(int(length / step + 1e-9) + 1):
         x = scale.x(index * step * scale.unit_ns)
         label = f"{index * step:,.{digits}f}"
@@ -156,6 +165,7 @@ def _shades(row: Sequence[Event]) -> dict[int, str]:
 def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
     _, fill, ink = _COLOURS[event.action.kind]
     left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
+    # Neighbours stay apart and corners round, but never so much that a short action vanishes.
     gap, corner = min(0.5, width / 8), min(3, width / 6)
     faded = "" if shade == "1" else f' fill-opacity="{shade}"'
     yield (
@@ -171,6 +181,7 @@ def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
         )
     label = str(event.action.microbatch)
     room, middle = width - inside, left + (inside + width) / 2
+    # A digit is about 0.62 of its size wide; where not even small ones fit, the hint shows it.
     size = next((size for size in (12, 9) if room >= 0.62 * size * len(label) + 2), None)
     if size is not None:
         base = y + (_BAR + 0.7 * size) / 2
@@ -178,6 +189,7 @@ def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
 
 
 def _recompute_share(event: Event, scale: _Scale) -> float:
+    # Regions are recomputed as part of a whole backward: a split one does not have any.
     is_backward = event.action.kind is Kind.BACKWARD
     return scale.recompute.get(event.action.stage, 0.0) if is_backward else 0.0
 

@@ -16,6 +16,7 @@ __all__ = ["page"]
 
 def page(template: str, *, time_unit: TimeUnit, **values: Any) -> str:
     """Return the page of a template in templates/; text among `values` is escaped."""
+    # StrictUndefined: a value that a template misspells is an error, not an empty cell.
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -29,6 +29,7 @@ def timeline_text(timeline: Timeline, width: int = 90) -> str:
 
 
 def _line(row: Sequence[Event], scale: float, width: int) -> str:
+    # Rounding both ends down keeps neighbours apart; an action under one column may vanish.
     cells = ["·"] * width
     for event in row:
         begin, end = int(event.start_ns * scale), int(event.end_ns * scale)

@@ -79,6 +79,7 @@ def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Arrows from the end of the action that makes a message to the start of its reader."""
+    # Transfers are no events: a message leaves when the action that made it ends.
     forwards, backwards = {}, {}
     for event in chain.from_iterable(timeline.events):
         if event.action.kind is Kind.FORWARD:

@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 RELATIVE_NOTE = "relative units, not seconds (1 k is 1,000 units)"
+# From the largest unit on: the first one that a value reaches is the one it is written in.
 _SECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 _SQUARES = (("s²", 1e18), ("ms²", 1e12), ("µs²", 1e6))
 _COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -26,6 +27,7 @@ _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:
     """Return a time for a cell of a table: 1.5 ms, or 1.5 M of relative units."""
     name, scale = time_scale(time_ns, unit)
+    # The smallest unit has no decimals: there is no half of a nanosecond, nor of a unit.
     return f"{time_ns / scale:.{int(scale > 1)}f} {name}".rstrip()
 
 
@@ -50,6 +52,7 @@ def costs_text(costs: str, unit: TimeUnit) -> str:
 
 def size_text(size: int) -> str:
     """Return a number of bytes as 1.5 MiB (2²⁰ bytes each)."""
+    # What is left under a cap may be negative.
     for name, scale in _SIZES:
         if abs(size) >= scale:
             return f"{size / scale:.1f} {name}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipecompile.errors import InputError
 
-__all__ = ["budgets", "parse_budget", "parse_bytes"]
+__all__ = ["budgets", "parse_budget", "parse_bytes", "size_text"]
 
 UNITS = {
     "B": 1,
@@ -55,3 +55,12 @@ def budgets(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, ...]:
             "give one for each, or one for all"
         )
     return memory_bytes
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes as 1.5 MiB (2²⁰ bytes each)."""
+    # What is left under a cap may be negative.
+    for name, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.1f} {name}"
+    return f"{size} B"

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.size import size_text
 from pipecompile.memory_model.rank import fixed_bytes, memory_by_stage
-from pipecompile.report.units import size_text
 
 __all__ = [
     "ALLOCATOR_NAMES",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
+from pipecompile.ir.size import size_text
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,
     FIXED_NOTE,
@@ -28,7 +29,7 @@ from pipecompile.report.recompute import (
 from pipecompile.report.summary import headline
 from pipecompile.report.svg import timeline_svg
 from pipecompile.report.templates import page
-from pipecompile.report.units import costs_text, percent, size_text, time_text, time_with_unit
+from pipecompile.report.units import costs_text, percent, time_text, time_with_unit
 
 __all__ = ["plan_page"]
 

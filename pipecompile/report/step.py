@@ -11,9 +11,10 @@ import msgspec
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import CriticalEvent, Timeline
+from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
-from pipecompile.report.units import costs_text, size_text, time_text, time_with_unit
+from pipecompile.report.units import costs_text, time_text, time_with_unit
 
 __all__ = ["step_figures", "step_text"]
 

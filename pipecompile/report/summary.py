@@ -8,6 +8,7 @@ from itertools import takewhile
 from pipecompile.ir.encodings import POLICIES
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.size import size_text
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,
@@ -31,7 +32,6 @@ from pipecompile.report.units import (
     gap_text,
     objective_text,
     percent,
-    size_text,
     time_text,
     time_with_unit,
 )

@@ -9,7 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipecompile.ir.graph import TimeUnit
-from pipecompile.report.units import percent, size_text, time_text, time_with_unit
+from pipecompile.ir.size import size_text
+from pipecompile.report.units import percent, time_text, time_with_unit
 
 __all__ = ["page"]
 

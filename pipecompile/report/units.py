@@ -1,4 +1,4 @@
-"""Times, sizes and values of objectives in the units in which they read best."""
+"""Times and values of objectives in the units in which they read best."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ __all__ = [
     "gap_text",
     "objective_text",
     "percent",
-    "size_text",
     "time_scale",
     "time_text",
     "time_with_unit",
@@ -21,7 +20,6 @@ RELATIVE_NOTE = "relative units, not seconds (1 k is 1,000 units)"
 _SECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 _SQUARES = (("s²", 1e18), ("ms²", 1e12), ("µs²", 1e6))
 _COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-_SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:
@@ -48,15 +46,6 @@ def costs_text(costs: str, unit: TimeUnit) -> str:
     if unit == "relative":
         return f"{costs}; times are {RELATIVE_NOTE}"
     return f"{costs}; times are simulated from them"
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes as 1.5 MiB (2²⁰ bytes each)."""
-    # What is left under a cap may be negative.
-    for name, scale in _SIZES:
-        if abs(size) >= scale:
-            return f"{size / scale:.1f} {name}"
-    return f"{size} B"
 
 
 def objective_text(objective: str, value: int, unit: TimeUnit = "ns") -> str:

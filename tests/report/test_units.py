@@ -7,7 +7,6 @@ from pipecompile.report.units import (
     gap_text,
     objective_text,
     percent,
-    size_text,
     time_text,
     time_with_unit,
 )
@@ -25,14 +24,6 @@ from pipecompile.report.units import (
 )
 def test_times_adapt_their_unit(nanoseconds: int, text: str) -> None:
     assert time_text(nanoseconds) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (16 << 30, "16.0 GiB")],
-)
-def test_sizes_adapt_their_unit(size: int, text: str) -> None:
-    assert size_text(size) == text
 
 
 @pytest.mark.parametrize(

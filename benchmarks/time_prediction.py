@@ -29,7 +29,7 @@ from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
 from pipecompile.ir.plan import Plan
-from pipecompile.runtime.probe import probe
+from pipecompile.runtime.probe import probe_links
 from pipecompile.schedule.simulator import simulate_plan
 from tests.distributed.workers import Workers
 
@@ -119,7 +119,7 @@ def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
     """This rank's plan, and when each step began and ended on it."""
     target = _target(name)
-    links = probe()
+    links = probe_links()
     pipeline = _pipeline(target, schedule, links=links)
     moments = []
     for _ in range(WARM_UPS + REPEATS):

@@ -105,7 +105,7 @@ def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipel
     """The target in `order.stages` stages under `order`, whether or not a planner would make that plan."""
     options = options_for(target, k=order.stages, microbatches=microbatches, costs="flops")
     captured = capture_target(target, options, verify=False)
-    made = world.shared(lambda: encode(_under(_cut(target, options, captured), order)))
+    made = world.share_from_first(lambda: encode(_under(_cut(target, options, captured), order)))
     return Pipeline(decode(made, Plan, origin="rank 0"), captured, target)
 
 

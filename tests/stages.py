@@ -108,8 +108,8 @@ def eager_stages(
             loss=loss_of if stage is emitted[-1] else None,
             buffers=stage.buffers,
             random=stage.random,
-            tied=[parameter for parameter, where in shared if stage.index in where[1:]],
-            gathered=[parameter for parameter, where in shared if stage.index in where[:-1]],
+            tied_to_earlier=[parameter for parameter, where in shared if stage.index in where[1:]],
+            tied_to_later=[parameter for parameter, where in shared if stage.index in where[:-1]],
         )
         for stage in emitted
     ]

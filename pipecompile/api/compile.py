@@ -73,9 +73,9 @@ def pipecompile(
     if plan is None:
         name = "function" if callable(costs) else costs
         # Only rank 0 needs the files that costs and links name.
-        shared = world.shared(lambda: encode(options_for(target, k=k, costs=name, **choices)))
+        shared = world.share_from_first(lambda: encode(options_for(target, k=k, costs=name, **choices)))
         options = decode(shared, Options, origin="rank 0")
-        connected = world.on_first(lambda: links_for(options, links)) or FREE
+        connected = world.run_on_first(lambda: links_for(options, links)) or FREE
         captured = _captured(target, options, self_check=self_check)
         committed = _planned(target, options, captured, connected)
     else:
@@ -97,8 +97,8 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
     """The same graph on every rank; rank 0 proves it, and the others capture by the method that it
     used.
     """
-    captured = world.on_first(lambda: capture_target(target, options, verify=self_check))
-    method = world.shared(lambda: captured.capture.method.encode() if captured else b"").decode()
+    captured = world.run_on_first(lambda: capture_target(target, options, verify=self_check))
+    method = world.share_from_first(lambda: captured.capture.method.encode() if captured else b"").decode()
     return captured or capture_target(target, options, verify=False, method=method)
 
 
@@ -106,7 +106,7 @@ def _planned(target: Target, options: Options, captured: Captured, links: Links)
     """The same plan on every rank; rank 0 makes it."""
     if world.rank():
         assist(target, options, captured)
-    plan = world.shared(lambda: encode(make_plan(target, options, captured, links)))
+    plan = world.share_from_first(lambda: encode(make_plan(target, options, captured, links)))
     return decode(plan, Plan, origin="rank 0")
 
 

@@ -74,6 +74,6 @@ def probe_links() -> Links:
             "torchrun --nproc-per-node 4 -m pipecompile links -o links.json"
         )
     # Imported here: it needs torch.distributed, which a build of torch may lack.
-    from pipecompile.runtime.probe import probe
+    from pipecompile.runtime.probe import measure_links
 
-    return probe()
+    return measure_links()

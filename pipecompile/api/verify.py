@@ -21,7 +21,7 @@ from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
-from pipecompile.runtime.gradients import scale
+from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.microbatch import split
 
 __all__ = [
@@ -121,7 +121,7 @@ class Reference:
             loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
             loss.backward()
             losses.append(loss.detach())
-        scale(self.model.parameters(), microbatches)
+        divide_gradients(self.model.parameters(), microbatches)
         return torch.stack(losses).mean()
 
 
@@ -265,7 +265,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
 
 def _gathered(own: Comparison) -> Comparison:
     """The comparisons of all ranks as one comparison."""
-    parts = world.gathered(own)
+    parts = world.gather(own)
     losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
     distance = None if own.distance is None else max(part.distance or 0.0 for part in parts)
     differences = tuple(difference for part in parts for difference in part.differences)

@@ -41,7 +41,7 @@ from pipecompile.passes.seed import Seed
 
 __all__ = ["replace_regions"]
 
-# What the passes expect in the meta of a node that draws nothing, writes nothing and enters nothing.
+# The passes expect this in the meta of a node that draws, writes and enters nothing.
 _NO_EFFECTS = {"random": False, "mutates": (), "autograd_context": None}
 
 
@@ -50,7 +50,7 @@ def replace_regions(
     regions: Iterable[Sequence[fx.Node]],
     encoded_runs: Iterable[tuple[Sequence[fx.Node], tuple[Policy, ...]]],
 ) -> None:
-    """Replace each of `regions` by a call of a `RecomputedRegion`, each run by one of an `EncodedRun`.
+    """Replace each region by a call of a `RecomputedRegion`, each run by one of an `EncodedRun`.
 
     Requires the graph of a stage to which the passes `GuardDataDependence`, `Seed` and
     `EnterContexts` have not been applied yet. They are applied to the bodies here.
@@ -99,7 +99,7 @@ class _RegionReplacement:
         self._autograd_context = contexts.pop() if len(contexts) == 1 else None
 
     def adopt(self, inner: _RegionReplacement, new_nodes: Sequence[fx.Node]) -> None:
-        """If this region contains `inner`, put the nodes that replaced it in the place of its own."""
+        """Put the nodes that replaced `inner` in its place, if this region contains it."""
         if inner.nodes[0] in self.nodes:
             first = self.nodes.index(inner.nodes[0])
             self.nodes[first : first + len(inner.nodes)] = new_nodes

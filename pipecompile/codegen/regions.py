@@ -2,8 +2,8 @@
 
 A region is recomputed in the backward. The saved tensors of an encoded run are kept in another form
 between forward and backward. Both are runs of nodes that follow each other in a stage, and the
-limits of regions (graph/recomputability.py) hold for both. `emit` calls the check before it replaces
-them by single nodes (region_replacement.py).
+limits of regions (graph/recomputability.py) hold for both. `emit` calls the check before it
+replaces them by single nodes (region_replacement.py).
 
     nodes of a stage   a  b  c  d  e  f  g  h
     regions            [a  b  c  d]            an outer region,

@@ -1,4 +1,4 @@
-"""Transfer: stages, regions and encoded runs of one graph carried over to another of the same model.
+"""Transfer of stages, regions and encoded runs to another graph of the same model.
 
 A plan is made for the training graph. The graph of the evaluation, for example, has no dropout, so
 its nodes differ a little. `api/pipeline.py` calls this when the model runs in another mode.

@@ -1,1 +1,1 @@
-"""Stage modules and schedule in, a training step out: in one process or under torchrun."""
+"""The runtime: from stage modules and a schedule to a training step."""

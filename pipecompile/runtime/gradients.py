@@ -1,4 +1,4 @@
-"""The gradient of a step: the sum over microbatches in their order, divided by their number."""
+"""Gradients of a step: the sum over microbatches in their order, divided by their number."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["fresh_gradients", "scale"]
+__all__ = ["divide_gradients", "fresh_gradients"]
 
 
 @contextmanager
 def fresh_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Gradients start at nothing in the block; what was there before is added afterwards.
+    """Begin the block without gradients, and add what was there before afterwards.
 
-    So that gradients of earlier steps, which the user accumulates, are not divided again. If the block fails, they
-    are put back alone: a step either happens or does not.
+    So gradients of earlier steps, which the user accumulates, are not divided a second time. If the
+    block fails, the gradients from before are restored: a step happens as a whole or not at all.
     """
     parameters = list(parameters)
     before = [parameter.grad for parameter in parameters]
@@ -34,8 +34,8 @@ def fresh_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def scale(parameters: Iterable[Tensor], microbatches: int) -> None:
-    """Divides the gradients by the number of microbatches, in place."""
+def divide_gradients(parameters: Iterable[Tensor], microbatches: int) -> None:
+    """Divide the gradients by the number of microbatches, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.div_(microbatches)

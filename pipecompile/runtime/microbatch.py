@@ -1,4 +1,4 @@
-"""A minibatch as microbatches of the planned shape, and their results as one."""
+"""Microbatches: a minibatch split into equal parts, and their results merged into one."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ __all__ = ["count_microbatches", "merge", "split"]
 def count_microbatches(
     tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
 ) -> int:
-    """How many microbatches of `shapes` the minibatch `tensors` holds; InputError if it is not a whole number.
+    """Return how many microbatches of the planned `shapes` the minibatch `tensors` has.
 
-    Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
+    Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch. Raise
+    InputError if the number is not whole, or not the same for all tensors.
     """
     counts = set()
     for tensor, name, planned in zip(tensors, names, shapes, strict=True):
-        got = tuple(tensor.shape)
-        if got[1:] != planned[1:] or len(got) != len(planned):
+        shape = tuple(tensor.shape)
+        if shape[1:] != planned[1:] or len(shape) != len(planned):
             raise InputError(
-                f"{name} has shape {got}, but the plan was made for microbatches of {planned}: "
+                f"{name} has shape {shape}, but the plan was made for microbatches of {planned}: "
                 "only dimension 0 may differ; pad the batch, or plan again for this shape"
             )
         if planned:
-            if got[0] == 0 or got[0] % planned[0]:
+            if shape[0] == 0 or shape[0] % planned[0]:
                 raise InputError(
-                    f"{name} has {got[0]} samples, which are not whole microbatches of {planned[0]}; "
-                    "drop or pad the last batch, or choose another number of microbatches"
+                    f"{name} has {shape[0]} samples, which are not whole microbatches of "
+                    f"{planned[0]}; drop or pad the last batch, or choose another number "
+                    "of microbatches"
                 )
-            counts.add(got[0] // planned[0])
+            counts.add(shape[0] // planned[0])
     if len(counts) != 1:
         raise InputError(f"the inputs hold different numbers of microbatches: {sorted(counts)}")
     return counts.pop()
 
 
 def split(tree: Any, microbatches: int) -> list[Any]:
-    """`tree` once per microbatch: its tensors cut along dimension 0, everything else repeated."""
+    """Return `tree` once per microbatch: tensors split along dimension 0, all else repeated."""
     register_dataclasses(tree)
     leaves, spec = pytree.tree_flatten(tree)
     rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
@@ -57,14 +59,18 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
         return [leaf] * microbatches
     if leaf.shape[0] % microbatches:
         raise InputError(
-            f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {microbatches} microbatches; "
-            "dimension 0 must be a multiple of them"
+            f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {microbatches} "
+            "microbatches; dimension 0 must be a multiple of them"
         )
     return leaf.chunk(microbatches)
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """The results of the microbatches as one: tensors joined along dimension 0, scalars averaged."""
+    """Return the results of the microbatches as one.
+
+    Tensors are concatenated along dimension 0 and scalars are averaged. All else is taken from the
+    first microbatch.
+    """
     flat = [pytree.tree_flatten(tree) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])

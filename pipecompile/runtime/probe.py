@@ -1,4 +1,7 @@
-"""How long messages take between ranks, sent as torch's pipeline runtime sends them: each by an isend of its own."""
+"""The links between ranks, measured with messages. Called by `api/links.py`.
+
+Messages are sent as torch's pipeline runtime sends them: each by an `isend` of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,78 +19,83 @@ from torch import Tensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.runtime import world
 
-__all__ = ["fitted", "probe"]
+__all__ = ["fit_link", "measure_links"]
 
-SIZES = (64, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes; the first stands for none
+SIZES = (64, 1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes; the first is taken as an empty message
 REPEATS, WARM_UPS = 40, 3
-SIDE = 128  # of the matrices whose products keep a rank busy: about a tenth of a millisecond each
+SIDE = 128  # of matrices whose products keep a rank busy, for about 0.1 ms each
 
 T = TypeVar("T")
 
 
-def fitted(times_ns: Mapping[int, float]) -> Link:
-    """Latency, the time of the smallest size, and bandwidth, by least squares; none if size makes no difference."""
-    size, time = fmean(times_ns), fmean(times_ns.values())
-    slope = sum((s - size) * (t - time) for s, t in times_ns.items()) / sum(
-        (s - size) ** 2 for s in times_ns
-    )
+def fit_link(times_ns: Mapping[int, float]) -> Link:
+    """Return the link that `times_ns` (size in bytes → ns) show.
+
+    The latency is the time of the smallest size, and the bandwidth the inverse slope of the line
+    fitted by least squares. It is None if larger messages take no longer. Times of 1000 ns for 0
+    bytes and 2000 ns for 1000 bytes have a slope of 1 ns a byte: 1 GB/s.
+    """
+    mean_size, mean_time = fmean(times_ns), fmean(times_ns.values())
+    covariance = sum((s - mean_size) * (t - mean_time) for s, t in times_ns.items())
+    slope = covariance / sum((s - mean_size) ** 2 for s in times_ns)
     latency = max(0, round(times_ns[min(times_ns)]))
-    return Link(
-        bandwidth_bytes_per_s=max(1, round(1e9 / slope)) if slope > 0 else None, latency_ns=latency
-    )
+    bandwidth = max(1, round(1e9 / slope)) if slope > 0 else None
+    return Link(bandwidth_bytes_per_s=bandwidth, latency_ns=latency)
 
 
-def probe() -> Links:
-    """The links between all ranks of the default process group, which all call it and get the same.
+def measure_links() -> Links:
+    """Return the links between all ranks of the default process group.
 
-    One pair is measured after another. What a message takes of the ranks themselves is measured between the first
-    two; on GPUs it is taken as nothing, since messages travel there on streams beside the compute.
+    All ranks call this together and get the same answer. Pairs are measured one after the other.
+    The time that a message takes from the compute of its ranks is measured between the first two
+    ranks. On GPUs it is taken as zero, since messages have streams of their own there.
     """
     gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     transfers = _between(permutations(range(world.size()), 2), device, _transfer)
-    own = {} if gpu else _between([(0, 1)], device, _taken)
-    found = {
-        pair: link
-        for part in world.gathered(transfers)
-        for pair, link in part.items()
-        if link is not None
-    }
-    taken = [link for part in world.gathered(own) for link in part.values()] or [Link(), Link()]
+    occupations = {} if gpu else _between([(0, 1)], device, _occupation)
+    links: dict[tuple[int, int], Link] = {}
+    for transfers_of_rank in world.gather(transfers):
+        for pair, link in transfers_of_rank.items():
+            if link is not None:  # only the sender of a pair has one
+                links[pair] = link
+    # Rank 0 sends and rank 1 receives, so these are the sender's and the receiver's, in this order.
+    sending_receiving = [
+        link for of_rank in world.gather(occupations) for link in of_rank.values()
+    ] or [Link(), Link()]
     ranks = range(world.size())
-    rows = [[found.get((a, b), Link()) for b in ranks] for a in ranks]
+    rows = [[links.get((a, b), Link()) for b in ranks] for a in ranks]
     return Links(
         bandwidth_bytes_per_s=tuple(
             tuple(link.bandwidth_bytes_per_s for link in row) for row in rows
         ),
         latency_ns=tuple(tuple(link.latency_ns for link in row) for row in rows),
-        sending=taken[0],
-        receiving=taken[1],
+        sending=sending_receiving[0],
+        receiving=sending_receiving[1],
     )
 
 
 @dataclass(frozen=True)
 class _RankPair:
-    """This rank and another: one sends, the other receives."""
+    """This rank and its `peer`: one of them sends, the other receives."""
 
     peer: int
     sends: bool
     device: torch.device
 
     def message(self, size: int) -> Tensor:
-        """Of `size` bytes."""
+        """Return a message of `size` bytes."""
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def start(self, message: Tensor, *, back: bool = False) -> dist.Work:
-        """Sends the message, or receives it."""
-        work = (
-            dist.isend(message, self.peer) if self.sends != back else dist.irecv(message, self.peer)
-        )
+        """Start to send or to receive the message; with `back`, in the other direction."""
+        sends = self.sends != back
+        work = dist.isend(message, self.peer) if sends else dist.irecv(message, self.peer)
         assert work is not None
         return work
 
-    def pass_on(self, message: Tensor, *, back: bool = False) -> None:
-        """Until it has left, or arrived."""
+    def transfer(self, message: Tensor, *, back: bool = False) -> None:
+        """Send or receive the message and wait until that is done."""
         self.start(message, back=back).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -96,75 +104,88 @@ class _RankPair:
 def _between(
     pairs: Iterable[tuple[int, int]], device: torch.device, measure: Callable[[_RankPair], T]
 ) -> dict[tuple[int, int], T]:
-    """What `measure` finds for the pairs that this rank belongs to, as sender or as receiver; the others wait."""
-    found = {}
+    """Return what `measure` returns for the pairs that this rank belongs to.
+
+    Pairs are (sender, receiver). Ranks that do not belong to a pair wait at a barrier meanwhile.
+    """
+    results = {}
     for source, destination in pairs:
         dist.barrier()
         if world.rank() in (source, destination):
             sends = world.rank() == source
-            found[source, destination] = measure(
-                _RankPair(destination if sends else source, sends, device)
-            )
+            peer = destination if sends else source
+            results[source, destination] = measure(_RankPair(peer, sends, device))
     dist.barrier()
-    return found
+    return results
 
 
-def _fastest(line: _RankPair, time_ns: Callable[[_RankPair, Tensor], int]) -> dict[int, float]:
-    """By size the time that a tenth of the messages stay under: what else the machine does only adds to it.
+def _fastest(pair: _RankPair, time_ns: Callable[[_RankPair, Tensor], int]) -> dict[int, float]:
+    """Return by size the time in ns that the fastest tenth of the messages take at most.
 
-    Sizes take turns, so that a burst of other work does not hit one of them alone, and so that caches are cold. A
-    smaller message takes no longer than a larger one.
+    The fastest count, because other work of the machine only adds time. Sizes take turns, so that a
+    burst of other work does not slow down only one of them, and so that caches are cold. A smaller
+    message is taken to be at least as fast as a larger one.
     """
-    messages = {size: line.message(size) for size in SIZES}
+    messages = {size: pair.message(size) for size in SIZES}
     times: dict[int, list[int]] = {size: [] for size in SIZES}
     for turn in range(WARM_UPS + REPEATS):
         for size, message in messages.items():
-            time = time_ns(line, message)
+            time = time_ns(pair, message)
             if turn >= WARM_UPS:
                 times[size].append(time)
-    tenths = {size: quantiles(found, n=10)[0] for size, found in times.items()}
-    return {size: min(time for other, time in tenths.items() if other >= size) for size in SIZES}
+    deciles = {size: quantiles(samples, n=10)[0] for size, samples in times.items()}
+    return {size: min(time for other, time in deciles.items() if other >= size) for size in SIZES}
 
 
-def _transfer(line: _RankPair) -> Link | None:
-    """The link, on the rank that sends: a message goes there, and one of the smallest size comes back."""
-    trips = _fastest(line, _round_trip_ns)
+def _transfer(pair: _RankPair) -> Link | None:
+    """Return the link, on the sender: it times a message there and a smallest one back."""
+    trips = _fastest(pair, _round_trip_ns)
+    if not pair.sends:
+        return None
     back = trips[SIZES[0]] / 2
-    return fitted({size: trip - back for size, trip in trips.items()}) if line.sends else None
+    return fit_link({size: trip - back for size, trip in trips.items()})
 
 
-def _round_trip_ns(line: _RankPair, message: Tensor) -> int:
-    answer = line.message(SIZES[0])
+def _round_trip_ns(pair: _RankPair, message: Tensor) -> int:
+    answer = pair.message(SIZES[0])
     start = perf_counter_ns()
-    line.pass_on(message)
-    line.pass_on(answer, back=True)
+    pair.transfer(message)
+    pair.transfer(answer, back=True)
     return perf_counter_ns() - start
 
 
-def _taken(line: _RankPair) -> Link:
-    """What a message takes of its rank's own time: a send copies what it can at once, a receive waits for no copy."""
-    times = _fastest(line, _called_ns)
-    return fitted(times) if line.sends else Link(latency_ns=round(min(times.values())))
+def _occupation(pair: _RankPair) -> Link:
+    """Return how long a message occupies this rank, as a link.
+
+    A send copies what it can at once, so its time grows with the size. A receive copies nothing.
+    """
+    times = _fastest(pair, _call_ns)
+    return fit_link(times) if pair.sends else Link(latency_ns=round(min(times.values())))
 
 
-def _called_ns(line: _RankPair, message: Tensor) -> int:
-    """The time in calls for a message on its way beside compute; it starts when its receiver waits for it."""
+def _call_ns(pair: _RankPair, message: Tensor) -> int:
+    """Return the time in the calls for a message that travels beside compute.
+
+    sender      mm   isend ─┐ mm mm … mm  wait
+    receiver    irecv ──────┤ mm mm … mm  wait      the timed calls are isend or irecv, and wait
+    """
     matrix = torch.ones(SIDE, SIDE)
-    _meet(line)
-    if line.sends:
-        torch.mm(matrix, matrix)
+    _meet(pair)
+    if pair.sends:
+        torch.mm(matrix, matrix)  # meanwhile the receiver begins to wait for the message
     start = perf_counter_ns()
-    work = line.start(message)
+    work = pair.start(message)
     started = perf_counter_ns()
-    for _ in range(16 + message.nbytes // SIZES[1]):  # longer than the message takes
+    # So many products take longer than the message, which has arrived when they end.
+    for _ in range(16 + message.nbytes // SIZES[1]):
         torch.mm(matrix, matrix)
     waited = perf_counter_ns()
     work.wait()
     return perf_counter_ns() - waited + started - start
 
 
-def _meet(line: _RankPair) -> None:
-    """Both go on from here together."""
-    answer = line.message(1)
-    line.pass_on(answer)
-    line.pass_on(answer, back=True)
+def _meet(pair: _RankPair) -> None:
+    """Let both ranks continue from here at the same time."""
+    answer = pair.message(1)
+    pair.transfer(answer)
+    pair.transfer(answer, back=True)

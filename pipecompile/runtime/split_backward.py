@@ -1,22 +1,26 @@
-"""The backward in two halves: first the gradients that the stage before waits for, later those of the parameters.
+"""The split backward: first the gradients that the stage before waits for, then the parameters'.
 
-The first half runs along the paths from the outputs to the inputs. Parameters hang off these paths, and what flows
-into the nodes that they hang off is kept: there the second half begins.
+The first half runs along the paths from the outputs to the inputs. Parameters branch off these
+paths. The gradients that flow into a node from which parameters branch off are kept, and the second
+half begins there:
 
-    outputs ── a ── b ── inputs      first half    a and b, for the gradients of the inputs alone
+    outputs ── a ── b ── inputs      first half    a and b, only for the gradients of the inputs
                │    │
                v    w                second half   a for the gradient of v, b for that of w
 
-All of a parameter's gradient is made in one half, and is therefore summed as a whole backward sums it. Three kinds of
-parameters do not hang off one node:
+All of a parameter's gradient is computed in one half, and is therefore summed as a whole backward
+sums it. Three kinds of parameters do not branch off one node:
 
-    met by no path                            second half, from the outputs
-    hanging off several nodes                 first half: a later walk would pass the lower nodes again
-    hanging off a custom autograd Function    first half: a Function makes all of its gradients at once
+    reached by no path to the inputs             second half, from the outputs
+    branching off several nodes                  first half: a later walk would pass the lower
+                                                 nodes a second time
+    branching off a custom autograd Function     first half: a Function computes all of its
+                                                 gradients at once
 
-The gradients of the latter two are added to `.grad` in the second half like all others. Each call of autograd walks
-the graph below where it begins, so the second half's bookkeeping grows with the square of a stage's nodes; that of
-torch.distributed.pipelining grows alike, and it fails on a reused module that meets a branch without gradients.
+The second half adds the gradients of the last two kinds to `.grad`, like all others. Each call of
+autograd walks the graph below its begin, so the bookkeeping of the second half grows with the
+square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows alike, and it
+fails on a reused module one of whose branches has no gradient.
 """
 
 from __future__ import annotations
@@ -30,38 +34,49 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["TiedGradients", "BackwardPart", "first_half", "second_half"]
+__all__ = ["BackwardPart", "TiedGradients", "first_half", "second_half"]
 
 TiedGradients = dict[Tensor, Tensor]
-_FIRST_HALF, _OUTPUTS = object(), object()  # where gradients begin, beside nodes
+"""Gradients of tied parameters for one microbatch, on their way to earlier stages."""
+
+# Where the second half begins for a parameter is a node of the graph, or one of these.
+_FIRST_HALF, _OUTPUTS = object(), object()
 
 
 @dataclass
 class BackwardPart:
-    """Where the second half begins for some parameters (None: for all that are reached), and what flows in there."""
+    """One begin of the second half, for some parameters.
+
+    `edges` are where it begins and `gradients` what flows in there. `parameters` are those whose
+    gradients it computes; None stands for all that it reaches. `shares_graph` says whether other
+    parts still need the nodes that this one runs through.
+    """
 
     edges: Sequence[GradientEdge]
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor] | None = None
-    # Whether other parts need what this one runs through.
-    shares: bool = False
+    shares_graph: bool = False
 
     @staticmethod
-    def at(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> BackwardPart:
-        """Beginning at `tensors`, for all parameters."""
+    def from_tensors(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> BackwardPart:
+        """Return the part that begins at `tensors` and is for all parameters."""
         return BackwardPart([get_gradient_edge(value) for value in tensors], gradients)
 
-    def run(self, carried: TiedGradients) -> None:
-        """Adds to `.grad`; what is `carried` here from later stages is the first summand, as in a whole backward."""
-        own = carried if self.parameters is None else [p for p in self.parameters if p in carried]
-        added = {parameter: carried.pop(parameter) for parameter in list(own)}
-        edges, gradients = (
-            [*self.edges, *map(get_gradient_edge, added)],
-            [*self.gradients, *added.values()],
-        )
+    def run(self, tied_gradients: TiedGradients) -> None:
+        """Add gradients to the parameters' `.grad`, and consume those of `tied_gradients`.
+
+        The contribution of later stages to a tied parameter is the first summand, as it is in a
+        backward of the unsplit model.
+        """
+        reached = list(tied_gradients)
+        if self.parameters is not None:
+            reached = [p for p in self.parameters if p in tied_gradients]
+        from_later = {parameter: tied_gradients.pop(parameter) for parameter in reached}
+        edges = [*self.edges, *map(get_gradient_edge, from_later)]
+        gradients = [*self.gradients, *from_later.values()]
         if edges:
             torch.autograd.backward(
-                edges, gradients, retain_graph=self.shares, inputs=self.parameters
+                edges, gradients, retain_graph=self.shares_graph, inputs=self.parameters
             )
 
 
@@ -69,113 +84,145 @@ def first_half(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
-    gathered: Collection[Tensor] = (),
+    tied_to_later: Collection[Tensor] = (),
 ) -> tuple[list[Tensor | None], list[BackwardPart]]:
-    """The gradients of `inputs`, which are leaves, and what the second half needs.
+    """Return the gradients of `inputs`, which are leaves, and the parts of the second half.
 
-    `gathered` are parameters to which later stages contribute: such a gradient is made at once from all summands.
+    `gradients` are those of `outputs`. `tied_to_later` are parameters to which later stages
+    contribute: their gradients are not computed early, but at once from all summands.
     """
     if not inputs or not outputs:
-        return [None] * len(inputs), [BackwardPart.at(outputs, gradients)]
-    roots, leaves = (list(map(get_gradient_edge, values)) for values in (outputs, inputs))
+        return [None] * len(inputs), [BackwardPart.from_tensors(outputs, gradients)]
+    roots = list(map(get_gradient_edge, outputs))
+    leaves = list(map(get_gradient_edge, inputs))
     graph = _BackwardGraph(roots)
-    groups = _groups(graph, {edge.node for edge in leaves}, gathered)
-    nodes = [node for node in graph.order if node in groups]
+    groups = _parameters_by_begin(graph, {edge.node for edge in leaves}, tied_to_later)
+    # Parts run in the order of the graph, from the outputs down.
     begins = [
-        (groups[n], [GradientEdge(n, index) for index in sorted(graph.used[n])]) for n in nodes
+        (groups[node], [GradientEdge(node, index) for index in sorted(graph.used_outputs[node])])
+        for node in graph.order
+        if node in groups
     ]
     if early := groups.get(_FIRST_HALF):
+        # The begin of these is the parameter itself: only adding to `.grad` is left.
         begins.append((early, list(map(get_gradient_edge, early))))
-    # An edge into a node that runs is captured before its hooks: they run in each half, on the same gradient.
-    wanted = [*leaves, *(edge for _, edges in begins for edge in edges)]
-    found = iter(
-        torch.autograd.grad(roots, wanted, gradients, retain_graph=True, allow_unused=True)
+    # One call computes everything. What flows into an edge is captured before the hooks of its
+    # node run: hooks run in each half, on the same gradient.
+    sought = [*leaves, *(edge for _, edges in begins for edge in edges)]
+    captured = iter(
+        torch.autograd.grad(roots, sought, gradients, retain_graph=True, allow_unused=True)
     )
-    given: list[Tensor | None] = list(islice(found, len(leaves)))
-    parts = [BackwardPart(roots, gradients, groups[_OUTPUTS], shares=True)] if _OUTPUTS in groups else []
-    parts += [
-        _part(edges, list(islice(found, len(edges))), parameters) for parameters, edges in begins
-    ]
-    return given, parts
+    input_gradients: list[Tensor | None] = list(islice(captured, len(leaves)))
+    parts: list[BackwardPart] = []
+    if _OUTPUTS in groups:
+        parts.append(BackwardPart(roots, gradients, groups[_OUTPUTS], shares_graph=True))
+    for parameters, edges in begins:
+        parts.append(_part(edges, list(islice(captured, len(edges))), parameters))
+    return input_gradients, parts
 
 
-def second_half(parts: list[BackwardPart], carried: TiedGradients) -> None:
-    """Adds to the parameters' `.grad`. Consumes `parts`, from the outputs down, so that memory is freed on the way."""
+def second_half(parts: list[BackwardPart], tied_gradients: TiedGradients) -> None:
+    """Add to the parameters' `.grad`.
+
+    `parts` run from the outputs down and are removed one by one, so that memory is freed on the
+    way. `tied_gradients` is consumed.
+    """
     parts.reverse()
     while parts:
         part = parts.pop()
-        part.run(carried)
-    BackwardPart((), ()).run(carried)
+        part.run(tied_gradients)
+    BackwardPart((), ()).run(tied_gradients)  # of parameters that no part has reached
 
 
 def _part(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> BackwardPart:
-    """Without the edges through which nothing flows."""
+    """Return a part without the edges into which no gradient flows."""
     pairs = [pair for pair in zip(edges, gradients, strict=True) if pair[1] is not None]
-    return BackwardPart([edge for edge, _ in pairs], [gradient for _, gradient in pairs], parameters)
+    return BackwardPart(
+        [edge for edge, _ in pairs], [gradient for _, gradient in pairs], parameters
+    )
 
 
 class _BackwardGraph:
-    """The nodes that `edges` lead to, each after all that lead to it, and which outputs of each are used."""
+    """The autograd nodes below some edges.
+
+    `order` has each node after all nodes that lead to it. `used_outputs` has by node the indices of
+    its outputs that edges lead to, and `children` the nodes that it leads to itself.
+    """
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.roots = [edge.node for edge in edges]
         self.children: dict[Node, list[Node]] = {}
-        self.used: dict[Node, set[int]] = {edge.node: set() for edge in edges}
+        self.used_outputs: dict[Node, set[int]] = {edge.node: set() for edge in edges}
         for edge in edges:
-            self.used[edge.node].add(edge.output_nr)
-        self.order = self._walk()
+            self.used_outputs[edge.node].add(edge.output_nr)
+        self.order = self._topological_order()
 
-    def _walk(self) -> list[Node]:
-        left: list[Node] = []
+    def _topological_order(self) -> list[Node]:
+        """Return all nodes by a depth-first walk; no recursion, since graphs are deep."""
+        finished: list[Node] = []
         stack = [(node, False) for node in self.roots]
         while stack:
-            node, done = stack.pop()
-            if done:
-                left.append(node)
+            node, is_finished = stack.pop()
+            if is_finished:
+                finished.append(node)
             elif node not in self.children:
                 stack.append((node, True))
                 stack += [(child, False) for child in self._enter(node)]
-        return left[::-1]
+        return finished[::-1]
 
     def _enter(self, node: Node) -> list[Node]:
         edges = [(child, index) for child, index in node.next_functions if child is not None]
         for child, index in edges:
-            self.used.setdefault(child, set()).add(index)
+            self.used_outputs.setdefault(child, set()).add(index)
         self.children[node] = [child for child, _ in edges]
         return self.children[node]
 
-    def leading_to(self, ends: Collection[Node]) -> set[Node]:
-        """The nodes on paths to `ends`, these included."""
-        found: set[Node] = set()
+    def nodes_on_paths_to(self, ends: Collection[Node]) -> set[Node]:
+        """Return the nodes on paths to `ends`, with the ends."""
+        on_path: set[Node] = set()
         for node in reversed(self.order):
-            if node in ends or not found.isdisjoint(self.children[node]):
-                found.add(node)
-        return found
+            if node in ends or not on_path.isdisjoint(self.children[node]):
+                on_path.add(node)
+        return on_path
 
 
-def _groups(
-    graph: _BackwardGraph, inputs: Collection[Node], gathered: Collection[Tensor]
+def _parameters_by_begin(
+    graph: _BackwardGraph, inputs: Collection[Node], tied_to_later: Collection[Tensor]
 ) -> dict[object, list[Tensor]]:
-    """The parameters by where the second half begins for them."""
-    path = graph.leading_to(inputs)
+    """Return the parameters by where the second half begins for them.
+
+    Begins flow down the graph, from each node to its children. A node on a path to the inputs is
+    its own begin. Off the path a node has the begin of its parents; where these differ, the first
+    half has to compute the gradient:
+
+        outputs ── a ── b ── inputs      v branches off a           begin a
+                   │    │                w branches off b           begin b
+                   ├─ u ┤                u branches off a and b     begin _FIRST_HALF
+                   v    w
+    """
+    path = graph.nodes_on_paths_to(inputs)
     begins: dict[Node, object] = dict.fromkeys(graph.roots, _OUTPUTS)
     groups: dict[object, list[Tensor]] = {}
     for node in graph.order:
         begin = begins[node]
+        parameter = getattr(node, "variable", None)
         if node in path:
             begin = _FIRST_HALF if isinstance(node, BackwardCFunction) else node
-        elif (parameter := getattr(node, "variable", None)) is not None and not graph.children[
-            node
-        ]:
-            groups.setdefault(_settled(begin, parameter, gathered), []).append(parameter)
+        elif parameter is not None and not graph.children[node]:
+            final = _final_begin(begin, parameter, tied_to_later)
+            groups.setdefault(final, []).append(parameter)
         for child in graph.children[node]:
             begins[child] = begin if begins.get(child, begin) is begin else _FIRST_HALF
     return groups
 
 
-def _settled(begin: object, parameter: Tensor, gathered: Collection[Tensor]) -> object:
-    # A gradient that was made in the first half would meet the parameter's hooks, and other summands, a second time.
-    whole = parameter._backward_hooks or any(parameter is other for other in gathered)
-    return _OUTPUTS if begin is _FIRST_HALF and whole else begin
+def _final_begin(begin: object, parameter: Tensor, tied_to_later: Collection[Tensor]) -> object:
+    """Return `begin`, or the outputs for a parameter whose gradient must not be computed early.
+
+    In the second half an early gradient would meet the parameter's hooks, and the summands of
+    other stages, a second time.
+    """
+    needs_one_pass = parameter._backward_hooks or any(p is parameter for p in tied_to_later)
+    return _OUTPUTS if begin is _FIRST_HALF and needs_one_pass else begin

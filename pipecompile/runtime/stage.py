@@ -1,11 +1,13 @@
-"""How the runtime talks to a stage: four calls, and recompute.
+"""A stage as the runtime runs it: four calls, and recompute.
 
-    forward(inputs)             → outputs, saved
-    backward(saved, gradients)  → input gradients           (parameter gradients go to `.grad`)
-    backward_input(saved, …)    → input gradients, live
-    backward_weight(live)                             (consumes it)
+    forward(inputs)               → outputs, saved
+    backward(saved, gradients)    → input gradients           parameter gradients go to `.grad`
+    backward_input(saved, …)      → input gradients, parts
+    backward_weight(parts)                                    parameter gradients go to `.grad`
 
-The form here is eager autograd.
+`backward_input` and `backward_weight` are a split backward: together they do what `backward` does.
+The runtime in one process (local.py), the one under torchrun (distributed.py) and the timing of
+stages (timing.py) use the same stages.
 """
 
 from __future__ import annotations
@@ -23,37 +25,53 @@ from pipecompile.errors import InputError
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
-from pipecompile.runtime.split_backward import BackwardPart, TiedGradients, first_half, second_half
+from pipecompile.runtime.split_backward import (
+    BackwardPart,
+    TiedGradients,
+    first_half,
+    second_half,
+)
 
-__all__ = ["TiedGradients", "EagerStage", "BackwardParts", "Loss", "SavedForward"]
+__all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
 
 Loss = Callable[[Sequence[Tensor], Any], Tensor]
+"""From the output tensors and the target of a microbatch to a scalar."""
 BackwardParts = list[BackwardPart]
+"""What a first half of a backward leaves for the second half."""
 
 
 @dataclass
 class SavedForward:
     """What a stage keeps of one microbatch from its forward to its backward.
 
-    `outputs` is None between a forward that will be recomputed and its recompute. `arrived` are gradients of inputs, by
-    index, that autograd would lay out anew as their tensors are: how later sums round may depend on it.
+    `outputs` is None from a forward that will be recomputed until its recompute. `buffers` are
+    copies from before such a forward. `input_gradients` are those gradients, by the index of the
+    input, that autograd is going to copy into the layout of the input: the stage before must get
+    them as they were computed, since the rounding of later sums may depend on the layout.
     """
 
-    moment: StreamKey
+    stream_key: StreamKey
     inputs: tuple[Tensor, ...]
     target: Any
     outputs: tuple[Tensor, ...] | None
     buffers: tuple[Tensor, ...] = ()
-    arrived: dict[int, Tensor] = field(default_factory=dict)
+    input_gradients: dict[int, Tensor] = field(default_factory=dict)
 
 
 class EagerStage:
-    """A stage run by autograd.
+    """A stage that is run by eager autograd.
 
-    `gradient_inputs` tells which inputs carry gradients back. The last stage has a `loss` of (output tensors, target),
-    and its only output is that loss. `tied` are parameters that earlier stages of this process hold too, `gathered`
-    those that later ones do: their gradients are handed on, microbatch by microbatch, from the last of these stages to
-    the first, so that they are summed as the unsplit model sums them.
+    `gradient_inputs` says for each input whether its gradient is sent back. The last stage has a
+    `loss`, and its only output is that loss. `buffers` are those that a forward writes to; `random`
+    says whether it draws random numbers.
+
+    Parameters in `tied_to_earlier` are held by earlier stages of this process too, those in
+    `tied_to_later` by later ones. For each microbatch their gradients are handed from the last of
+    these stages to the first, so that they are summed in the order of the unsplit model:
+
+        stage 2    gradient ──▶ tied_gradients
+        stage 1    tied_gradients + own ──▶ tied_gradients      (tied to earlier and to later)
+        stage 0    tied_gradients + own ──▶ parameter.grad
     """
 
     def __init__(
@@ -64,116 +82,141 @@ class EagerStage:
         loss: Loss | None = None,
         buffers: Sequence[Tensor] = (),
         random: bool = False,
-        tied: Sequence[nn.Parameter] = (),
-        gathered: Sequence[nn.Parameter] = (),
+        tied_to_earlier: Sequence[nn.Parameter] = (),
+        tied_to_later: Sequence[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.loss = loss
         self._gradient_inputs = tuple(gradient_inputs)
         self._buffers = tuple(buffers)
         self._random = random
-        self.tied = frozenset(tied)
-        self.gathered = frozenset(gathered)
+        self.tied_to_earlier = frozenset(tied_to_earlier)
+        self.tied_to_later = frozenset(tied_to_later)
 
     def forward(
         self,
         inputs: Sequence[Tensor],
-        moment: StreamKey,
+        stream_key: StreamKey,
         target: Any = None,
         *,
         recompute: bool = False,
     ) -> tuple[tuple[Tensor, ...], SavedForward]:
-        """One microbatch. With `recompute`, only the inputs are kept, and `recompute` must come before the backward."""
+        """Run one microbatch; return the outputs without history, and what the backward needs.
+
+        With `recompute` only the inputs are kept: `recompute` must be called before the backward.
+        """
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
         before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
-        saved = SavedForward(moment, leaves, target, None, before)
+        saved = SavedForward(stream_key, leaves, target, None, before)
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                leaf.register_hook(partial(_keep_layout, saved.arrived, index, leaf.stride()))
-        # With gradients even if it will be recomputed: without them, kernels may be chosen that round differently.
+                hook = partial(_keep_layout, saved.input_gradients, index, leaf.stride())
+                leaf.register_hook(hook)
+        # Gradients are on even if the forward will be recomputed: without them PyTorch may choose
+        # kernels that round differently.
         outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
-        if self.loss is not None:  # a copy: that of mse_loss lies in memory for every element
-            return tuple(value.detach().clone() for value in outputs), saved
-        return tuple(value.detach() for value in outputs), saved
+        detached = tuple(value.detach() for value in outputs)
+        if self.loss is None:
+            return detached, saved
+        # The loss is copied, because its storage may be much larger than one number: that of
+        # mse_loss has room for every element of its input.
+        return tuple(value.clone() for value in detached), saved
 
     def recompute(self, saved: SavedForward) -> None:
-        """The forward once more, with gradients; random numbers and buffers are those of the first time."""
-        # On copies: the second run must not update the buffers again, nor touch what the backward will read.
-        twins = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
-        with swapped_state(self.module, twins):
+        """Run the forward once more, with the random numbers and buffers of the first time."""
+        # It runs on copies of the buffers: a second run must not update them a second time, nor
+        # write to what the backward will read.
+        copies = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
+        with swapped_state(self.module, copies):
             saved.outputs = self._run(saved)
 
-    def evaluate(self, inputs: Sequence[Tensor], moment: StreamKey) -> tuple[Tensor, ...]:
-        """The output tensors, without gradients and without the loss."""
+    def evaluate(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
+        """Return the output tensors, without gradients and without the loss."""
         with torch.no_grad():
-            return self._outputs(inputs, moment)
+            return self._outputs(inputs, stream_key)
 
     def backward(
-        self, saved: SavedForward, gradients: Sequence[Tensor | None], carried: TiedGradients
+        self,
+        saved: SavedForward,
+        gradients: Sequence[Tensor | None],
+        tied_gradients: TiedGradients,
     ) -> list[Tensor | None]:
-        """Adds to the parameters' `.grad` and returns the gradients of the inputs (None where there are none).
+        """Add to the parameters' `.grad` and return the gradients of the inputs, None for some.
 
-        `gradients` are those of the outputs; ignored by the last stage, whose output is the loss. `carried` holds
-        what later stages add to tied parameters for this microbatch; it leaves with what this stage adds.
+        `gradients` are those of the outputs; the last stage, whose output is the loss, ignores
+        them. `tied_gradients` holds what later stages contribute to tied parameters for this
+        microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
-        with _set_aside(self.tied, carried):
-            BackwardPart.at(roots, seeds).run(self._taken(carried))
-        for index in saved.arrived:
-            saved.inputs[index].grad = None  # the same numbers, laid out anew
-        return [saved.arrived.get(index, value.grad) for index, value in enumerate(saved.inputs)]
+        with _redirected_gradients(self.tied_to_earlier, tied_gradients):
+            BackwardPart.from_tensors(roots, seeds).run(self._pop_own(tied_gradients))
+        for index in saved.input_gradients:
+            saved.inputs[
+                index
+            ].grad = None  # frees autograd's copy: the same numbers, laid out anew
+        return [
+            saved.input_gradients.get(index, value.grad) for index, value in enumerate(saved.inputs)
+        ]
 
     def backward_input(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], BackwardParts]:
-        """The first half of the backward: the gradients of the inputs, on which the stage before waits."""
+        """Run the first half of a backward: return the input gradients and what is left to do.
+
+        The stage before waits for the input gradients.
+        """
         assert not has_recomputed_regions(self.module), (
-            "each half would compute the regions again: go back as a whole"
+            "each half would recompute the regions: go back as a whole"
         )
         roots, seeds = self._roots(saved, gradients)
-        wanted = [value for value in saved.inputs if value.requires_grad]
-        found, live = first_half(roots, seeds, wanted, self.gathered)
-        saved.arrived.clear()  # these are as they arrived; what is left of the graph holds this
-        by_input = {id(value): gradient for value, gradient in zip(wanted, found, strict=True)}
-        return [by_input.get(id(value)) for value in saved.inputs], live
+        leaves = [value for value in saved.inputs if value.requires_grad]
+        leaf_gradients, parts = first_half(roots, seeds, leaves, self.tied_to_later)
+        # `first_half` returns gradients as they were computed. The hooks that filled this table
+        # belong to the graph, which lives on until the second half.
+        saved.input_gradients.clear()
+        by_leaf = {id(leaf): value for leaf, value in zip(leaves, leaf_gradients, strict=True)}
+        return [by_leaf.get(id(value)) for value in saved.inputs], parts
 
-    def backward_weight(self, live: BackwardParts, carried: TiedGradients) -> None:
-        """The second half: the gradients of the parameters. Consumes `live`."""
-        with _set_aside(self.tied, carried):
-            second_half(live, self._taken(carried))
+    def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
+        """Run the second half: add to the parameters' `.grad`. `parts` is empty afterwards."""
+        with _redirected_gradients(self.tied_to_earlier, tied_gradients):
+            second_half(parts, self._pop_own(tied_gradients))
 
-    def _taken(self, carried: TiedGradients) -> TiedGradients:
-        """What is carried to this stage; what is for others stays."""
+    def _pop_own(self, tied_gradients: TiedGradients) -> TiedGradients:
+        """Remove and return the gradients of parameters that this stage holds."""
         return {
-            parameter: carried.pop(parameter) for parameter in self.gathered if parameter in carried
+            parameter: tied_gradients.pop(parameter)
+            for parameter in self.tied_to_later
+            if parameter in tied_gradients
         }
 
     def _leaf(self, index: int, value: Tensor) -> Tensor:
-        return value.detach().requires_grad_(
-            self._gradient_inputs[index] and torch.is_grad_enabled()
-        )
+        wants_gradient = self._gradient_inputs[index] and torch.is_grad_enabled()
+        return value.detach().requires_grad_(wants_gradient)
 
     def _run(self, saved: SavedForward) -> tuple[Tensor, ...]:
-        outputs = self._outputs(saved.inputs, saved.moment)
+        outputs = self._outputs(saved.inputs, saved.stream_key)
         if self.loss is not None:
-            return (_scalar(self.loss(outputs, saved.target)),)
+            return (_checked_scalar(self.loss(outputs, saved.target)),)
+        # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
+        # but passes it through a view as it is.
         leaves = {id(value) for value in saved.inputs if value.requires_grad}
-        # Through a view autograd takes the gradient of what only passes through as it is; otherwise it copies it.
         return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 
-    def _outputs(self, inputs: Sequence[Tensor], moment: StreamKey) -> tuple[Tensor, ...]:
+    def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
         with ExitStack() as stack:
-            # A failure inside a region of the model must not leave gradients off.
+            # Restores the gradient mode if the module fails in the middle of a no_grad region.
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
             if self._random:
-                stack.enter_context(use_stream(moment, _cuda_devices(inputs)))
+                stack.enter_context(use_stream(stream_key, _cuda_devices(inputs)))
             outputs: tuple[Tensor, ...] = self.module(*inputs)
         return outputs
 
     def _roots(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the outputs that a backward begins at, and their gradients (None: 1)."""
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
             return list(saved.outputs), [None]
@@ -185,31 +228,33 @@ class EagerStage:
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim():
-        got = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        raise InputError(
-            f"the loss function returned {got}, but it must be a scalar tensor, for example its mean"
-        )
-    return loss
+def _checked_scalar(loss: Any) -> Tensor:
+    """Return `loss`, or raise InputError if it is not a scalar tensor."""
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    returned = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        returned = f"a tensor of shape {tuple(loss.shape)}"
+    raise InputError(
+        f"the loss function returned {returned}, but it must be a scalar tensor, for example its "
+        "mean"
+    )
 
 
 @contextmanager
-def _set_aside(tied: Collection[nn.Parameter], carried: TiedGradients) -> Iterator[None]:
-    """What the block adds to `tied` parameters goes to `carried` instead of their `.grad`."""
-    before = [parameter.grad for parameter in tied]
-    for parameter in tied:
+def _redirected_gradients(
+    parameters: Collection[nn.Parameter], gradients: TiedGradients
+) -> Iterator[None]:
+    """Put what the block adds to the `.grad` of `parameters` into `gradients` instead."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in zip(tied, before, strict=True):
+        for parameter, gradient in zip(parameters, before, strict=True):
             if parameter.grad is not None:
-                carried[parameter] = parameter.grad
+                gradients[parameter] = parameter.grad
             parameter.grad = gradient
 
 
@@ -218,10 +263,13 @@ def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _keep_layout(
-    arrived: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor
+    gradients: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor
 ) -> None:
+    """Keep a gradient that is dense but laid out differently than its input, which has `stride`.
+
+    A gradient with gaps is a view of something larger. It is not kept, so that autograd copies it
+    and the larger storage is freed.
+    """
     order = sorted(range(gradient.dim()), key=gradient.stride().__getitem__, reverse=True)
-    if (
-        gradient.stride() != stride and gradient.permute(order).is_contiguous()
-    ):  # not a view with gaps of more
-        arrived[index] = gradient
+    if gradient.stride() != stride and gradient.permute(order).is_contiguous():
+        gradients[index] = gradient

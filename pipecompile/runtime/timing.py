@@ -1,7 +1,8 @@
-"""How long the actions of a stage take when its rank performs them: what no sum over its nodes says.
+"""The times of a stage's actions, measured as its rank performs them.
 
-Kernels that find their operands in a cache or do not, gradients that are added to others, memory that is taken from
-the system, and all that Python does between two nodes are in it.
+Called by `api/stage_timer.py`. These times contain what no sum over nodes has: whether kernels find
+their operands in a cache, gradients that are added to others, memory taken from the system, and the
+time of Python between nodes.
 """
 
 from __future__ import annotations
@@ -19,85 +20,92 @@ from torch import Tensor
 from pipecompile.cost_models.clock import Clock
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.runtime.gradients import scale
+from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 
-__all__ = ["StageWorkload", "with_split_backwards", "measure_stages", "with_whole_backwards"]
+__all__ = ["StageWorkload", "measure_stages", "with_split_backwards", "with_whole_backwards"]
 
 LEAST_RUNS, MOST_RUNS = 3, 25
-SECONDS = 0.5  # of timed runs, if they are short
+SECONDS = 0.5  # short steps are repeated until they have taken this long
 
 
 @dataclass(frozen=True)
 class StageWorkload:
-    """A stage and what its actions work on, per microbatch.
+    """A stage and the data of its actions.
 
-    `seeds` are the gradients of its outputs, the same for every microbatch.
+    `inputs` and `targets` are per microbatch. `output_gradients` are the same for every microbatch.
     """
 
     stage: EagerStage
     inputs: Sequence[Sequence[Tensor]]
     targets: Sequence[Any]
-    seeds: Sequence[Tensor | None]
+    output_gradients: Sequence[Tensor | None]
 
 
 def with_whole_backwards(order: Iterable[Action]) -> tuple[Action, ...]:
-    """The order with each backward in one piece."""
-    named = (a._replace(kind=Kind.BACKWARD) if a.kind is Kind.BACKWARD_INPUT else a for a in order)
-    return tuple(action for action in named if action.kind is not Kind.BACKWARD_WEIGHT)
+    """Return the order with each split backward made whole: I becomes B, and W is left out."""
+    actions = []
+    for action in order:
+        if action.kind is Kind.BACKWARD_INPUT:
+            actions.append(action._replace(kind=Kind.BACKWARD))
+        elif action.kind is not Kind.BACKWARD_WEIGHT:
+            actions.append(action)
+    return tuple(actions)
 
 
 def with_split_backwards(order: Iterable[Action]) -> tuple[Action, ...]:
-    """The order with each backward in two halves."""
-    return tuple(half for action in order for half in _halves(action))
-
-
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.BACKWARD:
-        return (action,)
-    return action._replace(kind=Kind.BACKWARD_INPUT), action._replace(kind=Kind.BACKWARD_WEIGHT)
+    """Return the order with each backward B split into I and W."""
+    actions = []
+    for action in order:
+        if action.kind is Kind.BACKWARD:
+            actions.append(action._replace(kind=Kind.BACKWARD_INPUT))
+            actions.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+        else:
+            actions.append(action)
+    return tuple(actions)
 
 
 @torch.enable_grad()
 def measure_stages(
-    works: Mapping[int, StageWorkload], order: Sequence[Action], device: torch.device
+    workloads: Mapping[int, StageWorkload], order: Sequence[Action], device: torch.device
 ) -> dict[int, dict[Kind, int]]:
-    """Nanoseconds of each kind of action of each stage, as a mean over the microbatches; REDUCE is the end of a step.
+    """Return by stage and kind of action the time of one microbatch, in nanoseconds.
 
-    Steps are repeated, the first one to warm up; of these means the median counts. Each step begins without gradients:
-    the first microbatch leaves its own, the others add to them.
+    REDUCE stands for the end of a step. Steps are repeated, after one to warm up. A time is the
+    mean over the microbatches of a step, and the median of these means over the steps. Each step
+    begins without gradients: the first microbatch creates them, and the others add to them.
     """
     clock = Clock(device)
-    _run(works, order, clock)
-    started, runs = time.monotonic(), list[dict[Action, int]]()
-    while len(runs) < LEAST_RUNS or (
-        time.monotonic() - started < SECONDS and len(runs) < MOST_RUNS
-    ):
-        runs.append(_run(works, order, clock))
-    actions: dict[int, dict[Kind, list[Action]]] = {stage: defaultdict(list) for stage in works}
+    _run_step(workloads, order, clock)
+    start, runs = time.monotonic(), list[dict[Action, int]]()
+    while len(runs) < LEAST_RUNS or (time.monotonic() - start < SECONDS and len(runs) < MOST_RUNS):
+        runs.append(_run_step(workloads, order, clock))
+    actions: dict[int, dict[Kind, list[Action]]] = {stage: defaultdict(list) for stage in workloads}
     for action in runs[0]:
         actions[action.stage][action.kind].append(action)
-    return {
-        stage: {
-            kind: round(median(fmean(run[each] for each in same) for run in runs))
-            for kind, same in kinds.items()
-        }
-        for stage, kinds in actions.items()
-    }
+    times: dict[int, dict[Kind, int]] = {stage: {} for stage in workloads}
+    for stage, actions_by_kind in actions.items():
+        for kind, same_kind in actions_by_kind.items():
+            means = [fmean(run[action] for action in same_kind) for run in runs]
+            times[stage][kind] = round(median(means))
+    return times
 
 
-def _run(works: Mapping[int, StageWorkload], order: Sequence[Action], clock: Clock) -> dict[Action, int]:
-    """One step of these stages; what each action took."""
-    for work in works.values():
-        for parameter in work.stage.module.parameters():
+def _run_step(
+    workloads: Mapping[int, StageWorkload], order: Sequence[Action], clock: Clock
+) -> dict[Action, int]:
+    """Perform one step of these stages; return the nanoseconds of each action."""
+    for workload in workloads.values():
+        for parameter in workload.stage.module.parameters():
             parameter.grad = None
     steps = {
-        index: _TimedStage(work, [a for a in order if a.stage == index]) for index, work in works.items()
+        index: _TimedStage(workload, [action for action in order if action.stage == index])
+        for index, workload in workloads.items()
     }
-    ends = {index: Action(index, Kind.REDUCE) for index in works}
+    ends = [Action(index, Kind.REDUCE) for index in workloads]
     marks: dict[Action, tuple[Any, Any]] = {}
     clock.wait()
-    for action in (*order, *ends.values()):
+    for action in (*order, *ends):
         start = clock.mark()
         steps[action.stage].perform(action)
         marks[action] = start, clock.mark()
@@ -106,34 +114,38 @@ def _run(works: Mapping[int, StageWorkload], order: Sequence[Action], clock: Clo
 
 
 class _TimedStage:
-    """What a stage keeps between its actions."""
+    """A stage during one timed step, with what it keeps between its actions."""
 
-    def __init__(self, work: StageWorkload, order: Iterable[Action]) -> None:
-        self.work = work
+    def __init__(self, workload: StageWorkload, order: Iterable[Action]) -> None:
+        self.workload = workload
         self.recomputed = {action.microbatch for action in order if action.kind is Kind.RECOMPUTE}
         self.saved: dict[int | None, SavedForward] = {}
-        self.live: dict[int | None, BackwardParts] = {}
+        self.parts: dict[int | None, BackwardParts] = {}
 
     def perform(self, action: Action) -> None:
-        """One action; what leaves the stage is dropped."""
-        stage, seeds, index = self.work.stage, self.work.seeds, action.microbatch
+        """Perform one action and drop what would be sent to another stage."""
+        stage, gradients = self.workload.stage, self.workload.output_gradients
+        index = action.microbatch
         match action.kind:
             case Kind.FORWARD:
                 self.saved[index] = self._forward(index or 0)
             case Kind.RECOMPUTE:
                 stage.recompute(self.saved[index])
             case Kind.BACKWARD:
-                stage.backward(self.saved.pop(index), seeds, {})
+                stage.backward(self.saved.pop(index), gradients, {})
             case Kind.BACKWARD_INPUT:
-                _, self.live[index] = stage.backward_input(self.saved.pop(index), seeds)
+                _, self.parts[index] = stage.backward_input(self.saved.pop(index), gradients)
             case Kind.BACKWARD_WEIGHT:
-                stage.backward_weight(self.live.pop(index), {})
+                stage.backward_weight(self.parts.pop(index), {})
             case _:
-                scale(stage.module.parameters(), len(self.work.inputs))
+                divide_gradients(stage.module.parameters(), len(self.workload.inputs))
 
     def _forward(self, index: int) -> SavedForward:
-        work, again = self.work, index in self.recomputed
-        _, saved = work.stage.forward(
-            work.inputs[index], StreamKey(0, 0, index), work.targets[index], recompute=again
+        workload = self.workload
+        _, saved = workload.stage.forward(
+            workload.inputs[index],
+            StreamKey(0, 0, index),
+            workload.targets[index],
+            recompute=index in self.recomputed,
         )
         return saved

@@ -1,4 +1,7 @@
-"""The processes that run together: joining them, counting them, and letting the first one decide."""
+"""The world: the processes that run together under torchrun, and what they tell each other.
+
+Without torchrun there is one process, and every function here returns at once.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ import torch.distributed as dist
 
 from pipecompile.errors import PipecompileError
 
-__all__ = ["broadcast", "gathered", "join", "on_first", "rank", "shared", "size"]
+__all__ = ["broadcast", "gather", "join", "rank", "run_on_first", "share_from_first", "size"]
 
 T = TypeVar("T")
 
 
 def join() -> None:
-    """Under torchrun, joins the other ranks: NCCL where there are GPUs, gloo elsewhere. Otherwise does nothing."""
+    """Join the other ranks under torchrun, with NCCL on GPUs and gloo elsewhere."""
     if not (dist.is_available() and dist.is_torchelastic_launched()) or dist.is_initialized():
         return
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
     dist.init_process_group("nccl" if gpu else "gloo")
-    # Left to the interpreter's end, a group can abort the ranks that are not done yet.
+    # A group that is destroyed only by the interpreter's end can abort ranks that still run.
     atexit.register(_leave)
 
 
@@ -34,17 +37,20 @@ def _leave() -> None:
 
 
 def size() -> int:
-    """How many processes run together; 1 without a process group."""
+    """Return how many processes run together; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if size() > 1 else 0
 
 
-def on_first(function: Callable[[], T]) -> T | None:
-    """What `function` returns on rank 0; None elsewhere. If it fails, it fails on every rank with one message."""
+def run_on_first(function: Callable[[], T]) -> T | None:
+    """Return what `function` returns on rank 0, and None elsewhere.
+
+    If it raises, every rank raises an error with the same message.
+    """
     result: list[T | None] = [None]
     error: Exception | None = None
     if rank() == 0:
@@ -57,7 +63,7 @@ def on_first(function: Callable[[], T]) -> T | None:
 
 
 def _raise_alike(error: Exception | None) -> None:
-    """Raises rank 0's error on every rank: the others would wait for it for ever."""
+    """Raise rank 0's error on every rank; otherwise the others would wait for rank 0 for ever."""
     kind = type(error) if isinstance(error, PipecompileError) else PipecompileError
     message: list[Any] = [None if error is None else (kind, f"rank 0: {error}")]
     if size() > 1:
@@ -68,21 +74,21 @@ def _raise_alike(error: Exception | None) -> None:
         raise message[0][0](message[0][1])
 
 
-def shared(function: Callable[[], bytes]) -> bytes:
-    """What `function` returns on rank 0, on every rank."""
-    return broadcast(on_first(function) or b"")
+def share_from_first(function: Callable[[], bytes]) -> bytes:
+    """Return on every rank what `function` returns on rank 0; only rank 0 calls it."""
+    return broadcast(run_on_first(function) or b"")
 
 
 def broadcast(message: bytes) -> bytes:
-    """The message of rank 0, on every rank."""
+    """Return on every rank the `message` of rank 0."""
     messages = [message]
     if size() > 1:
         dist.broadcast_object_list(messages, src=0)
     return messages[0]
 
 
-def gathered(value: T) -> Sequence[T]:
-    """`value` of every rank, in their order, on every rank."""
+def gather(value: T) -> Sequence[T]:
+    """Return on every rank the `value` of each rank, in the order of the ranks."""
     if size() == 1:
         return [value]
     values: list[Any] = [None] * size()

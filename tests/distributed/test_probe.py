@@ -14,7 +14,7 @@ from pipecompile.errors import InputError
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import decode, encode, write
-from pipecompile.runtime.probe import fitted
+from pipecompile.runtime.probe import fit_link
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
 
@@ -79,7 +79,7 @@ def test_the_command_writes_nothing_without_other_ranks(tmp_path: Path) -> None:
 
 def test_a_line_is_found_again() -> None:
     sizes = (0, 1 << 16, 1 << 20, 1 << 22)
-    assert fitted({size: 5000 + size / 2 for size in sizes}) == Link(
+    assert fit_link({size: 5000 + size / 2 for size in sizes}) == Link(
         bandwidth_bytes_per_s=2 * 10**9, latency_ns=5000
     )
-    assert fitted(dict.fromkeys(sizes, 7.0)) == Link(latency_ns=7)
+    assert fit_link(dict.fromkeys(sizes, 7.0)) == Link(latency_ns=7)

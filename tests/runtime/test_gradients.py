@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecompile.runtime.gradients import fresh_gradients, scale
+from pipecompile.runtime.gradients import divide_gradients, fresh_gradients
 
 
 def parameter(gradient: float | None) -> Tensor:
@@ -18,7 +18,7 @@ def test_a_step_adds_to_what_was_there_and_only_its_own_part_is_divided() -> Non
     with fresh_gradients(parameters):
         assert all(p.grad is None for p in parameters)
         old.grad, new.grad = torch.full((2,), 8.0), torch.full((2,), 4.0)
-        scale(parameters, 4)
+        divide_gradients(parameters, 4)
     assert [p.grad if p.grad is None else p.grad.tolist() for p in parameters] == [
         [5, 5],
         [1, 1],

@@ -15,6 +15,7 @@ from pipecompile.report.plan_page import plan_page
 from pipecompile.report.profile import profile_figures
 from pipecompile.report.profile_page import profile_page
 from pipecompile.report.profile_text import profile_text
+from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.step import step_figures, step_text
 from pipecompile.report.summary import summary
 from pipecompile.report.svg import timeline_svg
@@ -51,7 +52,7 @@ def timeline_of(plan: Plan) -> Timeline:
 
 def text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     """The plan for people: stages, loads, memory and timeline."""
-    return f"{summary(plan, draw)}\n{timeline_text(timeline_of(plan))}"
+    return f"{summary(plan, draw)}\n{timeline_text(timeline_of(plan), recompute_shares(plan))}"
 
 
 def page_of(plan: Plan) -> str:

@@ -13,6 +13,7 @@ __all__ = [
     "extra_time_header",
     "extra_time_texts",
     "has_recompute",
+    "recompute_shares",
     "recompute_text",
     "region_texts",
 ]
@@ -23,6 +24,15 @@ _WHOLE = {"none": "nothing", "stage": "all", "except-last": "all but the last mi
 def has_recompute(plan: Plan) -> bool:
     """Whether any stage recomputes nodes or encodes saved tensors."""
     return any(stage.recompute != "none" or stage.encoded_runs for stage in plan.stages)
+
+
+def recompute_shares(plan: Plan) -> dict[int, float]:
+    """Return by stage the share of its backward in which it recomputes regions, where it has any."""
+    return {
+        index: stage.recompute_ns / max(stage.backward_ns + stage.recompute_ns, 1)
+        for index, stage in enumerate(plan.stages)
+        if stage.regions
+    }
 
 
 def recompute_text(stage: Stage) -> str:

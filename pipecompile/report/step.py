@@ -12,6 +12,7 @@ import msgspec
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import CriticalEvent, Timeline
 from pipecompile.ir.size import size_text
+from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
 from pipecompile.report.units import costs_text, time_text, time_with_unit
@@ -59,7 +60,10 @@ def step_text(
         f"costs {costs_text(plan.options.costs, plan.time_unit)}",
     ]
     parts = [head, list(_ranks(plan, timeline, draw)), list(_path(plan, timeline, path))]
-    return "\n\n".join(["\n".join(part) for part in parts if part] + [timeline_text(timeline)])
+    return "\n\n".join(
+        ["\n".join(part) for part in parts if part]
+        + [timeline_text(timeline, recompute_shares(plan))]
+    )
 
 
 def _ranks(plan: Plan, timeline: Timeline, draw: DrawTable) -> Iterator[str]:

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
+from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.summary import headline
 from pipecompile.report.units import time_scale, time_with_unit
 
@@ -67,12 +68,7 @@ class _Scale:
 
 def timeline_svg(plan: Plan, timeline: Timeline) -> str:
     """Return the step of a plan; where a backward recomputes regions, its first part shows that."""
-    shares = {
-        index: stage.recompute_ns / max(stage.backward_ns + stage.recompute_ns, 1)
-        for index, stage in enumerate(plan.stages)
-        if stage.regions
-    }
-    return picture(headline(plan), timeline, plan.time_unit, shares)
+    return picture(headline(plan), timeline, plan.time_unit, recompute_shares(plan))
 
 
 def picture(

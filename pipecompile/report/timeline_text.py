@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from pipecompile.ir.schedule import BACKWARDS, Event, Idle, Kind, Timeline
 from pipecompile.report.units import percent
@@ -19,21 +20,32 @@ def idle_shares(idle: Idle, makespan_ns: int) -> list[str]:
     return [percent(time, max(makespan_ns, 1)) for time in (idle.total_ns, *causes)]
 
 
-def timeline_text(timeline: Timeline, width: int = 90) -> str:
-    """Return one line a rank, time from left to right, and a legend of the letters."""
+def timeline_text(
+    timeline: Timeline,
+    recompute: Mapping[int, float] = MappingProxyType({}),
+    width: int = 90,
+) -> str:
+    """Return one line a rank, time from left to right, and a legend of the letters.
+
+    `recompute` is by stage the share of a backward in which regions are recomputed.
+    """
     scale = width / max(timeline.makespan_ns, 1)
     lines = [
-        f"rank {rank:>2} {_line(row, scale, width)}" for rank, row in enumerate(timeline.events)
+        f"rank {rank:>2} {_line(row, recompute, scale, width)}"
+        for rank, row in enumerate(timeline.events)
     ]
     return "\n".join([*lines, _LEGEND]) + "\n"
 
 
-def _line(row: Sequence[Event], scale: float, width: int) -> str:
+def _line(row: Sequence[Event], recompute: Mapping[int, float], scale: float, width: int) -> str:
     # Rounding both ends down keeps neighbours apart; an action under one column may vanish.
     cells = ["·"] * width
     for event in row:
         begin, end = int(event.start_ns * scale), int(event.end_ns * scale)
         cells[begin:end] = _letter(event) * (end - begin)
+        if event.action.kind is Kind.BACKWARD:
+            columns = round((end - begin) * recompute.get(event.action.stage, 0))
+            cells[begin : begin + columns] = "r" * columns
     return "".join(cells)
 
 

@@ -15,3 +15,9 @@ def test_a_timeline_in_letters() -> None:
         "rank  0 0011rraa",
         "rank  1 00aaww··",
     ]
+
+
+def test_regions_are_the_first_part_of_a_backward() -> None:
+    row = (Event(Action.parse("0B1"), 0, 6), Event(Action.parse("1B0"), 6, 8))
+    timeline = Timeline((row,), (Idle(dependency_ns=0, transfer_ns=0),))
+    assert timeline_text(timeline, {0: 2 / 3}, width=8).splitlines()[0] == "rank  0 rrrrbbaa"

@@ -199,7 +199,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         if tensor.storage is not None:
             self._check_storages(owner, (tensor.storage,))
 
-    def _check_gradient(self, index: int, gradient: Gradient) -> None:
+    def _check_gradient(self, index: int, gradient: GradientStorage) -> None:
         between = (*gradient.readers, *gradient.captured_at, *chain(*gradient.edges))
         self._check_names("a gradient", (gradient.producer, gradient.last, *between))
         before = gradient.continues

@@ -193,7 +193,7 @@ def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_fil
     wrong = invoke("check", plan_file, "--memory", "1GiB,1GiB")
     assert wrong.exit_code == 2
     assert (
-        "memory lists 2 budgets, but there are 4 ranks; give one for each, or one for all"
+        "memory lists 2 caps, but there are 4 ranks; give one for each, or one for all"
         in wrong.stderr
     )
 

@@ -113,7 +113,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         2,
         ["--memory", "1GiB,2GiB"],
         {"memory": ["1GiB", 2 << 30]},
-        r"memory lists 2 budgets, but there are 4 ranks; give one for each, or one for all",
+        r"memory lists 2 caps, but there are 4 ranks; give one for each, or one for all",
     ),
     "schedule": (
         InputError,

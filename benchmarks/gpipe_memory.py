@@ -286,7 +286,9 @@ class StageRecompute(NamedTuple):
     published: float | None = None
 
 
-def convnet(filters: int, images: int, policies: Iterable[StageRecompute]) -> Iterator[dict[str, Any]]:
+def convnet(
+    filters: int, images: int, policies: Iterable[StageRecompute]
+) -> Iterator[dict[str, Any]]:
     """AmoebaNet-D (18, `filters`) with so many `images` a microbatch."""
     with torch.device("meta"):
         model, inputs = AmoebaNet(18, filters), torch.zeros(IMAGES, 3, 224, 224)
@@ -331,7 +333,7 @@ def convnet(filters: int, images: int, policies: Iterable[StageRecompute]) -> It
 
 def activations_of(stage: Footprint) -> int:
     """The most that one microbatch takes besides parameters, in bytes."""
-    return max(stage.forward_peak.expected, (stage.kept + stage.backward_peak).expected)
+    return max(stage.forward_peak.expected, (stage.activations + stage.backward_peak).expected)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
-from pipecompile.api.capture import capture_target
+from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.capture import Captured
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import draft
 from pipecompile.api.target import Target

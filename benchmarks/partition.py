@@ -88,7 +88,9 @@ def instances() -> Iterator[tuple[str, PartitionProblem, int]]:
             k,
             communication=best["comm"],
             links=Links.of(Link(bandwidth_bytes_per_s=best["bandwidth_bytes_per_s"])),
-            memory=MemoryConstraint.simple(graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)),
+            memory=MemoryConstraint.simple(
+                graph, (best["memory_bytes"],) * k, (1,) * k, Fraction(1)
+            ),
         )
         yield name, problem, best["best_max_load_ns"]
 
@@ -105,7 +107,9 @@ def synthetic_graphs() -> Iterator[tuple[str, PartitionProblem, int]]:
     for family in FAMILIES:
         for nodes in SIZES:
             graph = synthetic(family, nodes)
-            yield from ((f"{family} {nodes}", PartitionProblem(graph, k, links=LINK), 0) for k in STAGES)
+            yield from (
+                (f"{family} {nodes}", PartitionProblem(graph, k, links=LINK), 0) for k in STAGES
+            )
 
 
 GROUPS: dict[str, Callable[[], Iterator[tuple[str, PartitionProblem, int]]]] = {
@@ -175,7 +179,9 @@ def _ratios(
     }
 
 
-def _value(problem: PartitionProblem, baseline: Callable[[PartitionProblem], Assignment | None]) -> int | str:
+def _value(
+    problem: PartitionProblem, baseline: Callable[[PartitionProblem], Assignment | None]
+) -> int | str:
     """What the cut of a baseline is worth, or why it is worth nothing."""
     try:
         assignment = baseline(problem)

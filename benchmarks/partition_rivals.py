@@ -100,7 +100,9 @@ def _integer(unit_graph: UnitGraph, first: Stages) -> int:
 
 
 def _value(unit_graph: UnitGraph, stages: Stages) -> int:
-    return objective_value("max-load", stage_loads(unit_graph.problem, unit_graph.assignment(stages)))
+    return objective_value(
+        "max-load", stage_loads(unit_graph.problem, unit_graph.assignment(stages))
+    )
 
 
 if __name__ == "__main__":

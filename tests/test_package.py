@@ -170,3 +170,14 @@ def test_the_installed_layout_needs_no_checkout(tmp_path: Path) -> None:
         "import pipecompile, pipecompile.passes as p; print(len(pipecompile.__path__), p.__file__)"
     )
     assert run(code, tmp_path, site) == f"1 {site / 'pipecompile' / 'passes' / '__init__.py'}"
+
+
+def test_class_names_are_unique() -> None:
+    """One name for one thing: a reader who searches for a class finds it, private ones included."""
+    homes: dict[str, list[str]] = {}
+    for top in ("pipecompile", "passes", "cost_models"):
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

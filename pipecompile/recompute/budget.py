@@ -106,10 +106,10 @@ class StageBudget:
 
     def _room(self, plain: StageRecompute) -> _Room | None:
         """Return the room at the backward with most in flight; None if there is no backward."""
-        spares = self.policies.spare(self.piece, plain, self.bytes)
-        if not spares:
+        allowances = self.policies.backward_allowances(self.piece, plain, self.bytes)
+        if not allowances:
             return None
-        tight = max(spares, key=lambda spare: (spare.in_flight, spare.summed, -spare.bytes))
+        tight = max(allowances, key=lambda each: (each.in_flight, each.summed, -each.bytes))
         problem = self.policies.problem(self.piece, summed=bool(tight.summed), saving=plain.saving)
         return _Room(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
 

@@ -63,6 +63,7 @@ def cheapest(
     `RegionChoice.fits`, in bytes.
     """
     search = RegionSearch(problem, 0, len(problem.forward_ns))
+    # A pruned menu may have lost a choice that a simple policy has.
     candidates = [whole(problem), per_block(problem, blocks), square_root(problem, blocks)]
     from_menu = _cheapest_of_menu(problem, blocks, in_flight, available, most_kept)
     if from_menu is not None:
@@ -103,6 +104,7 @@ def weighed(
     """
     whole_menu = menu(problem, segment_cuts(problem, blocks), frozenset(), MOST)
     ((state, front),) = whole_menu.fronts.items()
+    # No cap here: the price of a byte stands for it (see planner.py).
     cost = front.ns + ns_per_byte * ((in_flight - 1) * front.kept + front.peak)
     return priced(problem, whole_menu.regions(state, int(cost.argmin())))
 

@@ -73,6 +73,7 @@ def _spans(part: StageValues, policies: Collection[Policy]) -> Iterator[_Encodab
     memory = part.graph.allocator
     for made in part.made:
         savers = [place for place in made.storage.savers if place in position]
+        # A message to a later stage needs the storage as it is.
         if not savers or part.is_sent(made.storage):
             continue
         for chosen in filter(None, (by_use, *others)):
@@ -173,6 +174,7 @@ def _times_ns(part: StageValues, run: EncodedPlaces, moved: _MovedBytes) -> tupl
 
     A copy to the host runs beside the run's own nodes; only what is longer than these counts.
     """
+    # Encoding is bound by memory traffic, as the graph's fastest kernels are.
     rate = part.lives.bytes_per_ns
     packing = ceil(moved.packed / rate) if rate else 0
     unpacking = ceil(moved.unpacked / rate) if rate else 0

@@ -68,6 +68,7 @@ def refined(
         if excess <= 0:
             best = choice if best is None or choice.ns < best.ns else best
             break
+        # Rounded down, bytes fit that do not fit exactly: ask for that much less.
         room -= excess
     return (None if best is None else best.regions), bound or 0
 
@@ -148,6 +149,7 @@ class _RegionProgram:
         before: Any = 0
         for position in range(tensor.producer, tensor.last_use + 1):
             needs = self._needs(tensor, position)
+            # Nothing here needs it: whether it is kept does not change, and no variable is needed.
             if not needs:
                 yield before
                 continue
@@ -236,6 +238,7 @@ class _RegionProgram:
         ]
         kept += [(others * size, self.region[region]) for region, size in self._buffer_copies]
         every = [*terms, *kept, (others * self.problem.sent_bytes, 1)]
+        # Rounded down on the left: a choice that fits exactly is never cut off.
         units = sum(size // self._unit * variable for size, variable in every)
         self.model.add(units <= self.available // self._unit)
 

@@ -82,6 +82,7 @@ def menu(
     `most` choices each, all if None. `depth` counts how often the stage was cut already.
     """
     length = len(problem.forward_ns)
+    # One segment: few enough nodes for the exact search.
     if not cuts:
         search = RegionSearch(problem, 0, length, kept, most)
         return Menu(search.fronts[length], length, search=search)
@@ -91,6 +92,7 @@ def menu(
     whole_menu = Menu({}, length, left=left_menu, cut=cut)
     fronts: dict[State, list[ParetoFront]] = {}
     for left_state, left_front in left_menu.fronts.items():
+        # What the left part ends with, and what passes by it, is what the right part begins with.
         kept_at_cut = left.outer(left_state) | (kept - left.tensors)
         right_cuts = tuple(each - cut for each in cuts_after)
         right_menu = menu(right.problem, right_cuts, right.local(kept_at_cut), most, depth + 1)
@@ -102,6 +104,7 @@ def menu(
             joined = _joined(left_front, right_front, len(whole_menu.pairs), beside)
             fronts.setdefault(state, []).append(joined)
             whole_menu.pairs.append(_Pair(left_state, right_state))
+    # A region over everything crosses the cut, so no pair of choices has it.
     if not problem.excluded:
         state, front = RegionSearch(problem, 0, length, kept).whole()
         marked = replace(front, left=np.full_like(front.left, WHOLE))
@@ -178,6 +181,7 @@ def _touches(tensor: StoredTensor, start: int, stop: int) -> bool:
 def _clipped(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Return the tensor as the nodes from `start` to `stop` see it."""
     uses = [position - start for position in tensor.uses if start <= position < stop]
+    # A use at the very end stands for all uses behind it: the tensor lives across the end.
     if tensor.last_use >= stop:
         uses.append(stop - start)
     return StoredTensor(

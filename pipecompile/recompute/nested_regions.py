@@ -115,6 +115,7 @@ class _NestedSearch:
 
     def cheapest(self) -> RegionChoice | None:
         """Return the choice for the stage."""
+        # From the right: whatever may lie within a region begins later, and is priced before.
         for start in sorted(self.stops, reverse=True):
             _Level(self, start, max(self.stops[start]), is_stage=False).fill()
         level = _Level(self, 0, len(self.problem.forward_ns), is_stage=True)
@@ -236,6 +237,7 @@ class _Level:
         """
         kept = state | self._kept_by_step(position, stop, is_region=region is not None)
         plain = np.array([[0, 0, self.problem.backward_peak[position], 0, 0]])
+        # A plain node is one "choice" whose only cost is its backward.
         inner = plain if region is None else self.search.inner[region][1].costs
         outer_row, inner_row = (axis.ravel() for axis in np.indices((len(rows), len(inner))))
         costs = rows.costs[outer_row]
@@ -282,6 +284,7 @@ class _Level:
         )
         peaks = [rows.costs[:, BACKWARD], recompute, np.full(len(rows), before_recompute)]
         rows.costs[:, BACKWARD] = np.maximum.reduce(peaks)
+        # Seen from outside, what a recompute keeps lives in the region's backward only.
         rows.costs[:, [KEPT, FORWARD]] = 0
         rows.costs[:, WRITTEN] += sum(self.problem.buffer_copies[self.start : stop])
         pruned = undominated(rows, MOST_OF_REGION, self.search.available)
@@ -345,6 +348,7 @@ class _Level:
         return sum(self.problem.tensors[index].bytes for index in tensors)
 
     def _merged(self, parts: Sequence[NestedRows]) -> NestedRows:
+        # A single part is a front already.
         if len(parts) == 1 and len(parts[0]) <= MOST:
             return fitting(parts[0], self.search.available)
         rows = concatenated(parts)

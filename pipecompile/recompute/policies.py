@@ -176,6 +176,7 @@ class RecomputePolicies:
 
     def peak_bytes(self, stages: Mapping[int, StageRecompute]) -> int:
         """Return the bound of the peak of the rank that has exactly these stages, by index."""
+        # Whole-stage recompute has actions of its own, and so other snapshots.
         kinds = {recompute.kind for recompute in stages.values()}
         is_whole = not kinds.isdisjoint(WHOLE_STAGE)
         snapshots = self.view.snapshots(next(iter(stages)), is_whole, "except-last" in kinds)

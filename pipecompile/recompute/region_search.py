@@ -91,6 +91,7 @@ class RegionSearch:
     def regions(self, position: int, state: State, row: int) -> tuple[Region, ...]:
         """Return the regions, in order, of a row of the front at `position` and `state`."""
         regions: list[Region] = []
+        # From the end back: each row knows its last step and the row before that step.
         while position > self.start:
             front = self.fronts[position][state]
             position, state_before, region = self._steps[front.left[row]]
@@ -131,6 +132,7 @@ class RegionSearch:
         """Return for these regions, in order: the state at the end, bytes kept, peak, extra ns."""
         position, state = self.start, self.kept & self._live[self.start]
         kept = peak = ns = 0
+        # The same steps as in `fronts`, along one path only.
         region_at = {region.start: region for region in regions}
         while position < self.stop:
             region = region_at.get(position)
@@ -146,6 +148,7 @@ class RegionSearch:
             yield position + 1, None
         if position in self._ends.begins:
             for stop in range(position + 1, self.stop + 1):
+                # A region that reaches an excluded node can only grow over it, so stop here.
                 if stop - 1 in self.problem.excluded:
                     return
                 if stop in self._ends.stops:
@@ -170,6 +173,7 @@ class RegionSearch:
         # In the forward, live tensors that nobody keeps still wait for their last reader.
         waiting = self._bytes(self._live[position] - state)
         forward = waiting + self._sent_before[position] + own.forward + own.buffer_copies
+        # Copies of views are made when the stage's last node is done, of tensors nobody else keeps.
         is_end = stop == len(problem.forward_ns)
         copied = self._bytes(self._copied_at_end - kept_after) if is_end else 0
         backward = kept + problem.sent_bytes + max(own.backward, copied)
@@ -190,6 +194,7 @@ class RegionSearch:
             return frozenset(i for i in self.saved_at[start] if not tensors[i].is_sent)
         if all(self.problem.saves_at[p] == "never" for p in range(start, stop)):
             return frozenset()  # such a region is never recomputed
+        # What the region's own nodes produce is recomputed with it, and need not be kept.
         used = {index for position in range(start, stop) for index in self.used_at[position]}
         return frozenset(i for i in used if tensors[i].producer < start and not tensors[i].is_sent)
 
@@ -236,6 +241,7 @@ class RegionSearch:
         live = peak = 0
         for position in range(region.start, stop):
             peak = max(peak, live + self.problem.forward_peak[position])
+            # A kernel's peak counts what it produces; afterwards the outputs alone are left.
             live += self._produced_bytes[position]
             for tensor in self._last_used_at[position]:
                 stays = is_recompute and (tensor.savers or tensor.copied_at is not None)
@@ -251,6 +257,7 @@ class RegionSearch:
         then on every tensor of the region is there until the backward of its first saver is done.
         """
         problem = self.problem
+        # Backwards run from the last node to the first, so a tensor's first saver is done last.
         freed_at = dict.fromkeys(range(*region), 0)
         for position in range(*region):
             for tensor in self._produced_at[position]:

@@ -27,6 +27,7 @@ def segment_cuts(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[int,
         ends_block = blocks[position] != blocks[position - 1]
         if ends_block and position in allowed and position - edges[-1] >= SHORTEST:
             edges.append(position)
+    # A short rest joins the segment before it.
     if len(edges) > 1 and length - edges[-1] < SHORTEST:
         edges.pop()
     edges.append(length)

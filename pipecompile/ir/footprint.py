@@ -1,4 +1,4 @@
-"""What one stage holds, as a value; holding.py finds it."""
+"""What one stage holds, as a value. memory_model/stage.py computes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class SharedParameter(Value, frozen=True, kw_only=True):
-    """What a stage counts of a parameter that nodes outside of it read too: on one rank there is one for all stages."""
+    """A stage's part of a parameter that other stages read too: a rank has it only once."""
 
     name: str
     parameters: Amount
@@ -29,9 +29,10 @@ class SharedParameter(Value, frozen=True, kw_only=True):
 
 
 class MessageStorage(Value, frozen=True, kw_only=True):
-    """A storage that a stage makes for the next one, or for the one before: the tensors `names` lie in it.
+    """A storage that a stage makes for a neighbour: the tensors `names` lie in it.
 
-    `needed` tells whether the second half of the stage's own backward needs it.
+    `is_needed_by_weight_backward` tells whether the second half of the stage's own backward needs
+    it.
     """
 
     names: tuple[str, ...]
@@ -39,28 +40,32 @@ class MessageStorage(Value, frozen=True, kw_only=True):
     is_needed_by_weight_backward: bool
 
 
-def size_of(parcels: Iterable[MessageStorage]) -> Amount:
-    """All of them together."""
-    return sum((parcel.size for parcel in parcels), ZERO)
+def size_of(storages: Iterable[MessageStorage]) -> Amount:
+    """Return the size of all storages together."""
+    return sum((storage.size for storage in storages), ZERO)
 
 
 class Footprint(Value, frozen=True, kw_only=True):
-    """What one stage holds: always, for a microbatch, and while it computes.
+    """What one stage holds: always, for each microbatch in flight, and at most while it computes.
 
-    `kept` is held from a microbatch's forward to its backward, what is `sent` (part of it) until the step ends once it
-    is, as are the gradients of inputs (`returned` by a whole backward, `passed` on by a first half). Of a backward in
-    two halves, `dropped` is what the first lets go of what was kept, and `between` what it leaves to the second.
-    `inputs`, `received` and `received_gradients` are buffers of one microbatch.
+    Always: `parameters`, `gradients` and `optimizer`; what other stages read too is `shared`.
 
-    By name, for a neighbour on the same rank: what is `handed_on` of what arrived, as it came; what a second half has
-    `wanted` of that; of what leaves, the tensors whose gradients are `relayed` as they came, or `retained` from the
-    first half to the second.
+    For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
+    them) until the step ends. So are the gradients of inputs, which a whole backward makes
+    (`sent_by_backward`) or a first half (`sent_by_input_backward`). The first half of a split
+    backward frees `freed_by_input_backward` of the activations and adds
+    `added_by_input_backward`, which the second half frees. `inputs`, `received` and
+    `received_gradients` are buffers of one microbatch. `buffer_copies` are copies of buffers that
+    nodes write to: a microbatch of which the whole stage is recomputed keeps them.
 
-    `written` are copies of buffers that its nodes write to: a microbatch of which the whole stage is computed again
-    keeps them. What is `shared` is part of `parameters`, `gradients` and `optimizer`. The peaks are the most that lives
-    in a forward, a backward and its halves, above what was held before: the first backward of a step makes the
-    gradients of parameters, later ones add to them. Of a second half they are others for a stripped microbatch: its
-    outputs go as what else was kept.
+    While it computes: the peaks, above what was held before. The first backward of a step makes
+    the gradients of parameters, later ones add to them. The peaks of a second half are different
+    where the first half has freed the outputs (`…_freeing_outputs`).
+
+    By name, for a neighbour on the same rank: inputs that are relayed as they came
+    (`relayed_inputs`), inputs that a second half needs (`inputs_for_weight_backward`), outputs
+    whose gradients are relayed as they came (`relayed_gradients`), and those whose gradients are
+    kept from the first half to the second (`gradients_for_weight_backward`).
     """
 
     parameters: Amount
@@ -93,18 +98,19 @@ class Footprint(Value, frozen=True, kw_only=True):
 
     @property
     def outputs(self) -> Amount:
-        """All that is sent."""
+        """The size of all that is sent to the next stage."""
         return size_of(self.sent_outputs)
 
     @property
     def outputs_freed_by_input_backward(self) -> Amount:
-        """What is sent and not needed by a second half: computed again, it goes with the first."""
+        """The outputs that a second half does not need: a first half frees recomputed ones."""
         return size_of(
-            parcel for parcel in self.sent_outputs if not parcel.is_needed_by_weight_backward
+            storage for storage in self.sent_outputs if not storage.is_needed_by_weight_backward
         )
 
 
 AMOUNT_FIELDS: tuple[str, ...] = tuple(
     field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount
 )
-EMPTY_FOOTPRINT = Footprint(**dict.fromkeys(AMOUNT_FIELDS, ZERO))  # type: ignore[arg-type]  # all others have defaults
+# All other fields have defaults.
+EMPTY_FOOTPRINT = Footprint(**dict.fromkeys(AMOUNT_FIELDS, ZERO))  # type: ignore[arg-type]

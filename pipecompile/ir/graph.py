@@ -33,21 +33,22 @@ FUSED_ATTENTION: tuple[FusedType, ...] = ("bfloat16", "float16", "float32")
 
 
 class Node(Value, frozen=True, kw_only=True):
-    """One operation for one microbatch; times in nanoseconds, sizes in bytes.
+    """One operation for one microbatch; sizes are in bytes.
 
-    `saved` lists the storages (indices into `CostGraph.storages`) that the backward keeps, `uses`
-    what for, by saved tensor, where that is known; `parameters` the canonical names that the node
-    reads, `given_as_views` those of them whose gradients are views, so that what others add is a
-    new sum, `early` those whose gradients a first half of a backward makes if that leads through
-    the node. The split of the backward is None where it was not measured. `forward_peak_bytes` and
-    `backward_peak_bytes` are the most that lives while it runs, above what lived when it began,
-    `workspace_bytes` the scratch of its kernels beside that, in either direction. `input_bytes` is
-    what it reads of the minibatch. `packs` tells when its forward hands tensors to its backward:
-    before its kernels run, after them, or never. Only a `recomputable` node may run twice for a
-    microbatch. `written` are the sizes of the buffers of which a recompute needs copies, made
-    before the forward, since nodes write to them; those of a group are with one of its nodes.
-    `finish_ns` is its share of what a step takes once, besides its microbatches: gradients are
-    divided.
+    `saved` are the storages (indices into `CostGraph.storages`) that its backward keeps, and
+    `uses` what for, by saved tensor, where that is known. `parameters` are the canonical names
+    that the node reads; the gradients of `view_gradients` are views, so that a sum with others
+    needs new memory; those of `gradients_by_input_backward` are made by the first half of a split
+    backward if that leads through the node. The halves of the backward are None where they were
+    not measured.
+
+    `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above
+    what lived when it began; `workspace_bytes` is the scratch of its kernels besides, in either
+    direction. `input_bytes` is what it reads of the minibatch. Its forward hands tensors to its
+    backward before its kernels run, after them, or never (`saves_at`). Only a node that
+    `is_recomputable` may run twice for a microbatch; `buffer_copies` are the sizes of the buffers
+    that are then copied before the forward, as nodes write to them (those of a group are with one
+    of its nodes). `per_step_ns` is its share of what a step takes once: gradients are divided.
     """
 
     name: str
@@ -77,9 +78,10 @@ class Node(Value, frozen=True, kw_only=True):
 
 
 class Content(Value, frozen=True, kw_only=True):
-    """The elements of a storage that backwards keep, of a type by torch's name without `torch.`.
+    """The elements of a storage that backwards keep; `dtype` is torch's name without `torch.`.
 
-    `is_mask` where each is zero or one constant, as booleans always are; indices are below `bound`.
+    `is_mask`: each element is zero or one constant, as those of booleans always are. Elements that
+    are indices are below `bound`.
     """
 
     dtype: str
@@ -88,13 +90,15 @@ class Content(Value, frozen=True, kw_only=True):
 
 
 class Tensor(Value, frozen=True, kw_only=True):
-    """The value of `producer`: one transfer however many consumers; its gradient flows back if it has any bytes.
+    """The value of `producer`: one transfer, however many consumers there are.
 
-    One that is `permuted` lies in another order of dimensions: it travels in that, and is then seen through a view. One
-    that is not `dense`, a view with gaps or one that repeats elements, travels as a copy; a stage that reads it makes
-    another, laid out as it was, which takes `spread_bytes`. A gradient that is
-    `expanded_by` the only reader that gives one repeats elements: as a message it would not, and sums over it would be
-    rounded otherwise. Of the consumers the `silent` ones give none.
+    Its gradient flows back if that has any bytes; `consumers_without_gradient` give none. A
+    tensor that `is_permuted` has its dimensions in another order in memory: it travels in that
+    order and is seen through a view. One that is not dense (a view with gaps, or one that repeats
+    elements) travels as a copy; a stage that reads it makes another copy with the original
+    strides, of `strided_copy_bytes`. A gradient that repeats elements, since
+    `gradient_expanded_by` is its only source, would lose that as a message, and sums over it
+    would be rounded differently.
     """
 
     producer: str
@@ -119,17 +123,18 @@ class Tensor(Value, frozen=True, kw_only=True):
 
 
 class GradientStorage(Value, frozen=True, kw_only=True):
-    """A storage of the backward that outlives the node it is made in: from that of `producer` to that of `last`.
+    """A storage of the backward that outlives the node it is made in.
 
-    `readers` are the nodes in between whose backwards take it. Of what flows into the nodes that it is `captured` at
-    they make gradients of parameters, or of several of the nodes that they read, some of which may lead to parameters
-    alone; a split backward holds it there until its second half. A captured one may live in one node alone. Pairs of what is `given` by it are a node and a
-    reader: the gradient that the reader's backward has for the node lies in it, with the strides of the node's value or
-    as a part of it.
+    It lives from the backward of `producer` to that of `last`; `readers` are the nodes in between
+    whose backwards read it. At the nodes `captured_at`, gradients of parameters branch off from
+    it, or gradients of several inputs of which some may lead to parameters alone: a split
+    backward holds it there until its second half. Each of `edges` is a node and a reader: the
+    gradient that the reader's backward makes for the node lies in this storage.
 
-    A `sum` is one of the gradients of several readers, made when the last of them is done. Where others are added to a
-    gradient in place, its life ends and that of the sum begins, which `continues` it (the index of an earlier gradient)
-    in the same memory. A `copy` brings another in order: what comes from a later stage is.
+    A storage that `is_sum` is the sum of the gradients of several readers, made when the last of
+    them is done. Where others are added to a gradient in place, its life ends and that of the sum
+    begins, which `continues` it (the index of an earlier one) in the same memory. One that
+    `is_copy` has other strides than what it copies, as what comes from a later stage has.
     """
 
     producer: str
@@ -144,7 +149,10 @@ class GradientStorage(Value, frozen=True, kw_only=True):
 
 
 class Parameter(Value, frozen=True, kw_only=True):
-    """A parameter or buffer by its first name; tied names are `aliases`. Buffers are not `trainable`."""
+    """A parameter or buffer by its first name; `aliases` are the other names of a tied one.
+
+    Buffers are not `trainable`.
+    """
 
     name: str
     bytes: NonNegative
@@ -205,7 +213,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         before = gradient.continues
         if before is None:
             return
-        # Sums grow in place: each one takes over the memory of the gradient that ends where it begins.
+        # Sums grow in place: each takes over the memory of the gradient that ends where it begins.
         if before >= index or self.gradients[before].last != gradient.producer:
             raise ValueError(
                 f"gradient {index} continues {before}, which does not end where it begins"
@@ -226,7 +234,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         self._check_storages(f"node {node.name!r}", node.saved)
         if node.uses and len(node.uses) != len(node.saved):
             raise ValueError(
-                f"node {node.name!r} saves {len(node.saved)} storages, but has {len(node.uses)} uses"
+                f"node {node.name!r} saves {len(node.saved)} storages, "
+                f"but has {len(node.uses)} uses"
             )
         for parameter in set(node.parameters) - self.parameter_by_name.keys():
             raise ValueError(

@@ -163,7 +163,7 @@ def _stages(plan: Plan) -> _PageTable:
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
         sent = sum(tensor.bytes for tensor in stage.outputs)
         times = [time_text(time, plan.time_unit) for time in (stage.forward_ns, stage.backward_ns)]
-        again = [recompute_text(stage), *extra_time_texts(plan, stage)] if recompute else []
+        recomputed = [recompute_text(stage), *extra_time_texts(plan, stage)] if recompute else []
         rows.append(
             _TableRow(
                 [
@@ -172,7 +172,7 @@ def _stages(plan: Plan) -> _PageTable:
                     *[rank] * shared,
                     len(stage.nodes),
                     *times,
-                    *again,
+                    *recomputed,
                     size_text(sum(parameter.bytes for parameter in plan.parameters_of(index))),
                     size_text(sent) if stage.outputs else "",
                 ]

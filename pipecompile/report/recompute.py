@@ -27,7 +27,7 @@ def has_recompute(plan: Plan) -> bool:
 
 
 def recompute_shares(plan: Plan) -> dict[int, float]:
-    """Return by stage the share of its backward in which it recomputes regions, where it has any."""
+    """Return by stage the share of a backward in which regions are recomputed, if it has any."""
     return {
         index: stage.recompute_ns / max(stage.backward_ns + stage.recompute_ns, 1)
         for index, stage in enumerate(plan.stages)

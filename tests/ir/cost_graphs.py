@@ -27,9 +27,9 @@ CONTENTS = st.none() | st.builds(
 def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = False) -> CostGraph:
     """From `least` to `most` nodes: views, tied parameters, skips, values that nobody reads.
 
-    Nodes save what they read, what they make (which is part of their peak), and storages of their own; they write to
-    buffers. In a `wild` graph any value may lie in any storage, any node may save it, and nodes may have parameters
-    without names.
+    Nodes save what they read, what they make (which is part of their peak), and storages of their
+    own; they write to buffers. In a `wild` graph any value may lie in any storage, any node may save
+    it, and nodes may have parameters without names.
     """
     names = [f"n{index}" for index in range(draw(st.integers(least, most)))]
     parameters = [
@@ -177,7 +177,7 @@ def _gradients(draw: st.DrawFn, names: Sequence[str], most: int) -> tuple[Gradie
 def stages_of(
     draw: st.DrawFn, graph: CostGraph, most: int = 4, least: int = 1
 ) -> list[tuple[str, ...]]:
-    """Non-empty stages of any cut: stages never decrease along a tensor, but need not follow the graph's order.
+    """Non-empty stages of any cut: stages never decrease along a tensor, in any order of nodes.
 
     Where there would be less than the `least`, large ones are halved.
     """

@@ -137,7 +137,7 @@ def chain_of(
     contents = tuple(content for _, content, _ in rows)
     return msgspec.convert(
         {
-            "memory": memory,
+            "allocator": memory,
             "nodes": msgspec.to_builtins(nodes),
             "tensors": msgspec.to_builtins(tensors),
             "storages": [WIDE] * len(rows),

@@ -73,7 +73,9 @@ def pipecompile(
     if plan is None:
         name = "function" if callable(costs) else costs
         # Only rank 0 needs the files that costs and links name.
-        shared = world.share_from_first(lambda: encode(options_for(target, k=k, costs=name, **choices)))
+        shared = world.share_from_first(
+            lambda: encode(options_for(target, k=k, costs=name, **choices))
+        )
         options = decode(shared, Options, origin="rank 0")
         connected = world.run_on_first(lambda: links_for(options, links)) or FREE
         captured = _captured(target, options, self_check=self_check)
@@ -98,7 +100,9 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
     used.
     """
     captured = world.run_on_first(lambda: capture_target(target, options, verify=self_check))
-    method = world.share_from_first(lambda: captured.capture.method.encode() if captured else b"").decode()
+    method = world.share_from_first(
+        lambda: captured.capture.method.encode() if captured else b""
+    ).decode()
     return captured or capture_target(target, options, verify=False, method=method)
 
 

@@ -69,14 +69,14 @@ class Stage:
     nodes: tuple[str, ...]
 
     @cached_property
-    def lives(self) -> LiveRanges:
+    def ranges(self) -> LiveRanges:
         """The storages of its graph."""
         return LiveRanges(self.graph)
 
     @cached_property
     def problem(self) -> RecomputeProblem:
         """The stage by position, as a bound counts, in a backward that is not the first of its step."""
-        return recompute_problem_of(self.lives, self.before, self.nodes, summed=True)
+        return recompute_problem_of(self.ranges, self.before, self.nodes, has_gradients=True)
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -354,7 +354,7 @@ def _told(row: dict[str, Any]) -> str:
 
 def _peak(target: Target, stage: Stage, in_flight: int, choice: RegionChoice) -> dict[str, Any]:
     regions = [stage.nodes[start:stop] for start, stop in choice.regions]
-    footprint = footprint_of(stage.lives, stage.before, stage.nodes, regions)
+    footprint = footprint_of(stage.ranges, stage.before, stage.nodes, regions)
     kept = footprint.activations.expected
     forward, backward = footprint.forward_peak.expected, footprint.backward_peak.expected
     return {

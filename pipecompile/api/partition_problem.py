@@ -143,7 +143,7 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     if ranks != options.k:
         return constraint
     can_free = options.recompute == "auto" or bool(options.saving)
-    rate = planner.policies.lives.bytes_per_ns
+    rate = planner.policies.ranges.bytes_per_ns
     return replace(
         constraint,
         price=_price(planner, one_in_flight),

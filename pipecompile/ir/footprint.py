@@ -15,7 +15,7 @@ __all__ = [
     "Footprint",
     "MessageStorage",
     "SharedParameter",
-    "size_of",
+    "total_size",
 ]
 
 
@@ -40,7 +40,7 @@ class MessageStorage(Value, frozen=True, kw_only=True):
     is_needed_by_weight_backward: bool
 
 
-def size_of(storages: Iterable[MessageStorage]) -> Amount:
+def total_size(storages: Iterable[MessageStorage]) -> Amount:
     """Return the size of all storages together."""
     return sum((storage.size for storage in storages), ZERO)
 
@@ -99,12 +99,12 @@ class Footprint(Value, frozen=True, kw_only=True):
     @property
     def outputs(self) -> Amount:
         """The size of all that is sent to the next stage."""
-        return size_of(self.sent_outputs)
+        return total_size(self.sent_outputs)
 
     @property
     def outputs_freed_by_input_backward(self) -> Amount:
         """The outputs that a second half does not need: a first half frees recomputed ones."""
-        return size_of(
+        return total_size(
             storage for storage in self.sent_outputs if not storage.is_needed_by_weight_backward
         )
 

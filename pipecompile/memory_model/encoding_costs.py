@@ -1,6 +1,6 @@
-"""What each encoding of a saved tensor leaves of a storage, and what it takes.
+"""What each encoding of a saved tensor leaves of a storage, and what it takes to make and read it.
 
-graph/saved_tensors.py is what they do; this is for planners, without PyTorch.
+graph/saved_tensors.py encodes real tensors; this is the same for planners, without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from math import ceil
 
 from pipecompile.ir.encodings import CHUNK_ELEMENTS, ELEMENT_BYTES, POLICY_OF, Memory, Policy, Use
 
-__all__ = ["SavedStorage", "SavingCost", "cost_by_policy", "costs_by_use"]
+__all__ = ["EncodingCost", "SavedStorage", "cost_by_policy", "costs_by_use"]
 
-_NARROW = ((2**8, 1), (2**15, 2), (2**31, 4))  # below what these bytes of an integer hold
-# Kernels of pack_bits and unpack_bits read and write so many bytes for each element, beside the bits themselves.
-_GATHERED, _SPREAD = 5, 11
+# Integers below these limits fit into so many bytes.
+_INTEGER_BYTES = ((2**8, 1), (2**15, 2), (2**31, 4))
+# Bytes per element that the kernels of pack_bits and unpack_bits read and write, beside the bits.
+_BYTES_TO_PACK_A_BIT, _BYTES_TO_UNPACK_A_BIT = 5, 11
 
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """A storage of so many `bytes` that backwards keep, as elements of `dtype`, by torch's name without `torch.`.
+    """A storage of so many `bytes` that backwards need, with elements of `dtype`.
 
-    `uses` say what each saved tensor in it is for. `is_mask` where it holds zero and one constant, as booleans always
-    do; `bound` is above all indices that it holds: the elements of one plane of what was pooled.
+    `dtype` is torch's name without `torch.`, and `uses` say what each saved tensor in it is for.
+    `is_mask` says that every element is zero or one constant, as booleans always are. All indices
+    that it holds are below `bound`: the elements of one plane of what was pooled.
     """
 
     bytes: int
@@ -34,18 +36,18 @@ class SavedStorage:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return self.bytes // ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
-class SavingCost:
-    """What one storage takes, for one microbatch.
+class EncodingCost:
+    """What the encoding of one storage takes, for one microbatch.
 
-    `kept_bytes` lie on the device between forward and backward, `host_bytes` on the host, and have crossed the link to
-    it once each way; on a CPU both are one memory. `packing_bytes` and `unpacking_bytes` are what kernels read and
-    write in the forward and in the backward, where the storage exists again, in its full size, while it is read;
-    `scratch_bytes` is the most that they take meanwhile, beside that and what is kept.
+    `kept_bytes` lie on the device between forward and backward. `host_bytes` lie on the host, and
+    have crossed the link to it once each way; on a CPU both are one memory. `packing_bytes` and
+    `unpacking_bytes` are what kernels read and write in the forward and in the backward.
+    `scratch_bytes` is the most that they allocate meanwhile, beside the storage and its encoding.
     """
 
     kept_bytes: int
@@ -57,62 +59,75 @@ class SavingCost:
 
 def costs_by_use(
     policies: Collection[Policy], storage: SavedStorage, memory: Memory
-) -> list[SavingCost] | None:
-    """What each saved tensor in it leaves, as its backward reads it; None if that is not known of one of them."""
-    costs = [
-        _by_use(use, storage, memory) if POLICY_OF.get(use) in policies else None
-        for use in storage.uses
-    ]
-    known = [cost for cost in costs if cost is not None]
-    return known if len(known) == len(costs) else None
+) -> list[EncodingCost] | None:
+    """Return the cost of each saved tensor, encoded for what its backward reads of it.
+
+    None if one of them has no such encoding among `policies`.
+    """
+    costs = []
+    for use in storage.uses:
+        cost = _cost_by_use(use, storage, memory) if POLICY_OF.get(use) in policies else None
+        if cost is None:
+            return None
+        costs.append(cost)
+    return costs
 
 
 def cost_by_policy(
     policies: Collection[Policy], storage: SavedStorage, memory: Memory
-) -> tuple[Policy, SavingCost] | None:
-    """The first of the policies that fits whatever it is for, and what that leaves; None if none does."""
-    costs = ((policy, _by_policy(policy, storage, memory)) for policy in policies)
-    return next(((policy, cost) for policy, cost in costs if cost is not None), None)
-
-
-def _by_use(use: Use, storage: SavedStorage, memory: Memory) -> SavingCost | None:
-    """None for indices that no smaller integer holds."""
-    size, count = storage.bytes, storage.elements
-    if use == "pool input":
-        return SavingCost(0)
-    if use == "relu":
-        return _bits(count, memory, packing=size + 3 * count, unpacking=count + size)
-    width = next((width for bound, width in _NARROW if storage.bound <= bound), None)
-    return None if width is None else _cast(size, count * width)
-
-
-def _by_policy(policy: Policy, storage: SavedStorage, memory: Memory) -> SavingCost | None:
-    """Whatever it is for; None where it is not what the policy expects."""
-    size, count = storage.bytes, storage.elements
-    if policy == "offload":
-        return SavingCost(0, host_bytes=size, packing_bytes=size, unpacking_bytes=size)
-    if policy == "half" and storage.dtype == "float32":
-        return _cast(size, size // 2)
-    if policy == "mask" and storage.dtype == "bool":
-        return _bits(count, memory, packing=2 * count, unpacking=0)
-    wide = ELEMENT_BYTES[storage.dtype]
-    if policy == "mask" and storage.is_mask and memory == "cpu" and wide <= 8:
-        return _bits(
-            count, memory, packing=9 * size + 2 * count, unpacking=3 * size + count, wide=wide
-        )
+) -> tuple[Policy, EncodingCost] | None:
+    """Return the first of the policies that fits for any use, and its cost; None if none does."""
+    for policy in policies:
+        cost = _cost_by_policy(policy, storage, memory)
+        if cost is not None:
+            return policy, cost
     return None
 
 
-def _bits(count: int, memory: Memory, *, packing: int, unpacking: int, wide: int = 1) -> SavingCost:
-    """Of a chunk there are flags, and beside them as many bytes for bits, or elements of `wide` bytes."""
+def _cost_by_use(use: Use, storage: SavedStorage, memory: Memory) -> EncodingCost | None:
+    """Return the cost for this use; None for indices that no smaller integer holds."""
+    size, count = storage.bytes, storage.elements
+    if use == "pool input":
+        return EncodingCost(0)  # the backward reads only its shape
+    if use == "relu":  # the backward reads only the sign
+        return _bits_cost(count, memory, packing=size + 3 * count, unpacking=count + size)
+    width = next((width for limit, width in _INTEGER_BYTES if storage.bound <= limit), None)
+    return None if width is None else _cast_cost(size, count * width)
+
+
+def _cost_by_policy(policy: Policy, storage: SavedStorage, memory: Memory) -> EncodingCost | None:
+    """Return the cost for any use; None where the storage is not what the policy encodes."""
+    size, count = storage.bytes, storage.elements
+    if policy == "offload":
+        return EncodingCost(0, host_bytes=size, packing_bytes=size, unpacking_bytes=size)
+    if policy == "half" and storage.dtype == "float32":
+        return _cast_cost(size, size // 2)
+    if policy == "mask" and storage.dtype == "bool":
+        return _bits_cost(count, memory, packing=2 * count, unpacking=0)
+    width = ELEMENT_BYTES[storage.dtype]
+    # Whether a float tensor is a mask is only checked on a CPU: on a GPU the check would wait.
+    if policy == "mask" and storage.is_mask and memory == "cpu" and width <= 8:
+        packing, unpacking = 9 * size + 2 * count, 3 * size + count
+        return _bits_cost(count, memory, packing=packing, unpacking=unpacking, width=width)
+    return None
+
+
+def _bits_cost(
+    count: int, memory: Memory, *, packing: int, unpacking: int, width: int = 1
+) -> EncodingCost:
+    """Return the cost of one bit per element.
+
+    Elements are packed in chunks. For each element of a chunk there is a flag of one byte, and
+    beside it another byte for its bit, or the element itself in `width` bytes.
+    """
     kept = ceil(count / 8)
-    return SavingCost(
+    return EncodingCost(
         kept,
-        packing_bytes=packing + _GATHERED * count + kept,
-        unpacking_bytes=unpacking + _SPREAD * count + kept,
-        scratch_bytes=min(count, CHUNK_ELEMENTS[memory]) * (1 + wide),
+        packing_bytes=packing + _BYTES_TO_PACK_A_BIT * count + kept,
+        unpacking_bytes=unpacking + _BYTES_TO_UNPACK_A_BIT * count + kept,
+        scratch_bytes=min(count, CHUNK_ELEMENTS[memory]) * (1 + width),
     )
 
 
-def _cast(size: int, kept: int) -> SavingCost:
-    return SavingCost(kept, packing_bytes=size + kept, unpacking_bytes=size + kept)
+def _cast_cost(size: int, kept: int) -> EncodingCost:
+    return EncodingCost(kept, packing_bytes=size + kept, unpacking_bytes=size + kept)

@@ -1,6 +1,9 @@
-"""What stands for storages between forward and backward where runs of nodes save them by policies of saving.py.
+"""What stands for a storage between forward and backward where nodes encode their saved tensors.
 
-Part of the memory model, see memory.py.
+A stage may have runs of nodes whose saved tensors are encoded (graph/saved_tensors.py does it):
+another, smaller form of the storage is kept, and the storage itself exists again only from the
+backward of its last saver to that of its first. stage_values.py and recompute_problem.py follow
+these forms; recompute/encoding_offers.py prices them.
 """
 
 from __future__ import annotations
@@ -11,57 +14,69 @@ from typing import NamedTuple
 
 from pipecompile.ir.encodings import Memory, Policy, Use
 from pipecompile.memory_model.encoding_costs import (
+    EncodingCost,
     SavedStorage,
-    SavingCost,
     cost_by_policy,
     costs_by_use,
 )
 from pipecompile.memory_model.live_ranges import Storage
 
-__all__ = ["OTHER", "StorageEncoding", "EncodedPlaces", "storage_encodings"]
+__all__ = ["OTHER", "EncodedPlaces", "StorageEncoding", "storage_encodings"]
 
 OTHER: tuple[Use, ...] = ("other",)
 
 
 class EncodedPlaces(NamedTuple):
-    """Nodes of a stage that follow each other, by place, with the policies of what they save."""
+    """A run of a stage's nodes, by place, whose saved tensors are encoded by these policies."""
 
     places: tuple[int, ...]
     policies: tuple[Policy, ...]
 
     @property
-    def settles(self) -> bool:
-        """Whether all that it saves waits until it is done: only then is it known who saves what."""
+    def encodes_at_end(self) -> bool:
+        """Whether nothing is encoded before the run is done.
+
+        These policies depend on who saves a tensor and what for, which is only known then.
+        """
         return not {"relu", "pool"}.isdisjoint(self.policies)
 
 
 class StorageEncoding(NamedTuple):
-    """A storage of `full` bytes in another form, or what stands for one saved tensor in it.
+    """A storage of `storage_bytes` in another form, or one of its saved tensors in such a form.
 
-    It is made in the forward of the node at `made`: when that saves, or where it `waits`, when that is done. From the
-    backward of the node at `back` on the storage is there again; both go with that of the first of `savers`.
+    It is made in the forward of the node at `encoded_at`: when that saves the storage, or when it is
+    done if `waits_for_end` of the run. The storage exists again from the backward of the node at
+    `decoded_at` on. Both are freed with the backward of the first of `savers`:
+
+        place      2        3        4        5
+        forward    saves    saves             ╌╌ encoding (made at 2) ──▶
+        backward   ◀── freed         ◀── decoded at 4
     """
 
-    full: int
-    cost: SavingCost
-    made: int
-    waits: bool
+    storage_bytes: int
+    cost: EncodingCost
+    encoded_at: int
+    waits_for_end: bool
     savers: tuple[int, ...]
-    back: int
+    decoded_at: int
 
-    def kept(self, memory: Memory) -> int:
-        """Bytes on the device; on a CPU the host's memory is the same."""
+    def kept_bytes(self, memory: Memory) -> int:
+        """Return the bytes on the device; on a CPU the host's memory is the same memory."""
         return self.cost.kept_bytes + (self.cost.host_bytes if memory == "cpu" else 0)
 
 
 def storage_encodings(
-    storage: Storage, savers: Sequence[int], runs: Mapping[int, EncodedPlaces], memory: Memory
+    storage: Storage,
+    savers: Sequence[int],
+    runs: Mapping[int, EncodedPlaces],
+    memory: Memory,
 ) -> tuple[tuple[StorageEncoding, ...], tuple[int, ...]]:
-    """The forms of a storage that nodes at the places `savers` save, and those that keep it as it is.
+    """Return the encodings of a storage that the nodes at `savers` save, and who keeps it as it is.
 
-    `runs` are by place. A form by a policy for any use is one for all runs; others are made for each saved tensor.
+    `runs` are by place. An encoding that fits any use is shared by all runs that choose it. Those
+    that depend on the use of a saved tensor are made for each one.
     """
-    forms, shared, plain = list[StorageEncoding](), dict[Policy, StorageEncoding](), list[int]()
+    by_use, shared, plain = list[StorageEncoding](), dict[Policy, StorageEncoding](), list[int]()
     for run, group in groupby(savers, key=runs.get):
         places = tuple(group)
         saved = None if run is None else _saved(storage, places)
@@ -69,27 +84,27 @@ def storage_encodings(
             plain += places
         elif (costs := costs_by_use(run.policies, saved, memory)) is not None:
             owners = [place for place in places for _ in storage.uses[place]]
-            made = run.places[-1]
-            forms += [
-                StorageEncoding(storage.bytes, c, made, True, (at,), at)
-                for at, c in zip(owners, costs, strict=True)
+            end = run.places[-1]
+            by_use += [
+                StorageEncoding(storage.bytes, cost, end, True, (owner,), owner)
+                for owner, cost in zip(owners, costs, strict=True)
             ]
-        elif (found := cost_by_policy(run.policies, saved, memory)) is not None:
-            policy, cost = found
-            made = run.places[-1] if run.settles else places[0]
-            first = shared.get(
-                policy, StorageEncoding(storage.bytes, cost, made, run.settles, (), 0)
-            )
-            # What a run has moved to the host comes back together.
-            back = run.places[-1] if policy == "offload" and memory == "cuda" else places[-1]
-            shared[policy] = first._replace(savers=(*first.savers, *places), back=back)
+        elif (choice := cost_by_policy(run.policies, saved, memory)) is not None:
+            policy, cost = choice
+            encoded_at = run.places[-1] if run.encodes_at_end else places[0]
+            new = StorageEncoding(storage.bytes, cost, encoded_at, run.encodes_at_end, (), 0)
+            first = shared.get(policy, new)
+            # What a run has moved to the host comes back together, with its last node.
+            from_host = policy == "offload" and memory == "cuda"
+            decoded_at = run.places[-1] if from_host else places[-1]
+            shared[policy] = first._replace(savers=(*first.savers, *places), decoded_at=decoded_at)
         else:
             plain += places
-    return (*forms, *shared.values()), tuple(plain)
+    return (*by_use, *shared.values()), tuple(plain)
 
 
 def _saved(storage: Storage, places: Sequence[int]) -> SavedStorage | None:
-    """What nodes at these places save of it; None if that is not known."""
+    """Return what the nodes at `places` save of the storage; None if its contents are not known."""
     content = storage.content
     if content is None or not storage.bytes:
         return None

@@ -1,377 +1,364 @@
-"""The gradients that flow through a stage: made in it, received, returned, and held between halves of a backward.
+"""The gradients that flow through a stage: where each begins and ends to live.
 
-Part of the memory model, see memory.py.
+Backwards run from the stage's last node to its first. A gradient lives from the node whose backward
+makes it to the one whose backward reads it last, or to the stage's end if it is returned to an
+earlier stage. A stage of four nodes, with a weight at node 1 and a skip from 0 to 3:
+
+    place          3        2        1        0
+    from behind    g₃ (lies in a receive buffer)
+    backward       makes g₂, and g₀ for the skip
+                   ├─ g₂ ───┤
+                            ├─ g₁ ───┤
+                                     ├─ weight gradient ─────▶  held to the step's end
+                   ├─ g₀ of the skip ──┼─ sum with g₀ of 1 ───▶  returned to the stage before
+
+A split backward (split_backward.py) makes g₁ in its input backward, and holds it for the weight
+gradient that its weight backward makes.
+
+gradient_sums.py says what lives while gradients are summed, and stage.py turns the changes that are
+yielded here into peaks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
-from operator import add
 
 from pipecompile.ir.graph import GradientStorage, Parameter, Tensor
 from pipecompile.memory_model.subgraph import LivenessChange, StageSubgraph
 
 __all__ = ["GradientFlow"]
 
-AT_ONCE = frozenset({"torch.nn.LSTM"})
-"""Operators whose kernel makes all gradients in either half of a backward."""
+ONE_KERNEL_BACKWARDS = frozenset({"torch.nn.LSTM"})
+"""Operators with one backward kernel, which makes all gradients in either half of a backward."""
 
 
 class GradientFlow:
-    """Those of one stage, a `section` of the graph."""
+    """The gradients of one stage, for a whole backward and for both halves of a split one.
 
-    def __init__(self, section: StageSubgraph) -> None:
-        self.section = section
-        self.lives, self.graph = section.lives, section.graph
-        self.nodes, self.inside = section.nodes, section.inside
-        self.place = section.lives.place
+    Methods take `is_input_backward` or `is_weight_backward` where a half differs from the whole.
+    """
+
+    def __init__(self, stage: StageSubgraph) -> None:
+        self.stage = stage
+        self.ranges, self.graph = stage.ranges, stage.graph
+        self.nodes, self.inside = stage.nodes, stage.inside
+        self.place = stage.ranges.place
+
+    # -- what a split backward holds between its halves
 
     @cached_property
-    def captured(self) -> list[tuple[GradientStorage, int]]:
-        """What the first half of a split backward holds, each with the node where the second lets it go.
+    def held_between(self) -> list[tuple[GradientStorage, int]]:
+        """The gradients that I holds for W, each with the node at which W frees it.
 
-        Those that are returned lie in the message.
+        Those that are returned lie in the message, and are not counted here.
         """
-        returned = set(map(id, self.homes(hold=True)))
-        found = [(each, places) for each, places in self._captured if id(each) not in returned]
-        return [
-            (each, min(map(self.section.halves.end_of_second, places))) for each, places in found
-        ]
+        returned = {id(storage) for storage in self.return_storages(is_input_backward=True)}
+        held = []
+        for gradient, places in self.captured:
+            if id(gradient) not in returned:
+                last = min(map(self.stage.split_backward.last_run_from, places))
+                held.append((gradient, last))
+        return held
 
     @cached_property
-    def _captured(self) -> list[tuple[GradientStorage, set[int]]]:
-        pairs = ((each, self.section.halves.captured_at(each)) for each in self.own)
-        return [(each, places) for each, places in pairs if places]
+    def captured(self) -> list[tuple[GradientStorage, set[int]]]:
+        """The gradients of the stage with which W begins, and where."""
+        pairs = (
+            (gradient, self.stage.split_backward.capture_places(gradient)) for gradient in self.own
+        )
+        return [(gradient, places) for gradient, places in pairs if places]
 
     @property
-    def retained(self) -> Iterator[str]:
-        """What leaves and whose gradient the first half holds as it came: all if the second begins with that."""
-        if not self.section.splits or self.section.halves.begins_at_outputs:
-            yield from (tensor.producer for tensor in self.section.leaving)
+    def gradients_for_weight_backward(self) -> Iterator[str]:
+        """The outputs whose received gradients I holds for W: all if W begins at the outputs."""
+        if not self.stage.has_input_backward or self.stage.split_backward.begins_at_outputs:
+            yield from (tensor.producer for tensor in self.stage.leaving)
         else:
-            held = self._held_as_received()
-            yield from dict.fromkeys(name for each in held for name in self._came_for(each))
+            names = (name for held in self._held_as_received() for name in self._outputs_of(held))
+            yield from dict.fromkeys(names)
 
     def _held_as_received(self) -> Iterator[GradientStorage]:
-        found = {
-            id(each): each for place in self.nodes for each in self.lives.capturing.get(place, ())
+        """Yield the gradients that were made in later stages and that W begins with."""
+        gradients = {
+            id(gradient): gradient
+            for place in self.nodes
+            for gradient in self.ranges.capturable.get(place, ())
         }
-        for key, each in found.items():
-            if key not in self._own and self.section.halves.captured_at(each):
-                yield each
+        for key, gradient in gradients.items():
+            if key not in self.own_ids and self.stage.split_backward.capture_places(gradient):
+                yield gradient
 
-    def _came_for(self, received: GradientStorage) -> list[str]:
-        """The leaving tensors whose gradient it may be that is captured: all if none is seen to be."""
-        names = {
-            tensor.producer: self.lives.place[tensor.producer] for tensor in self.section.leaving
-        }
-        users = {self.place[name] for name in received.captured_at}
-        met = [
+    def _outputs_of(self, received: GradientStorage) -> list[str]:
+        """Return the outputs whose gradient this may be; all of them if that cannot be told."""
+        outputs = {tensor.producer: self.place[tensor.producer] for tensor in self.stage.leaving}
+        captures = {self.place[name] for name in received.captured_at}
+        matching = [
             name
-            for name, sent in names.items()
-            if not users.isdisjoint({sent, *self.lives.reached(received, sent)})
+            for name, place in outputs.items()
+            if not captures.isdisjoint({place, *self.ranges.places_sharing(received, place)})
         ]
-        return met or list(names)
+        return matching or list(outputs)
 
-    def homes(self, *, hold: bool) -> Sequence[GradientStorage | None]:
-        """In which gradient of the stage that of each input lies as it is returned; None where it is a copy.
+    @property
+    def input_backward_parameters(self) -> list[tuple[Parameter, list[int]]]:
+        """The parameters whose gradients I makes, and holds, with the nodes that read them."""
+        names = self._input_backward_names
+        return [pair for pair in self.stage.trained_parameters if pair[0].name in names]
 
-        A whole backward copies what others have too, except what it has through a view; a first half (`hold`) does
-        not.
+    @property
+    def _input_backward_names(self) -> frozenset[str]:
+        if not self.stage.has_input_backward:
+            return frozenset()
+        return self.stage.split_backward.input_backward_parameters
+
+    @property
+    def bytes_between(self) -> Iterator[int]:
+        """The sizes of the gradients that live between I and W."""
+        yield from (gradient.bytes for gradient, _ in self.held_between)
+        yield from (parameter.bytes for parameter, _ in self.input_backward_parameters)
+
+    # -- what is returned to earlier stages
+
+    def return_storages(self, *, is_input_backward: bool) -> Sequence[GradientStorage | None]:
+        """Return by input the stage's gradient storage that is returned; None where it is a copy.
+
+        Autograd hands out a storage of its own only if nobody else holds it. A whole backward
+        therefore copies what others hold too, except where the input has its gradient through a
+        view; an input backward, which collects the gradients itself, does not.
         """
-        return self._own_homes if hold else self._taken_homes
+        return self._sole_storages if is_input_backward else self._taken_storages
 
     @cached_property
-    def _taken_homes(self) -> Sequence[GradientStorage | None]:
-        views = self.lives.viewed
-        pairs = zip(self.section.given, self._own_homes, strict=True)
+    def _taken_storages(self) -> Sequence[GradientStorage | None]:
+        views = self.ranges.sole_view
+        pairs = zip(self.stage.inputs_with_gradient, self._sole_storages, strict=True)
         return [
-            home if tensor.is_permuted or self.lives.place[tensor.producer] in views else None
-            for (tensor, _), home in pairs
+            storage if tensor.is_permuted or self.place[tensor.producer] in views else None
+            for (tensor, _), storage in pairs
         ]
 
     @cached_property
-    def _own_homes(self) -> Sequence[GradientStorage | None]:
-        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
-        return [
-            found
-            if found is not None and found.bytes == tensor.gradient_bytes and id(found) in self._own
-            else None
-            for tensor, found in pairs
-        ]
+    def _sole_storages(self) -> Sequence[GradientStorage | None]:
+        """By input the one storage of the stage that its gradient fills, if there is one."""
+        storages: list[GradientStorage | None] = []
+        for tensor, place in self.stage.inputs_with_gradient:
+            storage = self._storage_with(tensor, place)
+            fills = storage is not None and storage.bytes == tensor.gradient_bytes
+            is_own = id(storage) in self.own_ids
+            storages.append(storage if fills and is_own else None)
+        return storages
 
-    def _sole(self, tensor: Tensor, place: int) -> GradientStorage | None:
-        """In what the gradient of an input lies if its one reader is at `place`."""
-        givers = {
-            self.lives.place[name] for name in tensor.consumers_with_gradient
-        } - self.section.before
-        return (
-            self.lives.given.get((self.lives.place[tensor.producer], place))
-            if givers == {place}
-            else None
-        )
+    def _storage_with(self, tensor: Tensor, place: int) -> GradientStorage | None:
+        """Return where an input's gradient lies, if only the node at `place` gives one for it."""
+        consumers = {self.place[name] for name in tensor.consumers_with_gradient}
+        if consumers - self.stage.before != {place}:
+            return None
+        return self.ranges.gradient_on_edge.get((self.place[tensor.producer], place))
 
     @cached_property
-    def _parts(self) -> list[tuple[Tensor, GradientStorage]]:
-        """The inputs whose gradients are parts of larger ones, which live until the backward ends."""
-        pairs = ((tensor, self._sole(tensor, place)) for tensor, place in self.section.given)
-        return [
-            (tensor, found)
-            for tensor, found in pairs
-            if found is not None
-            and found.bytes > tensor.gradient_bytes
-            and not tensor.strided_copy_bytes
-        ]
+    def parts(self) -> list[tuple[Tensor, GradientStorage]]:
+        """The inputs whose gradients are parts of larger storages, which live to the backward's end.
 
-    def returned(self, *, hold: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
-        """The gradients of inputs that take memory as a whole backward returns them, or a first half (`hold`).
-
-        Each with the inputs whose gradients lie in it, its size, and whether the first half holds it too. What lies in
-        a message takes none, as that does which a later stage alone reads, through a view.
+        The gradients of q, k and v lie in one storage if one kernel makes them, for example.
         """
-        held = {id(gradient) for gradient, _ in self._captured if hold and self.section.splits}
-        for home, tensors in self._by_home(hold=hold):
+        parts = []
+        for tensor, place in self.stage.inputs_with_gradient:
+            storage = self._storage_with(tensor, place)
+            is_part = storage is not None and storage.bytes > tensor.gradient_bytes
+            if storage is not None and is_part and not tensor.strided_copy_bytes:
+                parts.append((tensor, storage))
+        return parts
+
+    def returned(self, *, is_input_backward: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+        """Yield the storages of input gradients that take memory when they are returned.
+
+        Each is given with the inputs whose gradients lie in it, its size, and whether I holds it for
+        W too. Gradients that lie in a received message take none, and so do those that only a later
+        stage makes, through a view.
+        """
+        holds = is_input_backward and self.stage.has_input_backward
+        held = {id(gradient) for gradient, _ in self.captured} if holds else set()
+        for storage, tensors in self._inputs_by_storage(is_input_backward=is_input_backward):
             names = tuple(tensor.producer for tensor in tensors)
-            yield names, tensors[-1].gradient_bytes, id(home) in held
-        for tensor in self._zeros:
+            yield names, tensors[-1].gradient_bytes, id(storage) in held
+        for tensor in self._zero_gradients:
             yield (tensor.producer,), tensor.gradient_bytes, False
 
     @property
-    def relayed(self) -> Iterator[str]:
-        """What leaves and whose gradient, as it came, is that of an input."""
-        for tensor, _ in self.section.arriving:
-            if not self.section.giving(tensor):
+    def relayed_gradients(self) -> Iterator[str]:
+        """Outputs whose gradient buffer is reused as an input's gradient."""
+        for tensor, _ in self.stage.arriving:
+            if not self.stage.gradient_givers(tensor):
                 yield tensor.producer
-        yield from filter(None, (self._sent_view_of(tensor) for tensor, _ in self.section.given))
+        for tensor, _ in self.stage.inputs_with_gradient:
+            view = self._sent_view_of(tensor)
+            if view is not None:
+                yield view
 
     @property
-    def _zeros(self) -> Iterator[Tensor]:
-        """What arrives and ends here, and is given no gradient: torch.distributed.pipelining then sends zeros."""
-        ends = {tensor.producer for tensor, _ in self.section.arriving} - {
-            t.producer for t in self.section.leaving
-        }
-        unread = (tensor for tensor, _ in self.section.arriving if not self.section.giving(tensor))
-        return (tensor for tensor in unread if tensor.gradient_bytes and tensor.producer in ends)
+    def _zero_gradients(self) -> Iterator[Tensor]:
+        """Inputs that end here and get no gradient: torch.distributed.pipelining sends zeros."""
+        leaving = {tensor.producer for tensor in self.stage.leaving}
+        for tensor, _ in self.stage.arriving:
+            ends = tensor.producer not in leaving
+            if tensor.gradient_bytes and ends and not self.stage.gradient_givers(tensor):
+                yield tensor
 
-    def _by_home(self, *, hold: bool) -> list[tuple[GradientStorage | None, list[Tensor]]]:
-        """The inputs that are read, with what their gradients lie in, if that is no copy."""
-        found: dict[int, tuple[GradientStorage | None, list[Tensor]]] = {}
-        for index, ((tensor, _), home) in enumerate(
-            zip(self.section.given, self.homes(hold=hold), strict=True)
-        ):
+    def _inputs_by_storage(
+        self, *, is_input_backward: bool
+    ) -> list[tuple[GradientStorage | None, list[Tensor]]]:
+        """Return the inputs by the storage in which their gradients are returned; copies alone."""
+        groups: dict[int, tuple[GradientStorage | None, list[Tensor]]] = {}
+        storages = self.return_storages(is_input_backward=is_input_backward)
+        pairs = zip(self.stage.inputs_with_gradient, storages, strict=True)
+        for index, ((tensor, _), storage) in enumerate(pairs):
             if self._sent_view_of(tensor) is None:
-                found.setdefault(-index - 1 if home is None else id(home), (home, []))[1].append(
-                    tensor
-                )
-        return list(found.values())
+                key = -index - 1 if storage is None else id(storage)  # ids are never negative
+                groups.setdefault(key, (storage, []))[1].append(tensor)
+        return list(groups.values())
 
     def _sent_view_of(self, tensor: Tensor) -> str | None:
-        """The view that the stage takes of it only for later ones, if that is sent as it is."""
-        places = list(self.lives.views_of(tensor.producer, self.inside))
+        """Return the view that the stage makes of an input only for later stages, if it is sent."""
+        places = list(self.ranges.views_of(tensor.producer, self.inside))
         if not places:
             return None
-        last = self.lives.values.get(self.graph.nodes[places[-1]].name)
-        if (
-            last is None
-            or not last.consumers
-            or any(self.lives.place[name] in self.inside for name in last.consumers)
-        ):
+        view = self.ranges.tensor_of.get(self.graph.nodes[places[-1]].name)
+        if view is None or not view.consumers:
             return None
-        return last.producer if tensor.is_dense and last.is_dense else None
+        if any(self.place[name] in self.inside for name in view.consumers):
+            return None
+        return view.producer if tensor.is_dense and view.is_dense else None
+
+    # -- which gradients are the stage's own
 
     @cached_property
     def own(self) -> list[GradientStorage]:
-        """Those that are made here; what comes from later stages is in order, and needs no copy."""
+        """The gradients that are made here.
+
+        A gradient from a later stage is contiguous as it arrives: the copy that would make it so in
+        one process is not made.
+        """
         return [
             gradient
             for place in self.nodes
-            for gradient in self.lives.gradients.get(place, ())
-            if not (gradient.is_copy and place in self._sent_as_is)
+            for gradient in self.ranges.gradients.get(place, ())
+            if not (gradient.is_copy and place in self._read_later_only)
         ]
 
     @cached_property
-    def _own(self) -> set[int]:
+    def own_ids(self) -> set[int]:
+        """The identities of the gradients that are made here."""
         return set(map(id, self.own))
 
     @cached_property
-    def _sent_as_is(self) -> set[int]:
-        """The nodes of which only later stages have gradients: as they are, or through views."""
-        read_here = {source for place in self.nodes for source in self.lives.sources[place]}
-        found = {self.lives.place[tensor.producer] for tensor in self.section.leaving} - read_here
+    def _read_later_only(self) -> set[int]:
+        """The nodes that get gradients only from later stages, at once or through views."""
+        read_here = {
+            receiver for place in self.nodes for receiver in self.ranges.gradient_receivers[place]
+        }
+        leaving = {self.place[tensor.producer] for tensor in self.stage.leaving}
+        later_only = leaving - read_here
         for place in reversed(self.nodes):
-            if self.lives.viewed.get(place) in found:
-                found.add(place)
-        return found
+            if self.ranges.sole_view.get(place) in later_only:
+                later_only.add(place)
+        return later_only
 
-    def flowing(self, *, hold: bool = False) -> Iterator[LivenessChange]:
-        """Gradients of tensors; with `hold` those stay that flow into nodes with parameters."""
-        homes, parts = self.homes(hold=hold), self._parts
-        held = {id(gradient) for gradient, _ in self.captured if hold}
-        parted = {id(found) for _, found in parts} - held
-        stay = held.union(map(id, homes))
+    # -- when gradients of tensors live
+
+    def flow_changes(self, *, is_input_backward: bool = False) -> Iterator[LivenessChange]:
+        """Yield when gradients of tensors begin and end to live.
+
+        An input backward keeps those that flow into nodes with parameters.
+        """
+        storages = self.return_storages(is_input_backward=is_input_backward)
+        held = {id(gradient) for gradient, _ in self.held_between} if is_input_backward else set()
+        with_parts = {id(storage) for _, storage in self.parts} - held
+        stay = held.union(map(id, storages))
         for gradient in self.own:
             yield LivenessChange(self.place[gradient.producer], gradient.bytes, begins=True)
             if id(gradient) not in stay:
-                last = self.nodes[0] if id(gradient) in parted else self._last(gradient)
+                is_whole = id(gradient) not in with_parts
+                last = self._last_place(gradient) if is_whole else self.nodes[0]
                 yield LivenessChange(last, gradient.bytes, begins=False)
-        late = {tensor.producer for tensor, _ in parts if hold}
-        for (tensor, place), home in zip(self.section.given, homes, strict=True):
-            if home is None:  # it lies in what others hold, or not in order: autograd copies it
-                at = self.nodes[0] if tensor.producer in late else place
+        copied_at_end = {tensor.producer for tensor, _ in self.parts if is_input_backward}
+        pairs = zip(self.stage.inputs_with_gradient, storages, strict=True)
+        for (tensor, place), storage in pairs:
+            if storage is None:  # autograd copies it: others hold it too, or it is not contiguous
+                at = self.nodes[0] if tensor.producer in copied_at_end else place
                 yield LivenessChange(at, tensor.gradient_bytes, begins=True)
-        for tensor in self._zeros:
+        for tensor in self._zero_gradients:
             yield LivenessChange(self.nodes[0], tensor.gradient_bytes, begins=True)
 
-    def last_sums(self, *, hold: bool = False, dropped: int = 0) -> dict[int, int]:
-        """`sums`, and what lives at the end with parts that stay until then.
-
-        A first half copies them one by one, when so many bytes were `dropped`.
-        """
-        parts, stay = self._parts, {id(gradient) for gradient, _ in self.captured if hold}
-        going = self._own - stay.union(map(id, self.homes(hold=hold)))
-        left = [
-            sum({id(f): f.bytes for _, f in parts[i:] if id(f) in going}.values())
-            for i in range(len(parts))
-        ]
-        sums, end = self.sums(hold=hold), self.nodes[0]
-        if parts:
-            copied = list(accumulate(tensor.gradient_bytes if hold else 0 for tensor, _ in parts))
-            before = sums.get(end, 0) + left[0]
-            meanwhile = max(map(add, left, copied)) - dropped
-            sums[end] = max(0, max(before, meanwhile) - copied[-1])
-        return sums
-
-    def _last(self, gradient: GradientStorage) -> int:
-        """The node of the stage in whose backward it is let go."""
+    def _last_place(self, gradient: GradientStorage) -> int:
+        """Return the node of the stage in whose backward the gradient is freed."""
         last = self.place[gradient.last]
         if last in self.inside:
             return last
         users = (self.place[name] for name in (*gradient.readers, *gradient.captured_at))
         return min(self.inside.intersection(users), default=self.place[gradient.producer])
 
-    @property
-    def early(self) -> list[tuple[Parameter, list[int]]]:
-        """The parameters whose gradients the first half of a split backward makes, and holds."""
-        return [pair for pair in self.section.trained if pair[0].name in self._early]
-
-    @property
-    def _early(self) -> frozenset[str]:
-        return self.section.halves.early if self.section.splits else frozenset()
-
-    def making(self, *, half: bool = False) -> Iterator[LivenessChange]:
-        """In the first backward of a step the gradients of parameters begin to live.
-
-        In a second `half` those that the first made are copied last.
-        """
-        early = self._early if half else ()
-        for parameter, places in self.section.trained:
-            yield LivenessChange(
-                self.nodes[0] if parameter.name in early else places[-1],
-                parameter.bytes,
-                begins=True,
-            )
-        for place, node in zip(self.nodes, self.section.own, strict=True):
-            if not node.parameters:
-                yield LivenessChange(place, node.parameter_bytes, begins=True)
-
-    def adding(self, *, half: bool = False) -> Iterator[LivenessChange]:
-        """Later they are made, added and let go, but for what the first half made if this is the second."""
-        early = self._early if half else ()
-        for parameter, places in self.section.trained:
-            if len(places) > 1 and parameter.name not in early:
-                yield LivenessChange(places[-1], parameter.bytes, begins=True)
-                yield LivenessChange(places[0], parameter.bytes, begins=False)
-
-    @property
-    def between(self) -> Iterator[int]:
-        """The sizes of what lives between the halves of a split backward, besides what the forward saved."""
-        yield from (gradient.bytes for gradient, _ in self.captured)
-        yield from (parameter.bytes for parameter, _ in self.early)
-
-    def released(self) -> Iterator[LivenessChange]:
-        """In a second half: what the first held for it, and gradients that only it needs."""
-        for gradient, place in self.captured:
+    def weight_backward_changes(self) -> Iterator[LivenessChange]:
+        """Yield when W frees what I held for it, and when gradients live that only W makes."""
+        for gradient, place in self.held_between:
             yield LivenessChange(place, gradient.bytes, begins=False)
-        for gradient in filter(self.section.halves.is_aside, self.own):
+        for gradient in filter(self.stage.split_backward.is_for_parameters_only, self.own):
             yield LivenessChange(self.place[gradient.producer], gradient.bytes, begins=True)
             yield LivenessChange(self.place[gradient.last], gradient.bytes, begins=False)
 
-    def first_rises(self) -> Iterator[int]:
-        """By node what it makes live in the first half, which makes few gradients of parameters."""
-        for node in self.section.own:
-            names = set(node.parameters) - self.section.halves.early
-            parameters = (self.graph.parameter_by_name[name] for name in names)
-            made = (
-                0 if node.operator in AT_ONCE else sum(p.bytes for p in parameters if p.trainable)
-            )
-            yield max(0, node.backward_peak_bytes - made)
+    # -- when gradients of parameters live
 
-    def second_rises(self) -> Iterator[int]:
-        """By node what it makes live in the second half, which runs those that lead to parameters."""
-        halves, others = self.section.halves, defaultdict[int, int](int)
+    def parameter_changes(
+        self, *, has_gradients: bool, is_weight_backward: bool = False
+    ) -> Iterator[LivenessChange]:
+        """Yield when gradients of parameters begin and end to live in a backward.
+
+        The first backward of a step makes them, and they stay. Later ones (`has_gradients`) add to
+        them, and need another one only where several nodes read a parameter: their gradients are
+        summed before that. In W, the gradients that I made are only copied or added.
+        """
+        made_before = self._input_backward_names if is_weight_backward else frozenset()
+        for parameter, places in self.stage.trained_parameters:
+            is_made = parameter.name in made_before
+            if not has_gradients:
+                place = self.nodes[0] if is_made else places[-1]
+                yield LivenessChange(place, parameter.bytes, begins=True)
+            elif len(places) > 1 and not is_made:
+                yield LivenessChange(places[-1], parameter.bytes, begins=True)
+                yield LivenessChange(places[0], parameter.bytes, begins=False)
+        if not has_gradients:
+            for place, node in zip(self.nodes, self.stage.own_nodes, strict=True):
+                if not node.parameters:  # parameters without names count with their node
+                    yield LivenessChange(place, node.parameter_bytes, begins=True)
+
+    # -- what the kernels of each node make live
+
+    def input_backward_rises(self) -> Iterator[int]:
+        """Yield by node what it makes live in I: without most gradients of parameters."""
+        for node in self.stage.own_nodes:
+            names = set(node.parameters) - self.stage.split_backward.input_backward_parameters
+            parameters = (self.graph.parameter_by_name[name] for name in names)
+            left_to_weights = sum(p.bytes for p in parameters if p.trainable)
+            if node.operator in ONE_KERNEL_BACKWARDS:
+                left_to_weights = 0
+            yield max(0, node.backward_peak_bytes - left_to_weights)
+
+    def weight_backward_rises(self) -> Iterator[int]:
+        """Yield by node what it makes live in W: only nodes that lead to parameters run there."""
+        split, not_made = self.stage.split_backward, defaultdict[int, int](int)
         for gradient in self.own:
             place = self.place[gradient.producer]
-            made = self._is_at_once(place) or halves.is_aside(gradient)
-            others[place] += 0 if gradient.is_sum or made else gradient.bytes
-        for parameter, places in self.early:
+            is_made = self._has_one_kernel(place) or split.is_for_parameters_only(gradient)
+            if not gradient.is_sum and not is_made:
+                not_made[place] += gradient.bytes
+        for parameter, places in self.input_backward_parameters:
             for place in places:
-                others[place] += 0 if self._is_at_once(place) else parameter.bytes
-        for place, node in zip(self.nodes, self.section.own, strict=True):
-            yield (
-                max(0, node.backward_peak_bytes - others[place]) if place in halves.run_twice else 0
-            )
+                if not self._has_one_kernel(place):
+                    not_made[place] += parameter.bytes
+        for place, node in zip(self.nodes, self.stage.own_nodes, strict=True):
+            runs = place in split.weight_backward_places
+            yield max(0, node.backward_peak_bytes - not_made[place]) if runs else 0
 
-    def _is_at_once(self, place: int) -> bool:
-        return self.graph.nodes[place].operator in AT_ONCE
-
-    def sums(self, *, hold: bool = False) -> dict[int, int]:
-        """By node what lives beside the new sums that are made when its backward is done: the summands.
-
-        Nothing is added in place to what came from a later stage, nor, with `hold`, to what stays.
-        """
-        sums: dict[int, int] = defaultdict(int)
-        held = {id(each) for each, _ in self._captured if hold}
-        parts = (id(found) for _, found in self._parts)
-        stay = held.union(map(id, self.homes(hold=hold)), parts)
-        new = [gradient for gradient in self.own if gradient.is_sum]
-        for gradient in new:
-            if not self._is_in_place(gradient, held):
-                sums[self.place[gradient.producer]] += gradient.bytes
-        apart = {self.place[each.producer]: each.bytes for each in new if each.continues is None}
-        for place, size in apart.items():
-            others = (
-                each for each in self.lives.summed.get(place, ()) if id(each) in self._own - stay
-            )
-            sums[place] += sum(
-                each.bytes for each in others if each.bytes >= size
-            )  # larger if a part of it is added
-        for place, size in self._added_anew(self.early if hold else self.section.trained):
-            sums[place] += size
-        return sums
-
-    def _is_in_place(self, gradient: GradientStorage, held: Collection[int]) -> bool:
-        """Whether a sum lies in what the first of its summands lay in, which is none that is `held`."""
-        if gradient.continues is None:
-            return False
-        before = self.graph.gradients[gradient.continues]
-        return not self.section.is_later(self.place[before.producer]) and id(before) not in held
-
-    def second_sums(self) -> dict[int, int]:
-        """The same of the second half of a split backward, which makes but gradients of parameters."""
-        sums = defaultdict[int, int](int)
-        for place, size in self._added_anew(
-            pair for pair in self.section.trained if pair[0].name not in self._early
-        ):
-            sums[place] += size
-        return sums
-
-    def _added_anew(
-        self, parameters: Iterable[tuple[Parameter, list[int]]]
-    ) -> Iterator[tuple[int, int]]:
-        """Where a gradient of a parameter is added to one that is a view, which gives a new sum: both summands."""
-        for parameter, places in parameters:
-            if len(places) > 1 and parameter.name in self.graph.nodes[places[-1]].view_gradients:
-                yield places[-2], 2 * parameter.bytes
+    def _has_one_kernel(self, place: int) -> bool:
+        return self.graph.nodes[place].operator in ONE_KERNEL_BACKWARDS

@@ -1,80 +1,92 @@
-"""What two stages hold of what they hand to each other, if one follows the other on a rank. Part of memory.py's model.
+"""What two neighbouring stages on one rank hold of the storages that they hand to each other.
 
-Nothing is sent or received between them: each is given the other's own storages. Such a storage lives as long as any
-holder does:
+Between them nothing is sent: each gets the other's own storages. Such a storage lives as long as
+any of its holders needs it:
 
-    a value of the stage before       that stage, until its forward or first half is no more (its `kept`, which counts
-                                      it), or while its second half needs it
-                                      the stage behind, while its second half needs it
-                                      a message of the stage behind, until the step ends
-    a gradient of the stage behind    that stage, while its second half needs it
-                                      the stage before, until its backward is done, or while its second half needs it
-                                      a message of the stage before, until the step ends
+    an output of the stage before      the stage before, until its backward (or its input backward)
+                                       is done (its `activations` count it then), or until its
+                                       weight backward is done if that needs it
+                                       the stage behind, until its weight backward is done
+                                       a message that the stage behind relays, until the step ends
+    a gradient of the stage behind     the stage behind, until its weight backward is done
+                                       the stage before, until its backward is done, or until its
+                                       weight backward is done if that needs it
+                                       a message that the stage before relays, until the step ends
 
-What only passes through both lies in buffers of the rank, which count anyway.
+Tensors that only pass through both stages lie in buffers of the rank, which are counted anyway.
+rank.py adds up what this returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import product, starmap
+from itertools import product
 from typing import get_args
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import Footprint, MessageStorage, size_of
-from pipecompile.memory_model.snapshots import Phase, HandoverPhase
+from pipecompile.ir.footprint import Footprint, MessageStorage, total_size
+from pipecompile.memory_model.snapshots import HandoverState, LastAction
 
 __all__ = ["handed_over", "most_handed_over"]
 
 
-def handed_over(before: Footprint, behind: Footprint, turn: HandoverPhase) -> Amount:
-    """What a microbatch holds of it, besides what the stage `before` has kept for its own backward."""
-    return _values(before, behind, turn) + _gradients(before, behind, turn)
+def handed_over(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+    """Return what a microbatch in this state holds of handed storages.
+
+    What the stage `before` keeps for its own backward is not counted again.
+    """
+    return _outputs(before, behind, state) + _gradients(before, behind, state)
 
 
 def most_handed_over(before: Footprint, behind: Footprint) -> Amount:
-    """The most that a microbatch holds of it, however far it is; by what is bounded."""
-    phases: tuple[Phase, ...] = get_args(Phase)
-    every = starmap(HandoverPhase, product(phases, phases, (False, True)))
-    return max(
-        (handed_over(before, behind, turn) for turn in every), key=lambda amount: amount.bound
+    """Return the most, by bound, that a microbatch holds of handed storages in any state."""
+    actions: tuple[LastAction, ...] = get_args(LastAction)
+    amounts = [
+        handed_over(before, behind, HandoverState(first, second, is_recomputed=is_recomputed))
+        for first, second, is_recomputed in product(actions, actions, (False, True))
+    ]
+    return max(amounts, key=lambda amount: amount.bound)
+
+
+def _outputs(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+    """Return what is held of the outputs of the stage before."""
+    if state.before == "forward":
+        return ZERO  # they are part of its activations
+    needed = {*behind.relayed_inputs}
+    if state.behind == "input backward":
+        needed |= {*behind.inputs_for_weight_backward}
+    # Its own weight backward counts what it needs itself, unless recomputed outputs went before.
+    keeps_own = state.before == "input backward" and not state.is_recomputed
+    return total_size(
+        storage
+        for storage in before.sent_outputs
+        if _holds_any(storage, needed) and not (keeps_own and storage.is_needed_by_weight_backward)
     )
 
 
-def _values(before: Footprint, behind: Footprint, turn: HandoverPhase) -> Amount:
-    if turn.before == "forward":
-        return ZERO
-    wanted = {
-        *behind.relayed_inputs,
-        *(behind.inputs_for_weight_backward if turn.behind == "half" else ()),
-    }
-    own = turn.before == "half" and not turn.again
-    return size_of(
-        parcel
-        for parcel in before.sent_outputs
-        if _holds(parcel, wanted) and not (own and parcel.is_needed_by_weight_backward)
+def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+    """Return what is held of the input gradients of the stage behind."""
+    match state.behind:
+        case "forward":
+            return ZERO
+        case "backward":
+            storages = behind.sent_by_backward
+        case "input backward" | "weight backward":
+            storages = behind.sent_by_input_backward
+    match state.before:
+        case "forward":
+            needed = {name for storage in storages for name in storage.names}
+        case "input backward":
+            needed = {*before.relayed_gradients, *before.gradients_for_weight_backward}
+        case "weight backward" | "backward":
+            needed = {*before.relayed_gradients}
+    is_between = state.behind == "input backward"
+    return total_size(
+        storage
+        for storage in storages
+        if _holds_any(storage, needed) or (is_between and storage.is_needed_by_weight_backward)
     )
 
 
-def _gradients(before: Footprint, behind: Footprint, turn: HandoverPhase) -> Amount:
-    made = {
-        "forward": (),
-        "half": behind.sent_by_input_backward,
-        "halves": behind.sent_by_input_backward,
-        "whole": behind.sent_by_backward,
-    }[turn.behind]
-    wanted = {
-        "forward": {name for parcel in made for name in parcel.names},
-        "half": {*before.relayed_gradients, *before.gradients_for_weight_backward},
-        "halves": {*before.relayed_gradients},
-        "whole": {*before.relayed_gradients},
-    }[turn.before]
-    return size_of(
-        parcel
-        for parcel in made
-        if _holds(parcel, wanted) or (turn.behind == "half" and parcel.is_needed_by_weight_backward)
-    )
-
-
-def _holds(parcel: MessageStorage, names: Collection[str]) -> bool:
-    return any(name in names for name in parcel.names)
+def _holds_any(storage: MessageStorage, names: Collection[str]) -> bool:
+    return any(name in names for name in storage.names)

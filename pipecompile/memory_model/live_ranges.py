@@ -1,4 +1,8 @@
-"""The storages of a cost graph by the places of its nodes: where each is made, read, saved and let go."""
+"""The storages of a cost graph by the places of its nodes: who produces, reads and saves each.
+
+Everything here is independent of the cut, so one `LiveRanges` serves all stages that a planner asks
+about. A node's place is its index in the graph's order.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,11 @@ __all__ = ["LiveRanges", "Storage"]
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage by the places of nodes: where it is made, who reads it, who saves it for the backward.
+    """A storage by the places of nodes: who reads it, and who saves it for the backward.
 
-    `takers` are pairs of a node that gives it, or a view that travels as it is, and a reader of that.
-    `content` says what it holds and `uses`, by saver, what each saved tensor in it is for, where that is known.
+    `content` says what it holds, and `uses` what each tensor that a node saves of it is for, by the
+    place of the node; both only where that is known. `dense_edges` are pairs (producer, reader) of
+    tensors that lie in it without gaps, and so can be sent as they are.
     """
 
     bytes: int
@@ -29,14 +34,14 @@ class Storage:
     savers: tuple[int, ...]
     content: Content | None = None
     uses: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
-    takers: tuple[tuple[int, int], ...] = ()
+    dense_edges: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """The storages of a cost graph, ready for any stage; `optimizer` and `master_weights` are as in a plan's options.
+    """The storages of a cost graph, ready for any stage.
 
-    Nodes are known by their place in the graph's order.
+    `optimizer` and `master_weights` are as in a plan's options.
     """
 
     graph: CostGraph
@@ -50,73 +55,82 @@ class LiveRanges:
 
     @cached_property
     def storages(self) -> dict[int, tuple[Storage, ...]]:
-        """By the node that makes them, the storages that a stage may hold; those of the minibatch aside."""
-        roots: dict[int, int] = {}
+        """By the place of the producer the storages that a stage may hold.
+
+        A storage is produced by the first node whose value lies in it, or else by the first node
+        that saves it (a mask, say). Inputs of the minibatch are buffers, and not among these.
+        """
+        producers: dict[int, int] = {}
         readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
-        takers = defaultdict[int, set[tuple[int, int]]](set)
+        dense_edges = defaultdict[int, set[tuple[int, int]]](set)
         uses = defaultdict[int, dict[int, tuple[Use, ...]]](dict)
         for tensor in self.graph.tensors:
             if tensor.storage is not None:
                 producer = self.place[tensor.producer]
-                roots[tensor.storage] = min(roots.get(tensor.storage, producer), producer)
-                places = set(map(self.place.__getitem__, tensor.consumers))
+                producers[tensor.storage] = min(producers.get(tensor.storage, producer), producer)
+                places = {self.place[name] for name in tensor.consumers}
                 readers[tensor.storage] |= places
-                takers[tensor.storage] |= {(producer, place) for place in places if tensor.is_dense}
-        for index, node in enumerate(self.graph.nodes):
+                if tensor.is_dense:
+                    dense_edges[tensor.storage] |= {(producer, place) for place in places}
+        for place, node in enumerate(self.graph.nodes):
             for storage in node.saved:
-                roots.setdefault(storage, index)
-                savers[storage].add(index)
-            for storage, several in zip(node.saved, node.uses, strict=False):
-                uses[storage][index] = several
-        made = defaultdict[int, list[Storage]](list)
-        for storage, root in roots.items():
-            if self.graph.nodes[root].operator != "placeholder":
-                read, saved = (tuple(sorted(found[storage])) for found in (readers, savers))
-                taken = tuple(sorted(takers[storage]))
-                content = self.graph.contents[storage] if self.graph.contents else None
-                size, used = self.graph.storages[storage], uses[storage]
-                made[root].append(Storage(size, read, saved, content, used, taken))
-        return {root: tuple(storages) for root, storages in made.items()}
+                producers.setdefault(storage, place)
+                savers[storage].add(place)
+            for storage, storage_uses in zip(node.saved, node.uses, strict=False):
+                uses[storage][place] = storage_uses
+        by_producer = defaultdict[int, list[Storage]](list)
+        for storage, producer in producers.items():
+            if self.graph.nodes[producer].operator != "placeholder":
+                by_producer[producer].append(
+                    Storage(
+                        self.graph.storages[storage],
+                        tuple(sorted(readers[storage])),
+                        tuple(sorted(savers[storage])),
+                        self.graph.contents[storage] if self.graph.contents else None,
+                        uses[storage],
+                        tuple(sorted(dense_edges[storage])),
+                    )
+                )
+        return {producer: tuple(storages) for producer, storages in by_producer.items()}
 
     @cached_property
-    def values(self) -> dict[str, Tensor]:
-        """What nodes give, by their names."""
+    def tensor_of(self) -> dict[str, Tensor]:
+        """The value of each node that has one, by name."""
         return {tensor.producer: tensor for tensor in self.graph.tensors}
 
     @cached_property
-    def reading(self) -> Mapping[str, frozenset[int]]:
-        """By parameter the nodes that read it."""
-        found = defaultdict[str, set[int]](set)
+    def parameter_readers(self) -> Mapping[str, frozenset[int]]:
+        """By parameter the places of the nodes that read it."""
+        readers = defaultdict[str, set[int]](set)
         for place, node in enumerate(self.graph.nodes):
             for name in node.parameters:
-                found[name].add(place)
-        return {name: frozenset(places) for name, places in found.items()}
+                readers[name].add(place)
+        return {name: frozenset(places) for name, places in readers.items()}
 
     @cached_property
-    def viewed(self) -> dict[int, int]:
-        """By place what has one reader, a view of all its elements: where that is."""
-        pairs = [
-            (t, self.values.get(t.consumers[0]))
-            for t in self.graph.tensors
-            if len(t.consumers) == 1
-        ]
-        return {
-            self.place[tensor.producer]: self.place[view.producer]
-            for tensor, view in pairs
-            if view is not None and tensor.storage is not None
-            if (view.storage, view.gradient_bytes) == (tensor.storage, tensor.gradient_bytes)
-        }
+    def sole_view(self) -> dict[int, int]:
+        """The places of nodes whose only reader is a view of all elements, with that view's place."""
+        views: dict[int, int] = {}
+        for tensor in self.graph.tensors:
+            if len(tensor.consumers) != 1 or tensor.storage is None:
+                continue
+            view = self.tensor_of.get(tensor.consumers[0])
+            if view is None or view.storage != tensor.storage:
+                continue
+            if view.gradient_bytes == tensor.gradient_bytes:
+                views[self.place[tensor.producer]] = self.place[view.producer]
+        return views
 
     def views_of(self, name: str, places: Collection[int]) -> Iterator[int]:
-        """The nodes among `places` that are a view of a node's value, the only reader, a view of that, and so on."""
-        place = self.viewed.get(self.place[name], -1)
+        """Yield a node's sole view, that view's sole view, and so on, while these are in `places`."""
+        place = self.sole_view.get(self.place[name], -1)
         while place in places:
             yield place
-            place = self.viewed.get(place, -1)
+            place = self.sole_view.get(place, -1)
 
     @cached_property
-    def tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
-        """Each tensor that is read, with the places of its producer and its readers."""
+    def read_tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
+        """Each tensor that is read, with the places of its producer and, in order, its readers."""
         return tuple(
             (
                 tensor,
@@ -128,47 +142,52 @@ class LiveRanges:
         )
 
     @cached_property
-    def sources(self) -> Mapping[int, Sequence[int]]:
-        """By reader, where that was made of which it has a gradient."""
-        found = defaultdict[int, list[int]](list)
-        for tensor, producer, _ in self.tensors:
+    def gradient_receivers(self) -> Mapping[int, Sequence[int]]:
+        """By reader the producers for which its backward makes a gradient."""
+        receivers = defaultdict[int, list[int]](list)
+        for tensor, producer, _ in self.read_tensors:
             for name in tensor.consumers_with_gradient:
-                found[self.place[name]].append(producer)
-        return found
+                receivers[self.place[name]].append(producer)
+        return receivers
 
     def crossing(self, places: set[int]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """The tensors that go from the nodes at `places` to others, each with all its readers.
+        """Yield the tensors that go from the nodes at `places` to others, each with all readers.
 
-        Looked at are those between the first other node and the last of `places`: few in a deep model.
+        In a deep model `places` are nearly always the first nodes of the graph, and only few
+        tensors can cross. Let `missing` be the first place that is not among them:
+
+            places      0 1 2 3 . 5 . . .      missing = 4, last = 5
+            skipped     tensors up to which nothing is read at place 4 or later
+            examined    those after these, with producers up to place 5
         """
         count = len(self.graph.nodes)
         missing = next((place for place in range(count) if place not in places), count)
-        start, stop = (
-            bisect_right(self._furthest, missing - 1),
-            bisect_right(self._producers, max(places, default=-1)),
-        )
+        start = bisect_right(self._furthest_reader, missing - 1)
+        stop = bisect_right(self._sorted_producers, max(places, default=-1))
         for tensor, producer, readers in self._by_producer[start:stop]:
             if producer in places and not places.issuperset(readers):
                 yield tensor, readers
 
     @cached_property
     def _by_producer(self) -> list[tuple[Tensor, int, tuple[int, ...]]]:
-        return sorted(self.tensors, key=lambda row: row[1])
+        return sorted(self.read_tensors, key=lambda row: row[1])
 
     @cached_property
-    def _producers(self) -> list[int]:
+    def _sorted_producers(self) -> list[int]:
         return [producer for _, producer, _ in self._by_producer]
 
     @cached_property
-    def _furthest(self) -> list[int]:
-        """How far any tensor up to each one reaches."""
+    def _furthest_reader(self) -> list[int]:
+        """The last reader of any tensor up to each one: ascending, so that it can be bisected."""
         return list(accumulate((readers[-1] for _, _, readers in self._by_producer), max))
 
     @cached_property
     def bytes_per_ns(self) -> Fraction:
-        """The most that one of the larger nodes reads and writes in a nanosecond; 0 where nothing takes time.
+        """The highest rate at which a large node reads and writes; 0 where nothing takes time.
 
-        A node counts with twice the less of both, since some read but a part of what they are given; views do not.
+        A node counts with twice the smaller of bytes read and bytes written, since some nodes read
+        only a part of their inputs. Views move nothing. Nodes below a quarter of the largest are
+        left out: their times are mostly launches.
         """
         read, moved = defaultdict[str, int](int), list[tuple[int, int]]()
         known: set[int] = set()
@@ -176,71 +195,82 @@ class LiveRanges:
             node = self.graph.by_name[tensor.producer]
             if tensor.storage is not None and tensor.storage not in known and node.forward_ns:
                 moved.append((2 * min(read[node.name], tensor.bytes), node.forward_ns))
-            known |= set() if tensor.storage is None else {tensor.storage}
+            if tensor.storage is not None:
+                known.add(tensor.storage)
             for name in tensor.consumers:
                 read[name] += tensor.bytes
         largest = max((size for size, _ in moved), default=0)
-        return max(
-            (Fraction(size, ns) for size, ns in moved if 4 * size >= largest), default=Fraction(0)
-        )
+        rates = (Fraction(size, ns) for size, ns in moved if 4 * size >= largest)
+        return max(rates, default=Fraction(0))
 
     @cached_property
     def gradients(self) -> dict[int, tuple[GradientStorage, ...]]:
-        """By the node in whose backward they are made, without summands of a parameter's gradient."""
-        made = defaultdict[int, list[GradientStorage]](list)
+        """By the place in whose backward they are made, without summands of a parameter's gradient."""
+        by_producer = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
-            if not self._is_summand(gradient):
-                made[self.place[gradient.producer]].append(gradient)
-        return {place: tuple(rows) for place, rows in made.items()}
+            if not self._is_parameter_summand(gradient):
+                by_producer[self.place[gradient.producer]].append(gradient)
+        return {place: tuple(gradients) for place, gradients in by_producer.items()}
 
     @cached_property
-    def given(self) -> dict[tuple[int, int], GradientStorage]:
-        """In what lies the gradient that a reader has for a node, by the places of the node and the reader.
+    def gradient_on_edge(self) -> dict[tuple[int, int], GradientStorage]:
+        """By (producer, reader) the one storage in which the gradient of that edge lies.
 
-        Without those that lie in several, of which a sum is made.
+        Edges whose gradient lies in several storages, which are summed, are left out.
         """
-        found = defaultdict[tuple[int, int], list[GradientStorage]](list)
+        storages = defaultdict[tuple[int, int], list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             for name, reader in gradient.edges:
-                found[self.place[name], self.place[reader]].append(gradient)
-        return {pair: every[0] for pair, every in found.items() if len(every) == 1}
+                storages[self.place[name], self.place[reader]].append(gradient)
+        return {edge: several[0] for edge, several in storages.items() if len(several) == 1}
 
-    def reached(self, gradient: GradientStorage, start: int) -> set[int]:
-        """The nodes before the one at `start` whose gradients lie in this."""
-        found: set[int] = set()
+    def places_sharing(self, gradient: GradientStorage, start: int) -> set[int]:
+        """Return the nodes before the one at `start` whose gradients lie in `gradient`.
+
+        A backward that only makes views (of an addition, a reshape) leaves the gradient where it is,
+        so one storage may serve a whole chain of nodes.
+        """
+        sharing: set[int] = set()
         waiting = [start]
         while waiting:
             reader = waiting.pop()
-            for place in self.sources.get(reader, ()):
-                if place not in found and self.given.get((place, reader)) is gradient:
-                    found.add(place)
+            for place in self.gradient_receivers.get(reader, ()):
+                if place not in sharing and self.gradient_on_edge.get((place, reader)) is gradient:
+                    sharing.add(place)
                     waiting.append(place)
-        return found
+        return sharing
 
     @cached_property
-    def summed(self) -> Mapping[int, Sequence[GradientStorage]]:
-        """By reader what others gave before for a node that it reads, and what ends when its own is added to that."""
-        found = defaultdict[int, list[GradientStorage]](list)
+    def summands(self) -> Mapping[int, Sequence[GradientStorage]]:
+        """By reader the gradients that end there because the reader's own gradient is added to them.
+
+        They hold what other readers gave before for a node that it reads.
+        """
+        summands = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             last = self.place[gradient.last]
-            others = (name for name, reader in gradient.edges if reader != gradient.last)
-            if not set(self.sources.get(last, ())).isdisjoint(map(self.place.__getitem__, others)):
-                found[last].append(gradient)
-        return found
+            others = {
+                self.place[name] for name, reader in gradient.edges if reader != gradient.last
+            }
+            if not others.isdisjoint(self.gradient_receivers.get(last, ())):
+                summands[last].append(gradient)
+        return summands
 
     @cached_property
-    def capturing(self) -> Mapping[int, Sequence[GradientStorage]]:
-        """By node what is captured there."""
-        found = defaultdict[int, list[GradientStorage]](list)
+    def capturable(self) -> Mapping[int, Sequence[GradientStorage]]:
+        """By place the gradients that an input backward may hold there for the weight backward."""
+        capturable = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             for name in gradient.captured_at:
-                found[self.place[name]].append(gradient)
-        return found
+                capturable[self.place[name]].append(gradient)
+        return capturable
 
-    def _is_summand(self, gradient: GradientStorage) -> bool:
+    def _is_parameter_summand(self, gradient: GradientStorage) -> bool:
         """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
-        by_name = self.graph.by_name
         if gradient.producer == gradient.last:
             return False
-        shared = set(by_name[gradient.producer].parameters) & set(by_name[gradient.last].parameters)
+        first, last = (
+            self.graph.by_name[name].parameters for name in (gradient.producer, gradient.last)
+        )
+        shared = set(first) & set(last)
         return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)

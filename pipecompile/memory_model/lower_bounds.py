@@ -1,4 +1,9 @@
-"""What no stage holds less than, as sums over nodes: lower bounds by which a search leaves stages out unpriced."""
+"""What no stage holds less than, as sums over nodes: bounds by which a partitioner skips stages.
+
+The partitioner considers many more stages than it can price with `footprint_of`. These lower bounds
+are sums over a stage's nodes, so it gets the bound of any set of nodes by adding. A stage whose
+bound is above the cap cannot fit and is never priced.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +20,17 @@ from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.encodings import OTHER, EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import Storage
 
-__all__ = ["FreeableBytes", "receive_buffers", "floors", "freeable_bytes"]
+__all__ = ["FreeableBytes", "bytes_lower_bounds", "freeable_bytes", "receive_buffers"]
 
-CLASSES = 32  # of nodes that are told apart by what it takes to compute a byte of theirs again
-RATIOS = [
-    1 + Fraction(2**step, 64) for step in range(64)
-]  # by which their rates are apart: as little as is possible
+MOST_CLASSES = 32  # of nodes, by the time that it takes to free a byte of theirs
+# Rates within a class differ by less than one of these factors, the smallest that gives few classes.
+RATIOS = [1 + Fraction(2**step, 64) for step in range(64)]
 NO_TIME = Fraction(0)
 
 
 @dataclass(frozen=True)
 class FreeableBytes:
-    """Bytes per node that a stage need not keep, or not as they are, for at least `rate` ns per byte."""
+    """Bytes by node that a stage need not keep, or not as they are, for at least `rate` ns a byte."""
 
     rate: Fraction
     bytes: Mapping[str, int]
@@ -35,35 +39,62 @@ class FreeableBytes:
 def bytes_lower_bounds(
     graph: CostGraph, recompute: Recompute, *, gradients: bool, encodings: Sequence[Policy] = ()
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes per node, resident and per microbatch in flight, whose sums no stage's bound is below.
+    """Return bytes by node, resident and per microbatch in flight, that no stage's bound is below.
 
-    A parameter counts in equal parts for the nodes that read it, with its gradient if `gradients` are there when most
-    microbatches are in flight; a saved storage for its producer, whose stage keeps it until the backward: as often as
-    microbatches are in flight, once if stages recompute as a whole, not at all if regions of them do, or if it may lie
-    in another form by `encodings` (see `freeable`).
+    The bound of a stage is at least the sum of both over its nodes, the second times the
+    microbatches in flight.
+
+    A parameter is counted in equal parts at the nodes that read it, with its gradient if
+    `gradients` exist when most microbatches are in flight. A saved storage is counted at its
+    producer, whose stage keeps it until the backward:
+
+        recompute              a saved storage counts
+        none, auto             per microbatch in flight
+        stage, except-last     once, as part of the one microbatch that is recomputed
+        block, sqrt            not at all: regions may free it
+
+    Under `auto`, or with `encodings`, storages that may be freed do not count; see
+    `freeable_bytes`.
     """
     resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
+    for name, size in _parameter_bytes(graph, gradients=gradients):
+        resident[name] += size
+    is_whole = recompute in ("stage", "except-last")
+    if is_whole or recompute in ("none", "auto"):
+        counts = resident if is_whole else saved
+        for storage in _saved_storages(graph, recompute, encodings):
+            if is_whole or storage.is_always_kept:
+                counts[storage.producer] += storage.bytes
+    return resident, saved
+
+
+def _parameter_bytes(graph: CostGraph, *, gradients: bool) -> Iterator[tuple[str, int]]:
+    """Yield nodes with their parts of parameters: if three nodes read one, each has a third of it."""
     rounded = ALLOCATORS[graph.allocator].rounded
     readers: dict[str, list[str]] = {}
     for node in graph.nodes:
         if not node.parameters:
-            resident[node.name] += (1 + gradients) * rounded(node.parameter_bytes)
+            yield node.name, (1 + gradients) * rounded(node.parameter_bytes)
         for name in node.parameters:
             readers.setdefault(name, []).append(node.name)
     for name, nodes in readers.items():
         parameter = graph.parameter_by_name[name]
+        copies = 1 + (parameter.trainable and gradients)
         for reader in nodes:
-            resident[reader] += (
-                rounded(parameter.bytes) * (1 + (parameter.trainable and gradients)) // len(nodes)
-            )
-    whole = recompute in ("stage", "except-last")
-    kept = resident if whole else saved
-    for each in (
-        _saved(graph, recompute, encodings) if whole or recompute in ("none", "auto") else ()
-    ):
-        if whole or each.is_kept:
-            kept[each.producer] += each.bytes
-    return resident, saved
+            yield reader, rounded(parameter.bytes) * copies // len(nodes)
+
+
+def receive_buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of receive buffers of values, and of gradients, by producer.
+
+    They are those of all microbatches, as a stage's bound counts them.
+    """
+    rounded = ALLOCATORS[graph.allocator].rounded
+    values = {tensor.producer: microbatches * rounded(tensor.bytes) for tensor in graph.tensors}
+    gradients = {
+        tensor.producer: microbatches * rounded(tensor.gradient_bytes) for tensor in graph.tensors
+    }
+    return values, gradients
 
 
 def freeable_bytes(
@@ -72,164 +103,181 @@ def freeable_bytes(
     encodings: Sequence[Policy] = (),
     bytes_per_ns: Fraction = NO_TIME,
 ) -> tuple[FreeableBytes, ...]:
-    """What need not be kept, the cheapest first: in regions that are computed again, or in other forms by `encodings`.
+    """Return what need not be kept, the cheapest first: recomputed in regions, or encoded.
 
-    Who frees a storage by a region runs its producer once more; who keeps it in another form moves its bytes at a rate
-    of `bytes_per_ns`, or in no time if that is 0. Each storage is in one class, at the lower of both rates, so the
-    least time for some bytes is found by taking class after class: a fractional knapsack, which nothing beats.
+    To free a storage by a region takes at least one more run of its producer. To encode it takes at
+    least the time to move its bytes at a rate of `bytes_per_ns`, or none if that is 0. Each storage
+    is in one class, at the lower of both rates. So the least time to free some bytes is found by
+    taking class after class, as in a fractional knapsack. To free 50 bytes of
+
+        class        rate            bytes
+        views        0 ns a byte     20
+        adds         1 ns a byte     20
+        matmuls      9 ns a byte     60
+
+    takes at least 20 · 0 + 20 · 1 + 10 · 9 = 110 ns.
     """
-    found = [
-        each for each in _saved(graph, recompute, encodings) if each.bytes and not each.is_kept
+    freeable = [
+        storage
+        for storage in _saved_storages(graph, recompute, encodings)
+        if storage.bytes and not storage.is_always_kept
     ]
-    sizes: dict[str, int] = {}
-    for each in found:
-        sizes[each.producer] = sizes.get(each.producer, 0) + (0 if each.early else each.bytes)
-    priced = [(_rate(graph, each, sizes[each.producer], bytes_per_ns), each) for each in found]
+    # One run of a producer frees all its storages, except those that need no run of its kernels.
+    freed_by_run: dict[str, int] = {}
+    for storage in freeable:
+        size = 0 if storage.is_saved_before else storage.bytes
+        freed_by_run[storage.producer] = freed_by_run.get(storage.producer, 0) + size
+    priced = [
+        (_rate(graph, storage, freed_by_run[storage.producer], bytes_per_ns), storage)
+        for storage in freeable
+    ]
     return tuple(_classes(sorted(priced, key=lambda pair: (pair[0], pair[1].producer))))
 
 
-class _Saved(NamedTuple):
-    """A storage that backwards need, as its size counts, and the node that makes it.
+class _SavedStorage(NamedTuple):
+    """A storage that backwards need, with its size as a bound counts it and the node that makes it.
 
-    It may go in a region if that may run `again`: without running its producer's kernels, if it is `early`. It may lie
-    in another form if bytes are `moved`, at the least.
+    It may lie in a recomputed region if `is_recomputable`; without a run of its producer's kernels,
+    if it `is_saved_before` they run. It may be encoded if at least `moved` bytes are read and
+    written for that, and not if that is None.
     """
 
     producer: str
     bytes: int
-    again: bool
-    early: bool
+    is_recomputable: bool
+    is_saved_before: bool
     moved: int | None
 
     @property
-    def is_kept(self) -> bool:
-        """Whether it is kept as it is, whatever is computed again and saved."""
-        return not self.again and self.moved is None
+    def is_always_kept(self) -> bool:
+        """Whether it is kept as it is, whatever is recomputed and encoded."""
+        return not self.is_recomputable and self.moved is None
 
 
-def _saved(graph: CostGraph, recompute: Recompute, encodings: Sequence[Policy]) -> Iterator[_Saved]:
-    savers, least = _savers(graph), _least(graph)
+def _saved_storages(
+    graph: CostGraph, recompute: Recompute, encodings: Sequence[Policy]
+) -> Iterator[_SavedStorage]:
+    savers, sizes = _savers(graph), _least_sizes(graph)
     for producer, storage in _roots(graph, savers):
         node, names = graph.by_name[producer], savers[storage]
-        # If others save it too its producer must run again, unless they save it in another form.
-        early = node.saves_at == "before" and (
-            producer in names if encodings else names == {producer}
-        )
-        yield _Saved(
+        # If others save it too, its producer must run again, unless they may encode it.
+        is_only_saver = producer in names if encodings else names == {producer}
+        yield _SavedStorage(
             producer,
-            ALLOCATORS[graph.allocator].rounded(least[storage]),
-            again=recompute == "auto" and node.is_recomputable,
-            early=early,
-            moved=_moved(graph, [graph.by_name[name] for name in names], storage, encodings),
+            ALLOCATORS[graph.allocator].rounded(sizes[storage]),
+            is_recomputable=recompute == "auto" and node.is_recomputable,
+            is_saved_before=node.saves_at == "before" and is_only_saver,
+            moved=_moved_bytes(graph, [graph.by_name[name] for name in names], storage, encodings),
         )
 
 
-def _moved(
+def _moved_bytes(
     graph: CostGraph, nodes: Sequence[Node], storage: int, policies: Sequence[Policy]
 ) -> int | None:
-    """The least bytes that kernels read and write so that it lies in other forms; None where none is smaller.
+    """Return the least bytes that are read and written to encode a storage that `nodes` save.
 
-    Either all `nodes` that save it do so as suits their use, or some by a policy for any use: that alone counts then.
+    Either all of them encode it as suits their use of it, or some do by a policy for any use; then
+    that one alone counts. None if no encoding is smaller than the storage.
     """
     if not policies or not graph.contents or not all(node.is_recomputable for node in nodes):
         return None
     places = tuple(range(len(nodes)))
-    known = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]
-    uses = {place: each.get(storage, OTHER) for place, each in enumerate(known)}
+    known_uses = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]
+    uses = {place: known.get(storage, OTHER) for place, known in enumerate(known_uses)}
     whole = Storage(graph.storages[storage], (), places, graph.contents[storage], uses)
     by_use = tuple(policy for policy in policies if policy in POLICY_OF.values())
-    found = []
-    for chosen in (by_use, *((policy,) for policy in policies if policy not in by_use)):
-        forms, plain = storage_encodings(
-            whole, places, dict.fromkeys(places, EncodedPlaces(places, chosen)), graph.allocator
-        )
-        if not plain and sum(form.kept(graph.allocator) for form in forms) < whole.bytes:
-            found.append(sum(form.cost.packing_bytes + form.cost.unpacking_bytes for form in forms))
-    return min(found, default=None)
+    for_any_use = [(policy,) for policy in policies if policy not in by_use]
+    moved = []
+    for chosen in (by_use, *for_any_use):
+        runs = dict.fromkeys(places, EncodedPlaces(places, chosen))
+        encodings, plain = storage_encodings(whole, places, runs, graph.allocator)
+        kept = sum(encoding.kept_bytes(graph.allocator) for encoding in encodings)
+        if not plain and kept < whole.bytes:
+            costs = [encoding.cost for encoding in encodings]
+            moved.append(sum(cost.packing_bytes + cost.unpacking_bytes for cost in costs))
+    return min(moved, default=None)
 
 
-def _rate(graph: CostGraph, saved: _Saved, together: int, bytes_per_ns: Fraction) -> Fraction:
-    """The least ns per byte; `together` are the bytes that are free once the producer runs again."""
-    ways = []
-    if saved.again:
-        ways.append(
-            NO_TIME if saved.early else Fraction(graph.by_name[saved.producer].forward_ns, together)
-        )
+def _rate(
+    graph: CostGraph, saved: _SavedStorage, freed_by_run: int, bytes_per_ns: Fraction
+) -> Fraction:
+    """Return the least ns per byte; one more run of the producer frees `freed_by_run` bytes."""
+    rates = []
+    if saved.is_recomputable:
+        run_ns = graph.by_name[saved.producer].forward_ns
+        rates.append(NO_TIME if saved.is_saved_before else Fraction(run_ns, freed_by_run))
     if saved.moved is not None:
-        ways.append(Fraction(saved.moved, saved.bytes) / bytes_per_ns if bytes_per_ns else NO_TIME)
-    return min(ways)
+        moved_per_byte = Fraction(saved.moved, saved.bytes)
+        rates.append(moved_per_byte / bytes_per_ns if bytes_per_ns else NO_TIME)
+    return min(rates)
 
 
-def _classes(priced: Sequence[tuple[Fraction, _Saved]]) -> Iterator[FreeableBytes]:
-    """In classes whose rates differ little; the lowest one counts for all of a class. What is free is one."""
+def _classes(priced: Sequence[tuple[Fraction, _SavedStorage]]) -> Iterator[FreeableBytes]:
+    """Yield classes of storages, given in ascending order of rates, whose rates differ little.
+
+    The lowest rate counts for all of a class, so that bounds stay bounds. Storages that are free to
+    recompute are a class of their own.
+    """
     free = sum(rate == 0 for rate, _ in priced)
     rates = [rate for rate, _ in priced[free:]]
-    apart = next(ratio for ratio in RATIOS if len(_begins(rates, ratio)) <= CLASSES)
-    begins = [free + begin for begin in _begins(rates, apart)]
+    ratio = next(ratio for ratio in RATIOS if len(_class_begins(rates, ratio)) <= MOST_CLASSES)
+    begins = [free + begin for begin in _class_begins(rates, ratio)]
     for start, stop in pairwise([*([0] if free else []), *begins, len(priced)]):
-        held: dict[str, int] = {}
-        for _, each in priced[start:stop]:
-            held[each.producer] = held.get(each.producer, 0) + each.bytes
-        yield FreeableBytes(priced[start][0], held)
+        sizes: dict[str, int] = {}
+        for _, storage in priced[start:stop]:
+            sizes[storage.producer] = sizes.get(storage.producer, 0) + storage.bytes
+        yield FreeableBytes(priced[start][0], sizes)
 
 
-def _begins(rates: Sequence[Fraction], apart: Fraction) -> list[int]:
-    """Where classes begin in which no rate is `apart` times as high as the lowest, or higher."""
-    found: list[int] = []
+def _class_begins(rates: Sequence[Fraction], ratio: Fraction) -> list[int]:
+    """Return where classes begin, in which no rate is above `ratio` times the lowest."""
+    begins: list[int] = []
     for index, rate in enumerate(rates):
-        if not found or rate > rates[found[-1]] * apart:
-            found.append(index)
-    return found
+        if not begins or rate > rates[begins[-1]] * ratio:
+            begins.append(index)
+    return begins
 
 
 def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[str, int]]:
-    """Saved storages with the node that all others that make a view of them or save them come after; no inputs."""
+    """Yield saved storages with the node that makes them, where a stage that keeps them is known.
+
+    It is known if all that view or save the storage come after that node: then its stage has it.
+    Inputs of the minibatch are buffers, and left out.
+    """
+    placeholders = {node.name for node in graph.nodes if node.operator == "placeholder"}
     tensors: dict[int, list[Tensor]] = {}
-    given = {node.name for node in graph.nodes if node.operator == "placeholder"}
     for tensor in graph.tensors:
         if tensor.storage is not None:
             tensors.setdefault(tensor.storage, []).append(tensor)
     for storage, (first, *views) in tensors.items():
+        if first.producer in placeholders or storage not in savers:
+            continue
         after = {first.producer, *first.consumers}
+        is_known = True
         for view in views:
-            after |= set(view.consumers) if view.producer in after else {""}
-        if (
-            first.producer not in given
-            and storage in savers
-            and savers[storage] <= after
-            and "" not in after
-        ):
+            is_known = is_known and view.producer in after
+            after |= set(view.consumers)
+        if is_known and savers[storage] <= after:
             yield first.producer, storage
     for storage, nodes in savers.items():
-        if (
-            storage not in tensors and len(nodes) == 1 and not nodes & given
-        ):  # what it saves for itself, as a mask
+        # What one node saves for itself, a mask for example.
+        if storage not in tensors and len(nodes) == 1 and not nodes & placeholders:
             yield next(iter(nodes)), storage
 
 
-def _least(graph: CostGraph) -> list[int]:
-    """By storage what its stage keeps of it if others save it: itself, or the copy of a view that it sends."""
-    found = list(graph.storages)
+def _least_sizes(graph: CostGraph) -> list[int]:
+    """Return by storage what its stage keeps if others save it: all, or the copy of a sent view."""
+    sizes = list(graph.storages)
     for tensor in graph.tensors:
         if tensor.storage is not None and not tensor.is_dense:
-            found[tensor.storage] = min(found[tensor.storage], tensor.bytes)
-    return found
+            sizes[tensor.storage] = min(sizes[tensor.storage], tensor.bytes)
+    return sizes
 
 
 def _savers(graph: CostGraph) -> dict[int, set[str]]:
-    """Saved storages with the nodes that save them."""
-    found: dict[int, set[str]] = {}
+    """Return the nodes that save each saved storage."""
+    savers: dict[int, set[str]] = {}
     for node in graph.nodes:
         for storage in node.saved:
-            found.setdefault(storage, set()).add(node.name)
-    return found
-
-
-def receive_buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Receive buffers of values and of gradients by producer, as a stage's bound counts them."""
-    rounded = ALLOCATORS[graph.allocator].rounded
-    arriving = {tensor.producer: microbatches * rounded(tensor.bytes) for tensor in graph.tensors}
-    returning = {
-        tensor.producer: microbatches * rounded(tensor.gradient_bytes) for tensor in graph.tensors
-    }
-    return arriving, returning
+            savers.setdefault(storage, set()).add(node.name)
+    return savers

@@ -1,20 +1,33 @@
-"""What one stage holds, by position: for a choice of what to compute again. Part of the memory model, see memory.py."""
+"""What one stage holds, by position: the problem that a choice of recompute regions solves.
+
+The searches in recompute/ ask for many regions of one stage. Calling stage.py for each of them would
+take too long, so this describes the stage once: every storage with the positions of its users, and
+by position what else lives in the forward and in the backward. region_search.py adds these up to the
+same peaks as stage.py.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
+from typing import NamedTuple
 
 from pipecompile.ir.encodings import Policy
-from pipecompile.memory_model.encodings import EncodedPlaces
+from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding
+from pipecompile.memory_model.gradient_sums import GradientSums
 from pipecompile.memory_model.live_ranges import LiveRanges
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH, Counting, StoredValue, StageValues
+from pipecompile.memory_model.stage_values import (
+    BOUND_SCRATCH,
+    Counting,
+    StageValues,
+    StoredValue,
+)
 from pipecompile.memory_model.subgraph import LivenessChange
 
-__all__ = ["StoredTensor", "RecomputeProblem", "boundaries", "recompute_problem_of"]
+__all__ = ["RecomputeProblem", "StoredTensor", "boundaries", "recompute_problem_of"]
 
 
 @dataclass(frozen=True)
@@ -77,134 +90,177 @@ class RecomputeProblem:
 
 
 def recompute_problem_of(
-    lives: LiveRanges,
+    ranges: LiveRanges,
     before: Iterable[str],
     nodes: Iterable[str],
     *,
-    summed: bool,
+    has_gradients: bool,
     encoded_runs: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
 ) -> RecomputeProblem:
-    """The same stage for a choice of regions: in the first backward of a step, or with gradients `summed` before.
+    """Return the problem for the stage of `nodes`; nodes `before` it are in earlier stages.
 
-    Nodes that save by policies, as in `footprint_of`, are in no region.
+    It is for the first backward of a step, or for a later one, in which gradients of parameters
+    exist. `encoded_runs` are as in `footprint_of`; their nodes are in no region.
     """
-    places = sorted(map(lives.place.__getitem__, nodes))
+    place = ranges.place
     runs = [
-        EncodedPlaces(tuple(sorted(map(lives.place.__getitem__, names))), policies)
+        EncodedPlaces(tuple(sorted(place[name] for name in names)), policies)
         for names, policies in encoded_runs
     ]
-    return _tape(
-        StageValues(lives, {lives.place[name] for name in before}, places, (), runs), summed=summed
-    )
+    places = sorted(place[name] for name in nodes)
+    stage = StageValues(ranges, {place[name] for name in before}, places, (), runs)
+    return _problem(stage, has_gradients=has_gradients)
 
 
-def _tape(part: StageValues, *, summed: bool) -> RecomputeProblem:
-    """By position, as a bound counts."""
-    level = Counting(BOUND_SCRATCH, part.allocator.rounded)
-    position = {place: index for index, place in enumerate(part.nodes)}
-    sums_of_parameters = part.gradients.adding() if summed else part.gradients.making()
-    flowing, before, after = _gradient_levels(
-        part, [*part.gradients.flowing(), *sums_of_parameters], level
-    )
-    padding = [
-        sum(level.size_of(s.bytes) - s.bytes for s in part.lives.storages.get(p, ()))
-        for p in part.nodes
-    ]
-    forms = _Forms(part, position, level)
+def _problem(stage: StageValues, *, has_gradients: bool) -> RecomputeProblem:
+    counting = Counting(BOUND_SCRATCH, stage.allocator.rounded)
+    position = {place: index for index, place in enumerate(stage.nodes)}
+    levels = _gradient_levels(stage, counting, has_gradients=has_gradients)
+    encodings = _EncodedBytes(stage, position, counting)
+    values = (*stage.strided_copies, *stage.stored)
     return RecomputeProblem(
-        forward_ns=tuple(node.forward_ns for node in part.own),
-        saves_at=tuple(node.saves_at for node in part.own),
-        forward_peak=tuple(
-            part.needed(node.forward_peak_bytes, node.workspace_bytes, level) + sum(more)
-            for node, *more in zip(part.own, padding, forms.forward, strict=True)
-        ),
-        gradients_before=tuple(map(add, flowing, forms.flowing)),
-        backward_peak=tuple(map(add, before, forms.before)),
-        gradients_after=tuple(map(add, after, forms.after)),
+        forward_ns=tuple(node.forward_ns for node in stage.own_nodes),
+        saves_at=tuple(node.saves_at for node in stage.own_nodes),
+        forward_peak=tuple(map(add, _forward_peaks(stage, counting), encodings.forward)),
+        gradients_before=tuple(map(add, levels.before, encodings.before)),
+        backward_peak=tuple(map(add, levels.peak, encodings.peak)),
+        gradients_after=tuple(map(add, levels.after, encodings.after)),
         tensors=(
-            *(_held(part, made, position, level) for made in (*part.spread, *part.made)),
-            *forms.held,
+            *(_stored_tensor(stage, value, position, counting) for value in values),
+            *encodings.tensors,
         ),
-        buffer_copies=tuple(sum(map(level.size_of, node.buffer_copies)) for node in part.own),
-        boundaries=boundaries(part),
+        buffer_copies=tuple(
+            sum(map(counting.size_of, node.buffer_copies)) for node in stage.own_nodes
+        ),
+        boundaries=boundaries(stage),
         excluded=frozenset(
-            position[p]
-            for p in part.nodes
-            if p in part.run or not part.graph.nodes[p].is_recomputable
+            position[place]
+            for place in stage.nodes
+            if place in stage.run_at or not stage.graph.nodes[place].is_recomputable
         ),
-        sent_copies=sum(level.size_of(tensor.bytes) for tensor in part.copied),
+        sent_copies=sum(counting.size_of(tensor.bytes) for tensor in stage.sent_copies),
     )
 
 
-def _held(
-    part: StageValues, made: StoredValue, position: Mapping[int, int], level: Counting
+def _forward_peaks(stage: StageValues, counting: Counting) -> list[int]:
+    """Return by position what a node's forward needs: its rise, scratch, and padding of storages."""
+    peaks = []
+    for place, node in zip(stage.nodes, stage.own_nodes, strict=True):
+        storages = stage.ranges.storages.get(place, ())
+        padding = sum(counting.size_of(s.bytes) - s.bytes for s in storages)
+        peaks.append(counting.needed(node.forward_peak_bytes, node.workspace_bytes) + padding)
+    return peaks
+
+
+def _stored_tensor(
+    stage: StageValues, value: StoredValue, position: Mapping[int, int], counting: Counting
 ) -> StoredTensor:
-    storage, formed = made.storage, {place for form in made.forms for place in form.savers}
-    is_copied = part.is_copied(storage)
-    uses = sorted({*storage.readers, *(() if is_copied else (made.last,))} - {made.place})
+    """Return a stored value by positions; savers that encode it keep something else instead."""
+    storage = value.storage
+    encoded = {place for encoding in value.encodings for place in encoding.savers}
+    is_copied = stage.is_sent_as_copy(storage)
+    last_use = () if is_copied else (value.last_forward_use,)
+    uses = sorted({*storage.readers, *last_use} - {value.place})
     return StoredTensor(
-        level.size_of(storage.bytes),
-        position.get(made.place, -1),
-        tuple(position[place] for place in uses if place in position),
-        tuple(
-            position[place] for place in storage.savers if place in position and place not in formed
+        bytes=counting.size_of(storage.bytes),
+        producer=position.get(value.place, -1),
+        uses=tuple(position[place] for place in uses if place in position),
+        savers=tuple(
+            position[place]
+            for place in storage.savers
+            if place in position and place not in encoded
         ),
-        part.is_sent(storage),
-        len(part.nodes) - 1 if is_copied else None,
+        is_sent=stage.is_sent(storage),
+        copied_at=len(stage.nodes) - 1 if is_copied else None,
     )
 
 
-class _Forms:
-    """What forms of storages add to a tape: themselves, and by position what lives besides."""
+class _EncodedBytes:
+    """What encodings add: themselves as tensors, and by position what lives besides."""
 
-    def __init__(self, part: StageValues, position: Mapping[int, int], level: Counting) -> None:
-        count = len(part.nodes)
-        self.forward, self.flowing, self.before, self.after = ([0] * count for _ in range(4))
-        self.held: list[StoredTensor] = []
-        for form in (form for made in part.made for form in made.forms):
-            savers = tuple(position[place] for place in form.savers)
-            kept, full = level.size_of(form.kept(part.graph.allocator)), level.size_of(form.full)
-            self.held.append(StoredTensor(kept, savers[0], (), savers, is_sent=False))
-            # All that a node makes at once, each with its scratch: a bound.
-            self.forward[position[form.made]] += kept + level.size_of(form.cost.scratch_bytes)
-            self._bring_back(full, savers[0], position[form.back])
-            self.before[position[form.back]] += level.size_of(form.cost.scratch_bytes)
+    def __init__(self, stage: StageValues, position: Mapping[int, int], counting: Counting) -> None:
+        count = len(stage.nodes)
+        self.forward, self.before, self.peak, self.after = ([0] * count for _ in range(4))
+        self.tensors: list[StoredTensor] = []
+        for value in stage.stored:
+            for encoding in value.encodings:
+                self._add(stage, encoding, position, counting)
 
-    def _bring_back(self, full: int, first: int, back: int) -> None:
-        """It is there from the backward of the last saver to that of the first."""
-        for place in range(first, back + 1):
-            self.before[place] += full
-            self.flowing[place] += full if place < back else 0
-            self.after[place] += full if place > first else 0
+    def _add(
+        self,
+        stage: StageValues,
+        encoding: StorageEncoding,
+        position: Mapping[int, int],
+        counting: Counting,
+    ) -> None:
+        savers = tuple(position[place] for place in encoding.savers)
+        kept = counting.size_of(encoding.kept_bytes(stage.graph.allocator))
+        scratch = counting.size_of(encoding.cost.scratch_bytes)
+        self.tensors.append(StoredTensor(kept, savers[0], (), savers, is_sent=False))
+        # A node may make several encodings one after the other; as a bound, all count at once.
+        self.forward[position[encoding.encoded_at]] += kept + scratch
+        decoded_at = position[encoding.decoded_at]
+        self._add_decoded(counting.size_of(encoding.storage_bytes), savers[0], decoded_at)
+        self.peak[decoded_at] += scratch
+
+    def _add_decoded(self, size: int, first: int, decoded_at: int) -> None:
+        """Add a decoded storage: there from the backward at `decoded_at` to that at `first`.
+
+        position      first      ·      decoded_at
+        before          +        +
+        peak            +        +          +
+        after                    +          +          (backwards run from right to left)
+        """
+        for position in range(first, decoded_at + 1):
+            self.peak[position] += size
+            if position < decoded_at:
+                self.before[position] += size
+            if position > first:
+                self.after[position] += size
+
+
+class _GradientLevels(NamedTuple):
+    """By position the bytes of gradients when a node's backward begins, at its peak, and after it."""
+
+    before: tuple[int, ...]
+    peak: tuple[int, ...]
+    after: tuple[int, ...]
 
 
 def _gradient_levels(
-    part: StageValues, changes: Sequence[LivenessChange], level: Counting
-) -> Iterator[tuple[int, ...]]:
-    """What a backward has of gradients when a node's begins, what it needs then, and what lives when it is done."""
-    found = []
-    now = 0
-    sums = part.gradients.last_sums()
-    by_place = defaultdict[int, list[tuple[int, int, bool]]](list)
-    for at, size, begins in changes:
-        by_place[at].append((level.size_of(size), size, begins))
-    for place, node in reversed(list(zip(part.nodes, part.own, strict=True))):
-        here = by_place[place]
-        padding = sum(counted - size for counted, size, begins in here if begins)
-        needed = part.needed(node.backward_peak_bytes, node.workspace_bytes, level) + padding
-        done = now + sum(counted if begins else -counted for counted, _, begins in here)
-        found.append((now, now + needed, done + level.size_of(sums.get(place, 0))))
-        now = done
-    return zip(*reversed(found), strict=True)
+    stage: StageValues, counting: Counting, *, has_gradients: bool
+) -> _GradientLevels:
+    """Return what lives of gradients in a backward, sums included where a node is done."""
+    flow = stage.gradients
+    sums = GradientSums(flow).summands_and_parts()
+    changes = defaultdict[int, list[LivenessChange]](list)
+    for change in (*flow.flow_changes(), *flow.parameter_changes(has_gradients=has_gradients)):
+        changes[change.place].append(change)
+    rows: list[tuple[int, int, int]] = []
+    live = 0
+    for place, node in reversed(list(zip(stage.nodes, stage.own_nodes, strict=True))):
+        net = padding = 0
+        for _, size, begins in changes[place]:
+            counted = counting.size_of(size)
+            net += counted if begins else -counted
+            padding += counted - size if begins else 0
+        needed = counting.needed(node.backward_peak_bytes, node.workspace_bytes) + padding
+        after = live + net
+        rows.append((live, live + needed, after + counting.size_of(sums.get(place, 0))))
+        live = after
+    before, peak, after_sums = zip(*reversed(rows), strict=True)
+    return _GradientLevels(before, peak, after_sums)
 
 
-def boundaries(part: StageValues) -> tuple[int, ...]:
-    """Positions between nodes such that nothing that belongs together lies on both sides."""
-    named = {node.name: index for index, node in enumerate(part.own)}
-    members = (
-        [named[name] for name in names if name in named] for names in part.graph.recomputed_together
-    )
-    inside = {
-        index for places in members if places for index in range(min(places) + 1, max(places) + 1)
-    }
-    return tuple(index for index in range(len(part.nodes) + 1) if index not in inside)
+def boundaries(stage: StageValues) -> tuple[int, ...]:
+    """Return the positions between nodes at which a region may begin or end.
+
+    None of them lies between nodes that are only recomputed together.
+    """
+    position = {node.name: index for index, node in enumerate(stage.own_nodes)}
+    inside: set[int] = set()
+    for names in stage.graph.recomputed_together:
+        members = [position[name] for name in names if name in position]
+        if members:
+            inside.update(range(min(members) + 1, max(members) + 1))
+    return tuple(index for index in range(len(stage.nodes) + 1) if index not in inside)

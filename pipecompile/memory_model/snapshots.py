@@ -1,6 +1,16 @@
-"""In which state each stage's microbatches are while a rank's row of actions runs. Part of the memory model, memory.py.
+"""In which state each stage's microbatches are while a rank runs its row of actions.
 
-What is held begins with an action and ends with another; these spans, added up, are the state after each action.
+Everything that is held begins with one action and ends with another. For a stage of one rank, with
+one microbatch and a split backward:
+
+    row            F        I        W                 (end of the step)
+    activations    ├────────┤
+    between                 ├────────┤
+    sent by I               ├────────────────────────▶
+    outputs sent                     ├───────────────▶
+
+These spans, added up over microbatches, are the state after each action. rank.py multiplies the
+counts with a stage's `Footprint`.
 """
 
 from __future__ import annotations
@@ -13,177 +23,202 @@ from typing import Literal, NamedTuple
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 
-__all__ = ["StageState", "Snapshot", "Phase", "HandoverPhase", "moments", "states"]
+__all__ = ["HandoverState", "LastAction", "Snapshot", "StageState", "peak_snapshots", "states"]
 
-Phase = Literal["forward", "half", "halves", "whole"]
-"""How far a microbatch is in a stage: before its backward, between its halves, after both, or after a whole one."""
-
-
-class HandoverPhase(NamedTuple):
-    """How far a microbatch is in two stages of one rank, one after the other; if `again`, the first recomputes it."""
-
-    before: Phase
-    behind: Phase
-    again: bool
+LastAction = Literal["forward", "input backward", "weight backward", "backward"]
+"""How far a microbatch is in a stage: the last action that it has done there."""
 
 
-NO_TURNS: Mapping[HandoverPhase, int] = MappingProxyType({})
+class HandoverState(NamedTuple):
+    """How far a microbatch is in two stages of one rank that hand storages to each other.
+
+    `is_recomputed` says that the stage before recomputes it.
+    """
+
+    before: LastAction
+    behind: LastAction
+    is_recomputed: bool
+
+
+NO_HANDOVERS: Mapping[HandoverState, int] = MappingProxyType({})
 
 
 class StageState(NamedTuple):
     """How many microbatches of one stage are in which state.
 
-    `kept`: forward (or recompute) done, backward not begun. `bare`: outputs of a forward that is recomputed. `copied`:
-    buffers for its recompute. `halved`: between the halves of a backward; `stripped`: so, without outputs that the
-    second half does not need, since they were computed again, or as the next stage is on the same rank. `sent`,
-    `returned`, `passed`: outputs, and gradients of inputs by a whole backward or a first half, that went to other ranks
-    and wait for the step's end. `summed`: whether the gradients of parameters are there. `turns`: if the next stage is
-    on the same rank, how far they are in both, once there are gradients between these.
+    with_activations    forward (or recompute) done, backward not begun
+    with_outputs        only outputs are held, of a forward that will be recomputed
+    with_buffer_copies  copies of buffers are held for a recompute
+    between_backwards   input backward done, weight backward not; all outputs are held
+    between_without_outputs   the same, but outputs that the weight backward does not need are gone:
+                        they were recomputed, or the next stage is on the same rank
+    outputs_sent        outputs went to another rank, and wait for the step's end
+    backward_sent       input gradients of a backward went to another rank, and wait likewise
+    input_backward_sent   those of an input backward
+    has_gradients       1 if the gradients of parameters exist
+    handovers           if the next stage is on the same rank: how far microbatches are in both,
+                        as soon as there are gradients between them
     """
 
-    kept: int = 0
-    bare: int = 0
-    copied: int = 0
-    halved: int = 0
-    stripped: int = 0
-    sent: int = 0
-    returned: int = 0
-    passed: int = 0
-    summed: int = 0
-    turns: Mapping[HandoverPhase, int] = NO_TURNS
+    with_activations: int = 0
+    with_outputs: int = 0
+    with_buffer_copies: int = 0
+    between_backwards: int = 0
+    between_without_outputs: int = 0
+    outputs_sent: int = 0
+    backward_sent: int = 0
+    input_backward_sent: int = 0
+    has_gradients: int = 0
+    handovers: Mapping[HandoverState, int] = NO_HANDOVERS
 
 
 class Snapshot(NamedTuple):
-    """What a rank holds by stage when an action of this kind begins; STEP is the optimizer's, of all stages.
+    """The state of each stage of a rank when an action begins; STEP is the optimizer's, of all.
 
-    The microbatch of a second half may be `stripped`, as in `Held`: but not of outputs that it hands over.
+    `frees_outputs` says that a weight backward frees outputs that its microbatch still holds but
+    does not hand over (see `StageState.between_without_outputs`).
     """
 
     kind: Kind
     stage: int
-    held: Mapping[int, StageState]
-    stripped: bool = False
+    states: Mapping[int, StageState]
+    frees_outputs: bool = False
 
 
 class _Span(NamedTuple):
-    """One more of this kind in a stage, after the action at index `begin` until that at `end` is done."""
+    """A field of a stage's state is one higher from after the action at `begin` until after `end`."""
 
     stage: int
-    kind: str | HandoverPhase
+    field: str | HandoverState
     begin: int
     end: int
 
 
-ORDER = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-class _Times(NamedTuple):
-    """At which index of a row each action of one microbatch in one stage is, in `ORDER`; behind the last if nowhere."""
+class _ActionIndices(NamedTuple):
+    """Where in a row the actions of one microbatch in one stage are, in the order of `_KINDS`.
+
+    An action that the row does not have is behind the row's end.
+    """
 
     forward: int
     recompute: int
-    whole: int
-    first: int
-    second: int
+    backward: int
+    input_backward: int
+    weight_backward: int
 
     @property
-    def back(self) -> int:
-        """When there are the gradients of inputs."""
-        return min(self.whole, self.first)
+    def input_gradients(self) -> int:
+        """Where the gradients of inputs are made."""
+        return min(self.backward, self.input_backward)
 
     @property
-    def end(self) -> int:
-        """When there are those of parameters."""
-        return min(self.whole, self.second)
+    def weight_gradients(self) -> int:
+        """Where the gradients of parameters are made."""
+        return min(self.backward, self.weight_backward)
 
-    def phase(self, index: int) -> Phase:
-        """How far it is after the action at this index."""
-        if index >= self.whole:
-            return "whole"
-        if index < self.first:
+    def last_action(self, index: int) -> LastAction:
+        """Return how far the microbatch is after the action at `index`."""
+        if index >= self.backward:
+            return "backward"
+        if index < self.input_backward:
             return "forward"
-        return "half" if index < self.second else "halves"
+        return "input backward" if index < self.weight_backward else "weight backward"
 
 
 def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
-    """The moments of a rank's row at which it may hold most: of two alike, the one that holds no more is left out."""
-    found: dict[tuple[object, ...], list[Snapshot]] = {}
-    for moment in _all_moments(row):
-        key = (
-            moment.kind,
-            moment.stage,
-            moment.held[moment.stage].summed,
-            moment.stripped,
-        )
-        rivals = found.setdefault(key, [])
-        if not any(_covers(other, moment) for other in rivals):
-            rivals[:] = [other for other in rivals if not _covers(moment, other)] + [moment]
-    return tuple(moment for rivals in found.values() for moment in rivals)
+    """Return the snapshots of a rank's row at which it may hold most.
+
+    Of two that need the same workspace, the one that holds nothing more is left out: planners price
+    thousands of cuts by these snapshots.
+    """
+    highest: dict[tuple[object, ...], list[Snapshot]] = {}
+    for snapshot in _all_snapshots(row):
+        has_gradients = snapshot.states[snapshot.stage].has_gradients
+        key = (snapshot.kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
+        rivals = highest.setdefault(key, [])
+        if not any(_covers(rival, snapshot) for rival in rivals):
+            rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]
+    return tuple(snapshot for rivals in highest.values() for snapshot in rivals)
 
 
 def _covers(left: Snapshot, right: Snapshot) -> bool:
-    pairs = zip(left.held.values(), right.held.values(), strict=True)
-    return all(_is_more(ours, theirs) for ours, theirs in pairs)
+    pairs = zip(left.states.values(), right.states.values(), strict=True)
+    return all(_is_at_least(ours, theirs) for ours, theirs in pairs)
 
 
-def _is_more(left: StageState, right: StageState) -> bool:
-    """Whether it is at least as much of every kind."""
-    *ours, our_turns = left
-    *theirs, their_turns = right
-    turns = all(our_turns.get(turn, 0) >= count for turn, count in their_turns.items())
-    return turns and all(a >= b for a, b in zip(ours, theirs, strict=True))
+def _is_at_least(left: StageState, right: StageState) -> bool:
+    """Whether `left` has at least as many of every kind."""
+    *left_counts, left_handovers = left
+    *right_counts, right_handovers = right
+    if any(left_handovers.get(state, 0) < count for state, count in right_handovers.items()):
+        return False
+    return all(a >= b for a, b in zip(left_counts, right_counts, strict=True))
 
 
-def _all_moments(row: Sequence[Action]) -> Iterator[Snapshot]:
+def _all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
+    """Yield a snapshot for every action that computes, and one for the optimizer's step."""
     before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
-    for action, held in states(row):
+    for action, after in states(row):
         if action.kind in COMPUTE:
-            own, after = before[action.stage], held[action.stage]
-            copied = max(own.copied, after.copied)  # a forward begins with its copies
-            now = {**before, action.stage: own._replace(copied=copied)}
-            is_second = action.kind is Kind.BACKWARD_WEIGHT
-            left = (turn for turn, count in own.turns.items() if after.turns.get(turn, 0) < count)
-            strips = after.stripped < own.stripped and all(turn.again for turn in left)
-            yield Snapshot(action.kind, action.stage, now, is_second and strips)
-        before = held
+            yield _snapshot(action, before, after[action.stage])
+        before = after
     if any(action.kind in BACKWARDS for action in row):
-        yield Snapshot(Kind.STEP, min(before), {stage: StageState(summed=1) for stage in before})
+        done = {stage: StageState(has_gradients=1) for stage in before}
+        yield Snapshot(Kind.STEP, min(before), done)
+
+
+def _snapshot(action: Action, before: Mapping[int, StageState], after: StageState) -> Snapshot:
+    """Return the snapshot as `action` begins; its stage is in the state `after` when it is done."""
+    own = before[action.stage]
+    # A forward begins with the copies of buffers that its recompute will need.
+    copies = max(own.with_buffer_copies, after.with_buffer_copies)
+    beginning = {**before, action.stage: own._replace(with_buffer_copies=copies)}
+    ended = (
+        handover
+        for handover, count in own.handovers.items()
+        if after.handovers.get(handover, 0) < count
+    )
+    frees_outputs = (
+        action.kind is Kind.BACKWARD_WEIGHT
+        and after.between_without_outputs < own.between_without_outputs
+        and all(handover.is_recomputed for handover in ended)
+    )
+    return Snapshot(action.kind, action.stage, beginning, frees_outputs)
 
 
 def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
-    """Each action with what is held after it, by stage."""
-    changes: dict[int, dict[int, Counter[str | HandoverPhase]]] = defaultdict(
+    """Yield each action with the state of each stage after it."""
+    changes: dict[int, dict[int, Counter[str | HandoverState]]] = defaultdict(
         lambda: defaultdict(Counter)
     )
-    for stage, kind, begin, end in _spans(row):
-        changes[begin][stage][kind] += 1
-        changes[end][stage][kind] -= 1
-    held = {stage: StageState() for stage in _stages(row)}
+    for stage, field, begin, end in _spans(row):
+        changes[begin][stage][field] += 1
+        changes[end][stage][field] -= 1
+    current = {stage: StageState() for stage in _stages(row)}
     for index, action in enumerate(row):
-        held = {
-            **held,
-            **{stage: _changed(held[stage], counts) for stage, counts in changes[index].items()},
+        changed = {
+            stage: _changed(current[stage], counts) for stage, counts in changes[index].items()
         }
-        yield action, held
+        current = {**current, **changed}
+        yield action, current
 
 
-def _changed(held: StageState, changes: Mapping[str | HandoverPhase, int]) -> StageState:
-    counts = {
-        kind: getattr(held, kind) + change
-        for kind, change in changes.items()
-        if isinstance(kind, str)
-    }
-    turns = {
-        kind: held.turns.get(kind, 0) + change
-        for kind, change in changes.items()
-        if isinstance(kind, HandoverPhase)
-    }
-    left = (
-        {turn: count for turn, count in {**held.turns, **turns}.items() if count}
-        if turns
-        else held.turns
-    )
-    return held._replace(**counts, turns=left)
+def _changed(state: StageState, changes: Mapping[str | HandoverState, int]) -> StageState:
+    """Return the state with these changes of its counts."""
+    counts, handovers = dict[str, int](), dict[HandoverState, int]()
+    for field, change in changes.items():
+        if isinstance(field, str):
+            counts[field] = getattr(state, field) + change
+        else:
+            handovers[field] = state.handovers.get(field, 0) + change
+    current = state.handovers
+    if handovers:
+        every = {**current, **handovers}
+        current = {handover: count for handover, count in every.items() if count}
+    return state._replace(**counts, handovers=current)
 
 
 def _stages(row: Sequence[Action]) -> list[int]:
@@ -191,47 +226,61 @@ def _stages(row: Sequence[Action]) -> list[int]:
 
 
 def _spans(row: Sequence[Action]) -> Iterator[_Span]:
-    never, trains = len(row), any(action.kind in BACKWARDS for action in row)
-    when = {
+    """Yield everything that is held while the row runs."""
+    end, trains = len(row), any(action.kind in BACKWARDS for action in row)
+    index_of = {
         (action.stage, action.microbatch, action.kind): index for index, action in enumerate(row)
     }
-    times = {
-        (stage, microbatch): _Times(*(when.get((stage, microbatch, kind), never) for kind in ORDER))
-        for stage, microbatch, kind in when
+    indices = {
+        (stage, microbatch): _ActionIndices(
+            *(index_of.get((stage, microbatch, kind), end) for kind in _KINDS)
+        )
+        for stage, microbatch, kind in index_of
         if kind in COMPUTE
     }
-    absent = _Times(*[never] * len(ORDER))
-    for (stage, microbatch), own in times.items():
-        before, behind = (times.get((stage + step, microbatch), absent) for step in (-1, 1))
-        for kind, begin, end in _of_microbatch(own, before, behind, never, trains):
-            if begin < end:
-                yield _Span(stage, kind, begin, end)
-    for stage in _stages(row) if trains else []:
-        yield _Span(
-            stage,
-            "summed",
-            min(own.end for (index, _), own in times.items() if index == stage),
-            never,
-        )
-
-
-def _of_microbatch(
-    own: _Times, before: _Times, behind: _Times, never: int, trains: bool
-) -> Iterator[tuple[str | HandoverPhase, int, int]]:
-    """Kind, begin and end, where these differ. `before` and `behind` are the stages beside it, if on the same rank."""
-    is_again, takes, hands_over = own.recompute < never, before.back < never, behind.back < never
-    if is_again or not trains:
-        yield "bare", own.forward, own.back if hands_over else own.end
-    if is_again:
-        yield "copied", own.forward, own.end
+    absent = _ActionIndices(*[end] * len(_KINDS))
+    for (stage, microbatch), own in indices.items():
+        before = indices.get((stage - 1, microbatch), absent)
+        behind = indices.get((stage + 1, microbatch), absent)
+        for field, begin, stop in _microbatch_spans(own, before, behind, end, trains):
+            if begin < stop:
+                yield _Span(stage, field, begin, stop)
     if trains:
-        yield "kept", own.recompute if is_again else own.forward, own.back
-    yield "stripped" if is_again or hands_over else "halved", own.first, own.second
+        for stage in _stages(row):
+            own_indices = (own for (index, _), own in indices.items() if index == stage)
+            first = min(own.weight_gradients for own in own_indices)
+            yield _Span(stage, "has_gradients", first, end)
+
+
+def _microbatch_spans(
+    own: _ActionIndices, before: _ActionIndices, behind: _ActionIndices, end: int, trains: bool
+) -> Iterator[tuple[str | HandoverState, int, int]]:
+    """Yield field, begin and end of what a stage holds of one microbatch.
+
+    `before` and `behind` are the neighbouring stages, if they are on the same rank; else they have
+    no actions. The row ends at `end`.
+    """
+    is_recomputed = own.recompute < end
+    follows_neighbour, hands_over = before.input_gradients < end, behind.input_gradients < end
+    if is_recomputed or not trains:
+        # A neighbour reads the outputs until it has their gradients; messages need them longer.
+        stop = own.input_gradients if hands_over else own.weight_gradients
+        yield "with_outputs", own.forward, stop
+    if is_recomputed:
+        yield "with_buffer_copies", own.forward, own.weight_gradients
+    if trains:
+        begin = own.recompute if is_recomputed else own.forward
+        yield "with_activations", begin, own.input_gradients
+    between = "between_without_outputs" if is_recomputed or hands_over else "between_backwards"
+    yield between, own.input_backward, own.weight_backward
     if hands_over:
-        for begin, end in pairwise(sorted({behind.back, behind.end, own.back, own.end, never})):
-            yield HandoverPhase(own.phase(begin), behind.phase(begin), is_again), begin, end
+        ends = {behind.input_gradients, behind.weight_gradients}
+        ends |= {own.input_gradients, own.weight_gradients, end}
+        for begin, stop in pairwise(sorted(ends)):
+            last = own.last_action(begin), behind.last_action(begin)
+            yield HandoverState(*last, is_recomputed), begin, stop
     else:
-        yield "sent", own.end, never
-    if not takes:
-        yield "passed", own.first, never
-        yield "returned", own.whole, never
+        yield "outputs_sent", own.weight_gradients, end
+    if not follows_neighbour:
+        yield "input_backward_sent", own.input_backward, end
+        yield "backward_sent", own.backward, end

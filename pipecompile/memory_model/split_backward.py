@@ -1,6 +1,19 @@
-"""Where the two halves of a stage's backward run: the first for the gradients of inputs, the second for parameters'.
+"""Which nodes the two halves of a stage's split backward run: input backward and weight backward.
 
-As runtime/split_backward.py has it, by places of nodes. Part of the memory model, see memory.py.
+It mirrors runtime/split_backward.py, by places of nodes. The input backward (I) follows gradients
+from the outputs to the inputs. Parameters hang off that way, at once or behind nodes of their own:
+
+    input ──▶ linear ──▶ relu ──▶ linear_1 ──▶ output      on the way: linear, relu, linear_1
+                ▲                     ▲
+              weight        scale ──▶ weight_norm          aside: weight_norm, which leads to
+                                                           parameters only
+
+I holds ("captures") the gradients at linear and linear_1. The weight backward (W) begins with
+these: it runs the parameter part of both linears, and all nodes aside. A parameter that hangs off
+several places of the way has its gradient made by I already, since W would otherwise have to pass
+from one such place through another.
+
+The memory model's stage.py and gradients.py ask which half runs what.
 """
 
 from __future__ import annotations
@@ -16,70 +29,75 @@ from pipecompile.memory_model.live_ranges import LiveRanges
 
 __all__ = ["SplitBackward"]
 
-Begin = int | Literal["outputs", "first half"]
-"""Where the second half begins for a parameter: at a node, at the outputs, or not at all."""
+Origin = int | Literal["outputs", "input backward"]
+"""Where W begins for a parameter: at a place, at the outputs; or not at all, as I makes it."""
 
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Of the stage of `nodes`, after the nodes `before` it; `readers` are those of parameters that get a gradient.
+    """The split of one stage, of the places `nodes`; those `before` it are in earlier stages.
 
-    Later stages have gradients for those that are `sent`.
+    `parameter_readers` are the readers of each parameter that gets a gradient. Later stages give
+    gradients for the values of the nodes at `sent`.
     """
 
-    lives: LiveRanges
+    ranges: LiveRanges
     before: frozenset[int]
     nodes: tuple[int, ...]
-    readers: Mapping[str, Collection[int]]
+    parameter_readers: Mapping[str, Collection[int]]
     sent: frozenset[int]
 
-    def captured_at(self, gradient: GradientStorage) -> set[int]:
-        """Where the second half begins with it."""
-        return self._capturing.intersection(map(self.lives.place.__getitem__, gradient.captured_at))
+    def capture_places(self, gradient: GradientStorage) -> set[int]:
+        """Return the places at which W begins with this gradient."""
+        return self._captures.intersection(self.ranges.place[name] for name in gradient.captured_at)
 
-    def end_of_second(self, place: int) -> int:
-        """The last node that the second half runs of what it begins at `place`."""
-        found = waiting = {place}
+    def last_run_from(self, place: int) -> int:
+        """Return the last node that W runs of what it begins at `place`."""
+        reached = waiting = {place}
         while waiting:
-            sources = set(chain.from_iterable(self.lives.sources[each] for each in waiting))
-            waiting = (sources & self._later) - found
-            found = found | waiting
-        return min(found)
+            receivers = chain.from_iterable(self.ranges.gradient_receivers[p] for p in waiting)
+            waiting = (set(receivers) & self._aside_in_weight_backward) - reached
+            reached = reached | waiting
+        return min(reached)
 
-    def is_aside(self, gradient: GradientStorage) -> bool:
-        """Whether it leads to parameters alone, whose gradients are made in the second half, as it is."""
-        return self.lives.place[gradient.last] in self._later and not self.captured_at(gradient)
+    def is_for_parameters_only(self, gradient: GradientStorage) -> bool:
+        """Whether it is made in W alone, since it leads to parameters only."""
+        last = self.ranges.place[gradient.last]
+        return last in self._aside_in_weight_backward and not self.capture_places(gradient)
 
     @cached_property
-    def early(self) -> frozenset[str]:
-        """The parameters whose gradients the first half makes: a later walk from where they hang off would pass others.
+    def input_backward_parameters(self) -> frozenset[str]:
+        """The parameters whose gradients I makes; W only adds them to what is there."""
+        origins = self._origins.items()
+        return frozenset(name for name, origin in origins if origin == "input backward")
 
-        The second half adds them to what is there.
+    @cached_property
+    def weight_backward_places(self) -> set[int]:
+        """The nodes of which W runs something."""
+        return {*self._captures, *self._aside_in_weight_backward}
+
+    @cached_property
+    def weight_backward_reach(self) -> set[int]:
+        """The nodes whose saved tensors live until W: where it begins, and all before these.
+
+        PyTorch's graph of autograd nodes hangs together: whoever holds a node holds all nodes that
+        it leads to. These are all nodes of the stage if W begins at the outputs.
         """
-        return frozenset(name for name, begin in self._begins.items() if begin == "first half")
-
-    @cached_property
-    def run_twice(self) -> set[int]:
-        """The nodes of which the second half runs something."""
-        return {*self._capturing, *self._later}
-
-    @cached_property
-    def passed_twice(self) -> set[int]:
-        """What the second half leads through: where it begins, and all before that; all if it begins at outputs."""
         if self.begins_at_outputs:
             return set(self.nodes)
-        found = set(self._capturing)
-        waiting = list(found)
+        reached = set(self._captures)
+        waiting = list(reached)
         while waiting:
-            before = self._inside.intersection(self.lives.sources[waiting.pop()]) - found
-            found |= before
+            receivers = self.ranges.gradient_receivers[waiting.pop()]
+            before = self._inside.intersection(receivers) - reached
+            reached |= before
             waiting += before
-        return found
+        return reached
 
     @property
     def begins_at_outputs(self) -> bool:
-        """Whether it does for any parameter."""
-        return "outputs" in self._begins.values()
+        """Whether W begins at the outputs for any parameter."""
+        return "outputs" in self._origins.values()
 
     @cached_property
     def _inside(self) -> frozenset[int]:
@@ -88,91 +106,93 @@ class SplitBackward:
     @cached_property
     def _on_the_way(self) -> set[int]:
         """The nodes whose gradients lead to inputs of the stage."""
-        found: set[int] = set()
+        on_the_way: set[int] = set()
         for place in self.nodes:
-            if any(
-                source in self.before or source in found for source in self.lives.sources[place]
-            ):
-                found.add(place)
-        return found
+            receivers = self.ranges.gradient_receivers[place]
+            if any(receiver in self.before or receiver in on_the_way for receiver in receivers):
+                on_the_way.add(place)
+        return on_the_way
 
     @cached_property
     def _aside(self) -> set[int]:
-        """The nodes whose gradients lead to parameters alone."""
-        return self._leading({place for places in self.readers.values() for place in places})
+        """The nodes whose gradients lead to parameters only."""
+        return self._leading_to(set(chain.from_iterable(self.parameter_readers.values())))
 
-    def _leading(self, reading: Collection[int]) -> set[int]:
-        """The nodes whose gradients lead to such as are `reading`, and to no inputs."""
-        found: set[int] = set()
+    def _leading_to(self, readers: Collection[int]) -> set[int]:
+        """Return the nodes whose gradients lead to some of `readers`, and to no inputs."""
+        leading: set[int] = set()
         for place in self.nodes:
-            leads = place in reading or not found.isdisjoint(self.lives.sources[place])
+            receivers = self.ranges.gradient_receivers[place]
+            leads = place in readers or not leading.isdisjoint(receivers)
             if leads and place not in self._on_the_way:
-                found.add(place)
-        return found
+                leading.add(place)
+        return leading
 
     @cached_property
-    def _hanging(self) -> dict[int, Begin]:
-        """By node aside where a walk to it begins: at the node on the way that it hangs off, if that is one."""
-        met: dict[int, set[Begin]] = {
+    def _attachments(self) -> dict[int, Origin]:
+        """By node aside where W's walk to it begins: the node on the way that it hangs off."""
+        origins: dict[int, set[Origin]] = {
             place: {"outputs"} if place in self.sent else set() for place in self._aside
         }
-        found: dict[int, Begin] = {}
+        attachments: dict[int, Origin] = {}
+        # From the outputs on, so that the readers of a node come before it.
         for place in reversed(self.nodes):
             if place in self._aside:
-                found[place] = _only(met[place] or {"outputs"})
-            for source in self._aside.intersection(self.lives.sources[place]):
-                met[source].add(found.get(place, place))
-        return found
+                attachments[place] = _only(origins[place] or {"outputs"})
+            for receiver in self._aside.intersection(self.ranges.gradient_receivers[place]):
+                origins[receiver].add(attachments.get(place, place))
+        return attachments
 
     @cached_property
-    def _begins(self) -> dict[str, Begin]:
-        """By parameter where a walk to it begins."""
+    def _origins(self) -> dict[str, Origin]:
+        """By parameter where W's walk to it begins."""
         return {
-            name: _only({self._begin(name, place) for place in places})
-            for name, places in self.readers.items()
+            name: _only({self._origin(name, place) for place in places})
+            for name, places in self.parameter_readers.items()
         }
 
-    def _begin(self, name: str, place: int) -> Begin:
-        """The same of a parameter that one node reads."""
-        is_early = name in self.lives.graph.nodes[place].gradients_by_input_backward
-        return (
-            "first half"
-            if is_early and place in self._on_the_way
-            else self._hanging.get(place, place)
-        )
+    def _origin(self, name: str, place: int) -> Origin:
+        """Return where the walk to the parameter `name`, as the node at `place` reads it, begins."""
+        node = self.ranges.graph.nodes[place]
+        if name in node.gradients_by_input_backward and place in self._on_the_way:
+            return "input backward"
+        return self._attachments.get(place, place)
 
     @cached_property
-    def _capturing(self) -> set[int]:
-        """Where the second half begins: for parameters that the node reads, or for nodes aside that it does."""
-        own = {
+    def _captures(self) -> set[int]:
+        """Where W begins: for parameters that the node reads, or for nodes aside that it reads."""
+        for_parameters = {
             place
-            for name, places in self.readers.items()
+            for name, places in self.parameter_readers.items()
             for place in places
-            if self._begins[name] == place
+            if self._origins[name] == place
         }
-        return own | self._joining
+        return for_parameters | self._captures_for_aside
 
     @cached_property
-    def _joining(self) -> set[int]:
-        """Where it begins for nodes aside."""
-        return {
-            place
-            for place in self._on_the_way
-            if any(
-                self._hanging[source] == place
-                for source in self._later.intersection(self.lives.sources[place])
-            )
-        }
+    def _captures_for_aside(self) -> set[int]:
+        captures: set[int] = set()
+        for place in self._on_the_way:
+            receivers = self.ranges.gradient_receivers[place]
+            aside = self._aside_in_weight_backward.intersection(receivers)
+            if any(self._attachments[receiver] == place for receiver in aside):
+                captures.add(place)
+        return captures
 
     @cached_property
-    def _later(self) -> set[int]:
-        """The nodes aside that the second half runs."""
-        return self._leading(
-            {p for name, places in self.readers.items() for p in places if name not in self.early}
+    def _aside_in_weight_backward(self) -> set[int]:
+        """The nodes aside that W runs; I runs those that lead to its own parameters only."""
+        return self._leading_to(
+            {
+                place
+                for name, places in self.parameter_readers.items()
+                for place in places
+                if name not in self.input_backward_parameters
+            }
         )
 
 
-def _only(begins: Iterable[Begin]) -> Begin:
-    """The one that there is."""
-    found = set(begins)
-    return found.pop() if len(found) == 1 else "first half"
+def _only(origins: Iterable[Origin]) -> Origin:
+    """Return the one origin that there is; with several, I makes the gradient."""
+    distinct = set(origins)
+    return distinct.pop() if len(distinct) == 1 else "input backward"

@@ -1,6 +1,17 @@
-"""The values of one stage: what its nodes make and who needs it, what it copies, what regions hold.
+"""The values of one stage: what its nodes store, who needs it again, and what regions hold of it.
 
-Part of the memory model, see memory.py.
+A region is a run of nodes that are recomputed before their backwards. Regions may contain others;
+they never overlap otherwise. Of a region's storages the forward keeps nothing: they exist from the
+recompute on. What the region reads from outside is kept instead:
+
+    place      0     1     2     3     4
+    region           └─ region 0 ─┘
+    stored     s0    s1    s2    s3    s4
+               │ kept, as region 0 reads it: its holder is place 1, the region's first node
+                     s1, s2, s3 exist from region 0's recompute to the backwards that read them
+
+stage.py follows these values through the actions of a stage, and recompute_problem.py describes
+them to the searches for regions.
 """
 
 from __future__ import annotations
@@ -12,256 +23,294 @@ from typing import NamedTuple
 
 from pipecompile.ir.graph import Tensor
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.encodings import StorageEncoding, EncodedPlaces, storage_encodings
+from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding, storage_encodings
 from pipecompile.memory_model.gradients import GradientFlow
 from pipecompile.memory_model.live_ranges import LiveRanges, Storage
 from pipecompile.memory_model.subgraph import StageSubgraph
 
-__all__ = ["BOUND_SCRATCH", "Counting", "StoredValue", "StageValues"]
+__all__ = ["BOUND_SCRATCH", "Counting", "StageValues", "StoredValue"]
 
 BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
 
 
 class StoredValue(NamedTuple):
-    """A storage that the node of this place makes.
+    """A storage that the node at `place` makes; −1 if it is there before the first node.
 
-    `holders` are the places whose backwards need what the forward kept, in order: savers outside regions, and the first
-    nodes of regions that read it and save anything (others are never computed again). `copies` are what regions that it
-    lies in make of it and hold, from the outermost on. `forms` stand for it where others save it. Where nobody holds
-    it, `last` is where a forward lets it go.
+    The backwards of the nodes at `holders`, in order, need what the forward kept: savers outside
+    regions, and the first nodes of regions that read it and save anything (regions that save
+    nothing are never recomputed). `region_copies` are what regions that it lies in make of it when
+    they are recomputed, from the outermost on. `encodings` stand for it where savers encode it.
+    `last_forward_use` is where a forward frees it if nobody holds it.
     """
 
     place: int
     storage: Storage
     holders: tuple[int, ...]
-    copies: tuple[RegionCopy, ...]
-    forms: tuple[StorageEncoding, ...]
-    last: int
+    region_copies: tuple[RegionCopy, ...]
+    encodings: tuple[StorageEncoding, ...]
+    last_forward_use: int
 
 
 class RegionCopy(NamedTuple):
-    """What a region (by index) makes anew and holds until the backward of a node is done.
+    """A storage that a recompute of `region` (an index) makes anew.
 
-    If `early`, only until that backward has computed again a region within, which reads it.
+    The region holds it until the backward of the node at `place` is done; or, if it
+    `ends_before_backward`, only until a region within, which reads it, was recomputed before that
+    backward.
     """
 
     region: int
     place: int
-    early: bool
+    ends_before_backward: bool
 
 
 class Counting(NamedTuple):
-    """How sizes are counted, as expected or for a bound: the scratch of kernels times a factor, and storages."""
+    """How bytes are counted, as expected or for a bound.
 
-    scratch: Fraction | int
+    The scratch of kernels is multiplied by `scratch_factor`, and `size_of` is what an allocator
+    takes for one storage.
+    """
+
+    scratch_factor: Fraction | int
     size_of: Callable[[int], int]
+
+    def needed(self, rise: int, scratch: int) -> int:
+        """Return what a node that makes `rise` bytes live needs with the scratch of its kernels.
+
+        A node that makes nothing live (a view) runs no kernels, so its scratch does not count.
+        """
+        if not rise:
+            return 0
+        factor = self.scratch_factor
+        return rise + -(-scratch * factor.numerator // factor.denominator)
 
 
 class StageValues(StageSubgraph):
-    """One stage with `regions` and `runs` of its nodes, which lie apart."""
+    """The values of one stage with `regions`, and with runs of nodes whose saved tensors are encoded.
+
+    Encoded runs and regions have no nodes in common.
+    """
 
     def __init__(
         self,
-        lives: LiveRanges,
+        ranges: LiveRanges,
         before: set[int],
         nodes: Sequence[int],
         regions: Sequence[Sequence[int]] = (),
-        runs: Sequence[EncodedPlaces] = (),
+        encoded_runs: Sequence[EncodedPlaces] = (),
     ) -> None:
-        super().__init__(lives, before, nodes)
+        super().__init__(ranges, before, nodes)
         self.regions = regions
-        self.around = _around(nodes, regions)
-        self.run = {place: run for run in runs for place in run.places}
-        self.allocator = ALLOCATORS[lives.graph.allocator]
+        self.enclosing = _enclosing_regions(nodes, regions)
+        self.run_at = {place: run for run in encoded_runs for place in run.places}
+        self.allocator = ALLOCATORS[ranges.graph.allocator]
         self.gradients = GradientFlow(self)
-        self.made = [
-            self._made(place, each) for place in nodes for each in lives.storages.get(place, ())
+        self.stored = [
+            self._stored(place, storage)
+            for place in nodes
+            for storage in ranges.storages.get(place, ())
         ]
+
+    @property
+    def all_stored(self) -> Iterator[StoredValue]:
+        """The values that nodes store, and the copies with gaps of what arrived."""
+        yield from self.stored
+        yield from self.strided_copies
+
+    # -- what later stages get
 
     def is_sent(self, storage: Storage) -> bool:
-        """Whether a message to a later stage is it itself."""
-        return bool(self.sent_in(storage))
+        """Whether a message to a later stage lies in the storage itself."""
+        return bool(self.sent_names(storage))
 
-    def sent_in(self, storage: Storage) -> tuple[str, ...]:
-        """The tensors that lie in it and travel so."""
-        givers = {
-            giver
-            for giver, reader in storage.takers
-            if giver in self.inside and self.is_later(reader)
+    def sent_names(self, storage: Storage) -> tuple[str, ...]:
+        """Return the tensors that lie in the storage and are sent as they are."""
+        producers = {
+            producer
+            for producer, reader in storage.dense_edges
+            if producer in self.inside and self.is_later(reader)
         }
-        return tuple(self.graph.nodes[giver].name for giver in sorted(givers))
+        return tuple(self.graph.nodes[producer].name for producer in sorted(producers))
 
-    def is_copied(self, storage: Storage) -> bool:
-        """Whether later stages get copies of its views only."""
+    def is_sent_as_copy(self, storage: Storage) -> bool:
+        """Whether later stages only get copies of its views."""
         return any(map(self.is_later, storage.readers)) and not self.is_sent(storage)
 
-    def _made(self, place: int, storage: Storage) -> StoredValue:
-        """Where a storage that is made at `place` is needed again."""
-        savers, home = (
-            [saver for saver in storage.savers if saver in self.inside],
-            self.around.get(place, ())[:1],
-        )
-        users = {
-            self.around[user][0] for user in (*storage.readers, *savers) if self.around.get(user)
-        } - {*home}
-        forms, plain = storage_encodings(
-            storage, [s for s in savers if not self.around[s]], self.run, self.graph.allocator
-        )
-        holders = [
-            *plain,
-            *(self.regions[index][0] for index in users if self.called(index) is not None),
-        ]
-        last = max(
-            self.last_read(place, storage), *(form.made for form in forms if form.waits), place
-        )
-        if any(map(self.is_later, storage.readers)):
-            last = self.nodes[-1]  # then copies are made for them
-        return StoredValue(
-            place, storage, tuple(sorted(holders)), tuple(self._copied(place, storage)), forms, last
-        )
+    @property
+    def relayed_inputs(self) -> Iterator[str]:
+        """Inputs that are sent to a later stage as they arrived, or as a view that lies in them."""
+        copied = {tensor.producer for tensor in self.sent_copies}
+        uncopied = [tensor for tensor in self.leaving if tensor.producer not in copied]
+        names = {tensor.producer for tensor in uncopied}
+        storages = {tensor.storage for tensor in uncopied if tensor.is_dense} - {None}
+        for tensor, _ in self.arriving:
+            is_in_storage = tensor.storage in storages and not tensor.strided_copy_bytes
+            if tensor.producer in names or is_in_storage:
+                yield tensor.producer
 
     @cached_property
-    def spread(self) -> list[StoredValue]:
-        """What arrives dense and is brought into its layout again, with gaps, before the first node."""
+    def sent_copies(self) -> list[Tensor]:
+        """The tensors that are sent as copies, since they have gaps or repeat elements."""
+        read = {tensor.producer for tensor in self.read_inputs}
+        copies = []
+        for tensor in self.leaving:
+            is_own_view = not tensor.is_dense and self.ranges.place[tensor.producer] in self.inside
+            is_read_input = tensor.producer in read and tensor.gradient_bytes
+            if is_own_view or (is_read_input and tensor.strided_copy_bytes):
+                copies.append(tensor)
+        return copies
+
+    # -- what is stored
+
+    def _stored(self, place: int, storage: Storage) -> StoredValue:
+        """Return the value with all that needs it again."""
+        savers = [saver for saver in storage.savers if saver in self.inside]
+        own_region = self.enclosing.get(place, ())[:1]
+        reading_regions = {
+            self.enclosing[user][0]
+            for user in (*storage.readers, *savers)
+            if self.enclosing.get(user)
+        }.difference(own_region)
+        plain_savers = [saver for saver in savers if not self.enclosing[saver]]
+        encodings, unencoded = storage_encodings(
+            storage, plain_savers, self.run_at, self.graph.allocator
+        )
+        holders = [*unencoded]
+        for region in reading_regions:
+            if self.recomputed_at(region) is not None:
+                holders.append(self.regions[region][0])
+        waiting = (encoding.encoded_at for encoding in encodings if encoding.waits_for_end)
+        last_use = max(self.last_read(place, storage), *waiting, place)
+        if any(map(self.is_later, storage.readers)):
+            last_use = self.nodes[-1]  # copies for later stages are made when all nodes are done
+        copies = tuple(self._region_copies(place, storage))
+        return StoredValue(place, storage, tuple(sorted(holders)), copies, encodings, last_use)
+
+    @cached_property
+    def strided_copies(self) -> list[StoredValue]:
+        """Inputs that arrive contiguous and are laid out with gaps again, before the first node."""
         return [
-            self._made(-1, self._spread(tensor))
-            for tensor in self.read
+            self._stored(-1, self._strided_copy(tensor))
+            for tensor in self.read_inputs
             if tensor.strided_copy_bytes
         ]
 
-    def _spread(self, tensor: Tensor) -> Storage:
-        """Its copy, for those that read it or a view that this stage takes of it."""
-        readers = set(map(self.lives.place.__getitem__, tensor.consumers)) - self.before
-        takers: list[tuple[int, int]] = []
+    def _strided_copy(self, tensor: Tensor) -> Storage:
+        """Return the copy of an input with gaps: read by its readers, and by those of its views."""
+        readers = {self.ranges.place[name] for name in tensor.consumers} - self.before
+        dense_edges: list[tuple[int, int]] = []
+        # In the order of nodes, so that the readers of a view are known when a view of it comes.
         for place in self.nodes:
-            view = self.lives.values.get(self.graph.nodes[place].name) if place in readers else None
+            if place not in readers:
+                continue
+            view = self.ranges.tensor_of.get(self.graph.nodes[place].name)
             if view is not None and view.storage == tensor.storage is not None:
-                places = set(map(self.lives.place.__getitem__, view.consumers))
+                places = {self.ranges.place[name] for name in view.consumers}
                 readers |= places
-                takers += [(place, reader) for reader in places if view.is_dense]
-        savers = (
+                if view.is_dense:
+                    dense_edges += [(place, reader) for reader in places]
+        savers = [
             place
             for place in readers & self.inside
             if tensor.storage in self.graph.nodes[place].saved
-        )
+        ]
         return Storage(
             tensor.strided_copy_bytes,
             tuple(sorted(readers)),
             tuple(sorted(savers)),
-            takers=tuple(takers),
+            dense_edges=tuple(dense_edges),
         )
 
-    @property
-    def handed_on(self) -> Iterator[str]:
-        """What arrives and is sent on as it came, or in a view of it."""
-        copied = {tensor.producer for tensor in self.copied}
-        leaving = [tensor for tensor in self.leaving if tensor.producer not in copied]
-        names = {tensor.producer for tensor in leaving}
-        lying = {tensor.storage for tensor in leaving if tensor.is_dense} - {None}
-        for tensor, _ in self.arriving:
-            if tensor.producer in names or (
-                tensor.storage in lying and not tensor.strided_copy_bytes
-            ):
-                yield tensor.producer
+    def _region_copies(self, place: int, storage: Storage) -> Iterator[RegionCopy]:
+        """Yield what each region around `place` holds of the storage once it is recomputed.
 
-    @cached_property
-    def copied(self) -> list[Tensor]:
-        """What is sent as a copy."""
-        read = {tensor.producer for tensor in self.read}
-        return [
-            tensor
-            for tensor in self.leaving
-            if (not tensor.is_dense and self.lives.place[tensor.producer] in self.inside)
-            or (tensor.strided_copy_bytes and tensor.gradient_bytes and tensor.producer in read)
-        ]
-
-    def _copied(self, place: int, storage: Storage) -> Iterator[RegionCopy]:
-        """What each region around `place` holds of the storage: for its own nodes, and for regions within it."""
-        home = self.around.get(place, ())
-        users = (
-            {user for user in (*storage.readers, *storage.savers) if user in self.inside}
-            if home
-            else set()
-        )
-        for depth in range(1, len(home) + 1):
-            beside = [u for u in users if self._meet(home, self.around[u]) == depth]
+        A region holds it for its own nodes that save it, and for the regions directly within it
+        that read it. It frees it with the first of these, as backwards run from the last node to
+        the first.
+        """
+        around = self.enclosing.get(place, ())
+        if not around:
+            return
+        users = {user for user in (*storage.readers, *storage.savers) if user in self.inside}
+        for depth in range(1, len(around) + 1):
+            beside = [u for u in users if self._common_depth(around, self.enclosing[u]) == depth]
             ends = [(user, False) for user in beside if user in storage.savers]
-            inner = {region for user in beside for region in self.around[user][depth:]}
-            ends += [(at, True) for at in map(self.called, inner) if at is not None]
+            inner = {region for user in beside for region in self.enclosing[user][depth:]}
+            triggers = map(self.recomputed_at, inner)
+            ends += [(trigger, True) for trigger in triggers if trigger is not None]
             if ends:
-                yield RegionCopy(home[depth - 1], *min(ends))
+                yield RegionCopy(around[depth - 1], *min(ends))
 
     def last_read(self, place: int, storage: Storage) -> int:
-        """Until when a forward has what is made at `place` and not held.
+        """Return until when a forward has what is made at `place` and not held.
 
-        A region, and a run of nodes that save by policies, has what it is given until it ends.
+        Regions and encoded runs have their inputs until they end.
         """
-        home = self.around.get(place, ())
-        paths = [self.around.get(reader, ()) for reader in storage.readers]
-        inner = [region for path in paths for region in path[self._meet(home, path) :]]
-        runs = [self.run[reader] for reader in storage.readers if reader in self.run]
-        ends = [run.places[-1] for run in runs if run is not self.run.get(place)]
-        return max(
-            [*storage.readers, *(self.regions[region][-1] for region in inner), *ends],
-            default=place,
-        )
+        around = self.enclosing.get(place, ())
+        ends = [*storage.readers]
+        for reader in storage.readers:
+            path = self.enclosing.get(reader, ())
+            entered = path[self._common_depth(around, path) :]
+            ends += [self.regions[region][-1] for region in entered]
+            run = self.run_at.get(reader)
+            if run is not None and run is not self.run_at.get(place):
+                ends.append(run.places[-1])
+        return max(ends, default=place)
 
     @staticmethod
-    def _meet(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-        """How many regions are around both."""
+    def _common_depth(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+        """Return how many regions are around both."""
         return sum(a == b for a, b in zip(one, other, strict=False))
 
-    def called(self, region: int) -> int | None:
-        """The node in whose backward a region is computed again: its last one that saves anything."""
-        return max(
-            (place for place in self.regions[region] if self._packs(place) != "never"), default=None
-        )
+    # -- what regions recompute
 
-    def run_again(self, region: int) -> list[int]:
-        """The nodes that are computed again: until there is all that is held for the region.
+    def recomputed_at(self, region: int) -> int | None:
+        """Return the node before whose backward a region is recomputed: its last saver, if any."""
+        savers = (place for place in self.regions[region] if self._saves_at(place) != "never")
+        return max(savers, default=None)
 
-        The last of that is what a node of its own saves, or what a region within it reads, which then does not begin.
+    def recomputed_nodes(self, region: int) -> list[int]:
+        """Return the nodes that a recompute runs: until all that the region holds is there.
+
+        The last of that is what a node of its own saves, or what a region directly within it reads,
+        which then does not begin. PyTorch stops before the last node's kernels if these make
+        nothing that it saves.
         """
         nodes = self.regions[region]
-        own = [
+        own_savers = [
             place
             for place in nodes
-            if self.around[place][-1] == region and self._packs(place) != "never"
+            if self.enclosing[place][-1] == region and self._saves_at(place) != "never"
         ]
-        within = [self.regions[index][0] for index in self._within(region)]
-        last = max([*own, *within], default=-1)
-        runs_last = last in own and last not in within and self._packs(last) == "after"
+        inner_begins = [self.regions[index][0] for index in self._regions_within(region)]
+        last = max([*own_savers, *inner_begins], default=-1)
+        is_own = last in own_savers and last not in inner_begins
+        runs_last = is_own and self._saves_at(last) == "after"
         return [place for place in nodes if place < last or (runs_last and place == last)]
 
-    def _within(self, region: int) -> set[int]:
-        """The regions directly within a region."""
-        paths = (self.around[place] for place in self.regions[region])
+    def _regions_within(self, region: int) -> set[int]:
+        """Return the regions directly within a region."""
+        paths = (self.enclosing[place] for place in self.regions[region])
         return {path[path.index(region) + 1] for path in paths if path[-1] != region}
 
-    def written(self, places: Iterable[int]) -> Iterator[int]:
-        """The sizes of copies by which these nodes can be computed again with buffers as they were."""
+    def buffer_copies(self, places: Iterable[int]) -> Iterator[int]:
+        """Yield the sizes of buffer copies with which these nodes can be recomputed."""
         return (size for place in places for size in self.graph.nodes[place].buffer_copies)
 
-    def _packs(self, place: int) -> str:
+    def _saves_at(self, place: int) -> str:
         return self.graph.nodes[place].saves_at
 
-    def is_kept(self, made: StoredValue) -> bool:
-        """Whether it lives on after the forward."""
-        return bool(made.holders) or self.is_sent(made.storage)
-
-    @staticmethod
-    def needed(rise: int, scratch: int, level: Counting) -> int:
-        """What a node that makes `rise` live takes with the scratch of its kernels: without it, it does not run."""
-        if not rise:
-            return 0
-        counted = -(-scratch * level.scratch.numerator // level.scratch.denominator)
-        return rise + counted
+    def is_kept(self, value: StoredValue) -> bool:
+        """Whether the value lives on after the forward."""
+        return bool(value.holders) or self.is_sent(value.storage)
 
 
-def _around(nodes: Sequence[int], regions: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """The regions (by index) that each node lies in, from the outermost on."""
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
+def _enclosing_regions(
+    nodes: Sequence[int], regions: Sequence[Sequence[int]]
+) -> dict[int, tuple[int, ...]]:
+    """Return the regions (by index) around each node, from the outermost on."""
+    enclosing: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
     for index in sorted(range(len(regions)), key=lambda index: -len(regions[index])):
         for place in regions[index]:
-            found[place] += (index,)
-    return found
+            enclosing[place] += (index,)
+    return enclosing

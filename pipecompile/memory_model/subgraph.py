@@ -1,6 +1,6 @@
-"""A stage as a section of its graph: what comes in and goes out, and which parameters get a gradient in it.
+"""A stage as a subgraph: what comes in and goes out, and which parameters get a gradient in it.
 
-Part of the memory model, see memory.py.
+`StageValues` and so stage.py build on it. Nodes are known by their places in the graph's order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["LivenessChange", "StageSubgraph"]
 
 
 class LivenessChange(NamedTuple):
-    """At the node of this place a storage of so many bytes begins to live, or ends."""
+    """A storage of so many bytes begins to live in the node at `place`, or ends when it is done."""
 
     place: int
     bytes: int
@@ -26,67 +26,74 @@ class LivenessChange(NamedTuple):
 
 
 class StageSubgraph:
-    """One stage as a part of the graph: its `nodes` by place, in order; those `before` it are in earlier stages."""
+    """The nodes at the places `nodes`, in order; those `before` it are in earlier stages."""
 
-    def __init__(self, lives: LiveRanges, before: set[int], nodes: Sequence[int]) -> None:
-        self.lives, self.graph = lives, lives.graph
+    def __init__(self, ranges: LiveRanges, before: set[int], nodes: Sequence[int]) -> None:
+        self.ranges, self.graph = ranges, ranges.graph
         self.before, self.nodes, self.inside = before, nodes, set(nodes)
-        self.own = [self.graph.nodes[place] for place in nodes]
-        self.arriving = list(lives.crossing(before))  # to be read here or handed on
+        self.own_nodes = [self.graph.nodes[place] for place in nodes]
+        self.arriving = list(ranges.crossing(before))  # to be read here, or relayed
 
     def is_later(self, place: int) -> bool:
-        """Whether the node of this place lies in a later stage."""
+        """Whether the node at `place` lies in a later stage."""
         return place not in self.inside and place not in self.before
 
     @property
     def leaving(self) -> Iterator[Tensor]:
-        """What a later stage reads of this stage or of an earlier one."""
-        return (tensor for tensor, _ in self.lives.crossing(self.before | self.inside))
+        """The tensors of this stage, or relayed by it, that a later stage reads."""
+        return (tensor for tensor, _ in self.ranges.crossing(self.before | self.inside))
 
     @property
-    def read(self) -> Iterator[Tensor]:
-        """What arrives and is read here."""
+    def read_inputs(self) -> Iterator[Tensor]:
+        """The tensors that arrive and are read here."""
         return (tensor for tensor, readers in self.arriving if not self.inside.isdisjoint(readers))
 
     @cached_property
-    def given(self) -> list[tuple[Tensor, int]]:
-        """What arrives and is given a gradient here, with the place where that is complete."""
-        places = [(tensor, self.giving(tensor)) for tensor, _ in self.arriving]
-        return [(tensor, min(inside)) for tensor, inside in places if inside]
+    def inputs_with_gradient(self) -> list[tuple[Tensor, int]]:
+        """The arriving tensors for which this stage makes a gradient, and where that is complete.
 
-    def giving(self, tensor: Tensor) -> set[int]:
-        """The nodes of the stage that give a gradient for it."""
-        return self.inside.intersection(
-            map(self.lives.place.__getitem__, tensor.consumers_with_gradient)
-        )
+        Backwards run from the last node to the first, so it is complete at the first reader.
+        """
+        inputs = []
+        for tensor, _ in self.arriving:
+            givers = self.gradient_givers(tensor)
+            if givers:
+                inputs.append((tensor, min(givers)))
+        return inputs
+
+    def gradient_givers(self, tensor: Tensor) -> set[int]:
+        """Return the nodes of the stage whose backwards make a gradient for `tensor`."""
+        consumers = (self.ranges.place[name] for name in tensor.consumers_with_gradient)
+        return self.inside.intersection(consumers)
 
     @cached_property
-    def readers(self) -> dict[str, list[int]]:
+    def parameter_readers(self) -> dict[str, list[int]]:
         """The nodes of the stage that read each parameter."""
-        found: dict[str, list[int]] = defaultdict(list)
+        readers: dict[str, list[int]] = defaultdict(list)
         for place in self.nodes:
             for name in self.graph.nodes[place].parameters:
-                found[name].append(place)
-        return found
+                readers[name].append(place)
+        return readers
 
     @cached_property
-    def trained(self) -> list[tuple[Parameter, list[int]]]:
+    def trained_parameters(self) -> list[tuple[Parameter, list[int]]]:
         """The parameters that get a gradient, with the nodes of the stage that read them."""
         pairs = [
-            (self.graph.parameter_by_name[name], places) for name, places in self.readers.items()
+            (self.graph.parameter_by_name[name], places)
+            for name, places in self.parameter_readers.items()
         ]
         return [(parameter, places) for parameter, places in pairs if parameter.trainable]
 
     @cached_property
-    def splits(self) -> bool:
-        """Whether a backward has two halves: a first stage has no gradients of inputs to compute."""
+    def has_input_backward(self) -> bool:
+        """Whether a backward can be split: a first stage has no gradients of inputs to make."""
         return any(tensor.gradient_bytes for tensor, _ in self.arriving)
 
     @cached_property
-    def halves(self) -> SplitBackward:
-        """Where the halves of a split backward run."""
-        readers = {parameter.name: places for parameter, places in self.trained}
+    def split_backward(self) -> SplitBackward:
+        """Which nodes the halves of a split backward run."""
+        readers = {parameter.name: places for parameter, places in self.trained_parameters}
         sent = frozenset(
-            self.lives.place[tensor.producer] for tensor in self.leaving if tensor.gradient_bytes
+            self.ranges.place[tensor.producer] for tensor in self.leaving if tensor.gradient_bytes
         )
-        return SplitBackward(self.lives, frozenset(self.before), tuple(self.nodes), readers, sent)
+        return SplitBackward(self.ranges, frozenset(self.before), tuple(self.nodes), readers, sent)

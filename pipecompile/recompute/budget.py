@@ -109,8 +109,10 @@ class StageBudget:
         allowances = self.policies.backward_allowances(self.piece, plain, self.bytes)
         if not allowances:
             return None
-        tight = max(allowances, key=lambda each: (each.in_flight, each.summed, -each.bytes))
-        problem = self.policies.problem(self.piece, summed=bool(tight.summed), saving=plain.saving)
+        tight = max(allowances, key=lambda each: (each.in_flight, each.has_gradients, -each.bytes))
+        problem = self.policies.problem(
+            self.piece, has_gradients=bool(tight.has_gradients), saving=plain.saving
+        )
         return _Room(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
 
     def _refined(self, room: _Room, recompute: StageRecompute) -> StageRecompute:
@@ -162,7 +164,7 @@ class StageBudget:
         exact = tuple(policy for policy in options.saving if policy != "half")
         for policies in dict.fromkeys((exact, options.saving)):
             offers = encoding_offers(
-                self.policies.lives, self.piece.before, self.piece.nodes, policies
+                self.policies.ranges, self.piece.before, self.piece.nodes, policies
             )
             candidates = [recompute, *self._encoded(offers, plain, recompute)]
             fitting = [each for each in candidates if each is not None and self.fits(each)]
@@ -178,7 +180,7 @@ class StageBudget:
         recompute: StageRecompute | None,
     ) -> Iterator[StageRecompute | None]:
         """Yield two candidates: as many encodings as it takes, and the cheap ones with regions."""
-        runs = tuple(offer.saving for offer in offers)
+        runs = tuple(offer.encoded for offer in offers)
 
         def encoded(count: int) -> StageRecompute:
             return self.policies.with_regions(self.piece, (), 0, 0, runs[:count])

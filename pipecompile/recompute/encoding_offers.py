@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipecompile.ir.encodings import POLICIES, Policy
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import EncodedNodes
-from pipecompile.memory_model.encoding_costs import SavingCost
+from pipecompile.memory_model.encoding_costs import EncodingCost
 from pipecompile.memory_model.encodings import EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import boundaries
@@ -30,7 +30,7 @@ class EncodingOffer(NamedTuple):
     """A run of nodes that may be encoded, and the extra ns for each byte that it frees."""
 
     ns_per_byte: Fraction
-    saving: EncodedNodes
+    encoded: EncodedNodes
 
 
 class _EncodableSpan(NamedTuple):
@@ -42,7 +42,7 @@ class _EncodableSpan(NamedTuple):
 
 
 def encoding_offers(
-    lives: LiveRanges, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
+    ranges: LiveRanges, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
 ) -> tuple[EncodingOffer, ...]:
     """Return the runs of a stage for these policies, without runs that free nothing.
 
@@ -50,18 +50,18 @@ def encoding_offers(
     graph. What moves to the host on a GPU counts with the time that the run's own nodes do not
     hide. `nodes` are the stage's, in the order of the graph, `before` those of earlier stages.
     """
-    places = sorted(lives.place[name] for name in nodes)
-    part = StageValues(lives, {lives.place[name] for name in before}, places)
-    blocks = [block_of(node.module) for node in part.own]
+    places = sorted(ranges.place[name] for name in nodes)
+    stage = StageValues(ranges, {ranges.place[name] for name in before}, places)
+    blocks = [block_of(node.module) for node in stage.own_nodes]
     runs = []
-    for span in _joined(_widened(part, _spans(part, policies)), blocks):
+    for span in _joined(_widened(stage, _spans(stage, policies)), blocks):
         ordered = tuple(policy for policy in POLICIES if policy in span.policies)
-        runs.append(EncodedPlaces(tuple(part.nodes[span.start : span.stop]), ordered))
-    offers = _priced(StageValues(lives, part.before, part.nodes, (), runs), runs)
+        runs.append(EncodedPlaces(tuple(stage.nodes[span.start : span.stop]), ordered))
+    offers = _priced(StageValues(ranges, stage.before, stage.nodes, (), runs), runs)
     return tuple(sorted(offers, key=lambda offer: offer.ns_per_byte))
 
 
-def _spans(part: StageValues, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
+def _spans(stage: StageValues, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
     """Yield for each storage that its savers could keep in fewer bytes where these are.
 
     Savers must be in one run for policies by use, so that nobody else reads the storage as it is;
@@ -69,21 +69,24 @@ def _spans(part: StageValues, policies: Collection[Policy]) -> Iterator[_Encodab
     """
     by_use = frozenset(policies) & BY_USE
     others = [frozenset([policy]) for policy in POLICIES if policy in set(policies) - by_use]
-    position = {place: index for index, place in enumerate(part.nodes)}
-    memory = part.graph.allocator
-    for made in part.made:
-        savers = [place for place in made.storage.savers if place in position]
+    position = {place: index for index, place in enumerate(stage.nodes)}
+    memory = stage.graph.allocator
+    for value in stage.stored:
+        savers = [place for place in value.storage.savers if place in position]
         # A message to a later stage needs the storage as it is.
-        if not savers or part.is_sent(made.storage):
+        if not savers or stage.is_sent(value.storage):
             continue
         for chosen in filter(None, (by_use, *others)):
             run = EncodedPlaces(
                 tuple(savers), tuple(policy for policy in POLICIES if policy in chosen)
             )
-            forms, plain = storage_encodings(
-                made.storage, savers, dict.fromkeys(savers, run), memory
+            encodings, plain = storage_encodings(
+                value.storage, savers, dict.fromkeys(savers, run), memory
             )
-            if plain or sum(form.kept(memory) for form in forms) >= made.storage.bytes:
+            if (
+                plain
+                or sum(encoding.kept_bytes(memory) for encoding in encodings) >= value.storage.bytes
+            ):
                 continue
             positions = [position[place] for place in savers]
             if chosen is by_use:
@@ -93,13 +96,13 @@ def _spans(part: StageValues, policies: Collection[Policy]) -> Iterator[_Encodab
             break  # the first policy that fits counts
 
 
-def _widened(part: StageValues, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
+def _widened(stage: StageValues, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
     """Yield the spans widened to boundaries, without those with a node that must be in no run."""
-    allowed = boundaries(part)
+    allowed = boundaries(stage)
     for span in spans:
         start = max(place for place in allowed if place <= span.start)
         stop = min(place for place in allowed if place >= span.stop)
-        if all(node.is_recomputable for node in part.own[start:stop]):
+        if all(node.is_recomputable for node in stage.own_nodes[start:stop]):
             yield _EncodableSpan(start, stop, span.policies)
 
 
@@ -121,7 +124,7 @@ def _joined(spans: Iterable[_EncodableSpan], blocks: Sequence[str]) -> list[_Enc
     return joined
 
 
-def _priced(part: StageValues, runs: Sequence[EncodedPlaces]) -> Iterator[EncodingOffer]:
+def _priced(stage: StageValues, runs: Sequence[EncodedPlaces]) -> Iterator[EncodingOffer]:
     """Yield the runs that free anything, with their time.
 
     A storage that several runs save is freed only if all of them encode it, so each counts with an
@@ -131,26 +134,26 @@ def _priced(part: StageValues, runs: Sequence[EncodedPlaces]) -> Iterator[Encodi
         defaultdict[EncodedPlaces, Fraction](Fraction),
         {run: _MovedBytes() for run in runs},
     )
-    for made in part.made:
-        sharers = {part.run[place] for form in made.forms for place in form.savers}
-        if not part.is_kept(made):
+    for value in stage.stored:
+        sharers = {stage.run_at[place] for encoding in value.encodings for place in encoding.savers}
+        if not stage.is_kept(value):
             for run in sharers:
-                freed[run] += Fraction(made.storage.bytes, len(sharers))
-        for form in made.forms:
-            owners = {part.run[place] for place in form.savers}
+                freed[run] += Fraction(value.storage.bytes, len(sharers))
+        for encoding in value.encodings:
+            owners = {stage.run_at[place] for place in encoding.savers}
             for run in owners:
-                freed[run] -= Fraction(form.kept(part.graph.allocator), len(owners))
-                moved[run] = moved[run].plus(form.cost, len(owners))
+                freed[run] -= Fraction(encoding.kept_bytes(stage.graph.allocator), len(owners))
+                moved[run] = moved[run].plus(encoding.cost, len(owners))
     for run in runs:
         if freed[run] > 0:
-            forward_ns, backward_ns = _times_ns(part, run, moved[run])
-            saving = EncodedNodes(
-                nodes=tuple(part.graph.nodes[place].name for place in run.places),
+            forward_ns, backward_ns = _times_ns(stage, run, moved[run])
+            encoded = EncodedNodes(
+                nodes=tuple(stage.graph.nodes[place].name for place in run.places),
                 encodings=run.policies,
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
             )
-            yield EncodingOffer(saving.ns / freed[run], saving)
+            yield EncodingOffer(encoded.ns / freed[run], encoded)
 
 
 class _MovedBytes(NamedTuple):
@@ -160,7 +163,7 @@ class _MovedBytes(NamedTuple):
     unpacked: Fraction = Fraction(0)
     host: Fraction = Fraction(0)
 
-    def plus(self, cost: SavingCost, parts: int) -> _MovedBytes:
+    def plus(self, cost: EncodingCost, parts: int) -> _MovedBytes:
         """Return the sum with one of so many equal parts of `cost`."""
         return _MovedBytes(
             self.packed + Fraction(cost.packing_bytes, parts),
@@ -169,17 +172,17 @@ class _MovedBytes(NamedTuple):
         )
 
 
-def _times_ns(part: StageValues, run: EncodedPlaces, moved: _MovedBytes) -> tuple[int, int]:
+def _times_ns(stage: StageValues, run: EncodedPlaces, moved: _MovedBytes) -> tuple[int, int]:
     """Return the extra time in the forward and in the backward.
 
     A copy to the host runs beside the run's own nodes; only what is longer than these counts.
     """
     # Encoding is bound by memory traffic, as the graph's fastest kernels are.
-    rate = part.lives.bytes_per_ns
+    rate = stage.ranges.bytes_per_ns
     packing = ceil(moved.packed / rate) if rate else 0
     unpacking = ceil(moved.unpacked / rate) if rate else 0
-    link = ceil(moved.host / HOST_BYTES_PER_NS) if part.graph.allocator == "cuda" else 0
-    nodes = [part.graph.nodes[place] for place in run.places]
+    link = ceil(moved.host / HOST_BYTES_PER_NS) if stage.graph.allocator == "cuda" else 0
+    nodes = [stage.graph.nodes[place] for place in run.places]
     forward = sum(node.forward_ns for node in nodes)
     backward = sum(node.backward_ns for node in nodes)
     return packing + max(0, link - forward), unpacking + max(0, link - backward)

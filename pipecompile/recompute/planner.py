@@ -121,7 +121,9 @@ class RecomputePlanner:
         chosen: dict[int, StageRecompute] = {}
         for piece in slices:
             in_flight = self.view.in_flight[piece.stage]
-            problem = self.policies.problem(piece, summed=self.options.microbatches > in_flight)
+            problem = self.policies.problem(
+                piece, has_gradients=self.options.microbatches > in_flight
+            )
             blocks = self.policies.blocks(piece)
             choice = weighed(problem, blocks, in_flight, 2 ** (exponent / 2))
             chosen[piece.stage] = self.policies.with_regions(piece, choice.regions, choice.ns, 0)

@@ -13,7 +13,7 @@ from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import EMPTY_FOOTPRINT, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Options, EncodedNodes
+from pipecompile.ir.plan import EncodedNodes, Options
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.rank import BackwardAllowance, backward_allowances, rank_memory
@@ -131,7 +131,7 @@ class RecomputePolicies:
         """Return regions of one block of the model each, or of about √n of n blocks together."""
         from pipecompile.recompute.choice import per_block, priced, square_root
 
-        problem, blocks = self.problem(piece, summed=True), self.blocks(piece)
+        problem, blocks = self.problem(piece, has_gradients=True), self.blocks(piece)
         regions = (per_block if policy == "block" else square_root)(problem, blocks)
         ns = priced(problem, regions).ns
         return self.with_regions(piece, regions, ns, ns)
@@ -146,22 +146,26 @@ class RecomputePolicies:
     ) -> StageRecompute:
         """Return the stage with `regions` (positions) that take `ns`, and with encoded runs."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
-        runs = tuple(sorted(saving, key=lambda run: self.lives.place[run.nodes[0]]))
-        footprint = footprint_of(self.lives, piece.before, piece.nodes, named, _policies(runs))
+        runs = tuple(sorted(saving, key=lambda run: self.ranges.place[run.nodes[0]]))
+        footprint = footprint_of(self.ranges, piece.before, piece.nodes, named, _policies(runs))
         encoding = encoding_ns(runs)
         kind: Literal["regions", "none"] = "regions" if named else "none"
         return StageRecompute(kind, named, ns + encoding, least + encoding, footprint, runs)
 
     def problem(
-        self, piece: StageSlice, *, summed: bool, saving: Iterable[EncodedNodes] = ()
+        self, piece: StageSlice, *, has_gradients: bool, saving: Iterable[EncodedNodes] = ()
     ) -> RecomputeProblem:
         """Return the stage as a problem of choosing regions.
 
-        `summed` says that gradients of parameters are there already when a backward begins.
+        `has_gradients` says that gradients of parameters are there already when a backward begins.
         """
         policies = _policies(saving)
         return recompute_problem_of(
-            self.lives, piece.before, piece.nodes, summed=summed, encoded_runs=policies
+            self.ranges,
+            piece.before,
+            piece.nodes,
+            has_gradients=has_gradients,
+            encoded_runs=policies,
         )
 
     def blocks(self, piece: StageSlice) -> list[str]:
@@ -199,7 +203,7 @@ class RecomputePolicies:
         return {"microbatches": self.options.microbatches, "allocator": allocator}
 
     @cached_property
-    def lives(self) -> LiveRanges:
+    def ranges(self) -> LiveRanges:
         """The live ranges of the graph's storages."""
         return LiveRanges(self.graph, self.options.optimizer, self.options.master_weights)
 

@@ -54,45 +54,45 @@ def all_cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
 
 
 def held(
-    lives: LiveRanges, options: Options, stage: int, names: Sequence[list[str]], regions: object
+    ranges: LiveRanges, options: Options, stage: int, names: Sequence[list[str]], regions: object
 ) -> int:
     """The peak of the stage's rank, by the memory model."""
     before = [name for earlier in names[:stage] for name in earlier]
-    footprint = footprint_of(lives, before, names[stage], regions)
+    footprint = footprint_of(ranges, before, names[stage], regions)
     at = snapshots_of(options.schedule, (0, 1), MICROBATCHES, False)[stage]
-    allocator = ALLOCATORS[lives.graph.allocator]
+    allocator = ALLOCATORS[ranges.graph.allocator]
     return rank_memory(
         {stage: footprint}, at, microbatches=MICROBATCHES, allocator=allocator
     ).total.bound
 
 
 def cheapest(
-    lives: LiveRanges, options: Options, stage: int, names: Sequence[list[str]]
+    ranges: LiveRanges, options: Options, stage: int, names: Sequence[list[str]]
 ) -> int | None:
     """The least extra time of all choices that fit."""
     before = [name for earlier in names[:stage] for name in earlier]
-    boundaries = recompute_problem_of(lives, before, names[stage], summed=True).boundaries
+    boundaries = recompute_problem_of(ranges, before, names[stage], has_gradients=True).boundaries
     choices = [[names[stage][a:b] for a, b in runs] for runs in every_choice(boundaries)]
     timed = sorted(
-        (sum(extra_ns(lives.graph, region) for region in regions), regions) for regions in choices
+        (sum(extra_ns(ranges.graph, region) for region in regions), regions) for regions in choices
     )
     fitting = (
         extra
         for extra, regions_of_choice in timed
-        if held(lives, options, stage, names, regions_of_choice) <= options.memory_bytes
+        if held(ranges, options, stage, names, regions_of_choice) <= options.memory_bytes
     )
     return next(fitting, None)
 
 
 def best(graph: CostGraph, options: Options, problem: PartitionProblem) -> int | None:
     """The best of all cuts with all choices."""
-    values, lives = [], LiveRanges(graph)
+    values, ranges = [], LiveRanges(graph)
     for assignment in all_cuts(problem):
         names = [
             [node.name for node in graph.nodes if assignment[node.name] == stage]
             for stage in range(2)
         ]
-        extra = [cheapest(lives, options, stage, names) for stage in range(2)]
+        extra = [cheapest(ranges, options, stage, names) for stage in range(2)]
         if None not in extra:
             loads = stage_loads(problem, assignment)
             values.append(

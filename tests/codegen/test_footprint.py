@@ -21,7 +21,7 @@ from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.ir.footprint import Footprint, size_of
+from pipecompile.ir.footprint import Footprint, total_size
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS
@@ -579,7 +579,7 @@ def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
     """The most that lives in each action, and what it leaves, above what there was when it began."""
     kept = footprint.activations.expected
     left = (
-        size_of(footprint.sent_by_backward).expected + footprint.outputs.expected - kept
+        total_size(footprint.sent_by_backward).expected + footprint.outputs.expected - kept
     )  # outputs are sent, and wait
     made = footprint.gradients.expected
     return {
@@ -597,11 +597,11 @@ def in_halves(footprint: Footprint) -> Figures:
     return {
         "input 0": (
             footprint.input_backward_peak.expected,
-            first + size_of(footprint.sent_by_input_backward).expected,
+            first + total_size(footprint.sent_by_input_backward).expected,
         ),
         "input 1": (
             footprint.input_backward_peak.expected,
-            first + size_of(footprint.sent_by_input_backward).expected,
+            first + total_size(footprint.sent_by_input_backward).expected,
         ),
         "weight 0": (
             footprint.first_weight_backward_peak.expected,

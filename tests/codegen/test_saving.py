@@ -108,7 +108,7 @@ class Case:
             for i, names in enumerate(self.cut)
         )
         return {
-            i: [(offer.saving.nodes, offer.saving.encodings) for offer in each]
+            i: [(offer.encoded.nodes, offer.encoded.encodings) for offer in each]
             for i, each in enumerate(found)
         }
 

@@ -18,7 +18,7 @@ from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensor
 from pipecompile.ir.encodings import Memory, Policy
 from pipecompile.memory_model.encoding_costs import (
     SavedStorage,
-    SavingCost,
+    EncodingCost,
     cost_by_policy,
     costs_by_use,
 )
@@ -103,14 +103,14 @@ def test_saved_bytes_are_those_of_the_costs() -> None:
     assert not wrong
 
 
-def saving_cost(policies: Sequence[Policy], storage: SavedStorage, memory: Memory) -> SavingCost:
+def saving_cost(policies: Sequence[Policy], storage: SavedStorage, memory: Memory) -> EncodingCost:
     """Return the bytes that `storage` takes in all."""
     by_use = costs_by_use(policies, storage, memory)
     if by_use is None:
         found = cost_by_policy(policies, storage, memory)
-        return SavingCost(storage.bytes) if found is None else found[1]
+        return EncodingCost(storage.bytes) if found is None else found[1]
     names = ("kept_bytes", "host_bytes", "packing_bytes", "unpacking_bytes")
-    return SavingCost(*(sum(getattr(cost, name) for cost in by_use) for name in names))
+    return EncodingCost(*(sum(getattr(cost, name) for cost in by_use) for name in names))
 
 
 def predicted_bytes(policies: Sequence[Policy], storages: Sequence[SavedStorage]) -> int:
@@ -141,16 +141,16 @@ def test_costs_count_bytes() -> None:
     assert (
         saving_cost((), wide, "cuda")
         == saving_cost(("mask", "relu"), wide, "cuda")
-        == SavingCost(320)
+        == EncodingCost(320)
     )
-    assert saving_cost(("half",), wide, "cuda") == SavingCost(160, 0, 480, 480)
-    assert saving_cost(("offload", "half"), wide, "cuda") == SavingCost(0, 320, 320, 320)
+    assert saving_cost(("half",), wide, "cuda") == EncodingCost(160, 0, 480, 480)
+    assert saving_cost(("offload", "half"), wide, "cuda") == EncodingCost(0, 320, 320, 320)
     assert saving_cost(("relu", "offload"), relu, "cuda") == saving_cost(("offload",), wide, "cuda")
     assert saving_cost(("relu", "pool"), relu, "cuda").kept_bytes == bits
     assert saving_cost(("mask",), SavedStorage(80, "bool"), "cuda").kept_bytes == bits
     mask_of_floats = SavedStorage(320, "float32", is_mask=True)
     assert saving_cost(("mask",), mask_of_floats, "cpu").kept_bytes == bits
-    assert saving_cost(("mask",), mask_of_floats, "cuda") == SavingCost(
+    assert saving_cost(("mask",), mask_of_floats, "cuda") == EncodingCost(
         320
     )  # on a GPU it would have to wait
     for bound, width in ((2**8, 1), (2**15, 2), (2**15 + 1, 4), (2**31, 4), (2**31 + 1, 8)):

@@ -25,7 +25,7 @@ from pipecompile.memory_model.rank import (
     rank_memory,
     stage_memory,
 )
-from pipecompile.memory_model.snapshots import _all_moments, peak_snapshots
+from pipecompile.memory_model.snapshots import _all_snapshots, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
@@ -56,9 +56,9 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
 def _footprints(
     graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None
 ) -> list[Footprint]:
-    lives = LiveRanges(graph, optimizer)
+    ranges = LiveRanges(graph, optimizer)
     return [
-        footprint_of(lives, [n for part in cut[:index] for n in part], names)
+        footprint_of(ranges, [n for part in cut[:index] for n in part], names)
         for index, names in enumerate(cut)
     ]
 
@@ -102,10 +102,10 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
     schedule = generate(
         data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4))
     )
-    lives = LiveRanges(graph)
+    ranges = LiveRanges(graph)
     for index, row in enumerate(schedule.rows):
         footprint = footprint_of(
-            lives, chain(*cut[:index]), cut[index], regions[index], saving[index]
+            ranges, chain(*cut[:index]), cut[index], regions[index], saving[index]
         )
         memory = rank_memory(
             {index: footprint},
@@ -170,7 +170,7 @@ def test_moments_that_are_left_out_hold_no_more(
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, "adamw")
     for rank, row in enumerate(schedule.rows):
-        every = list(_all_moments(row))
+        every = list(_all_snapshots(row))
         totals = [
             rank_memory(
                 _held(schedule, rank, footprints),

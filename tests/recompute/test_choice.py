@@ -23,7 +23,7 @@ def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, has_gradients=True)
     blocks = sorted(data.draw(st.sampled_from("abc")) for _ in names)
     every = {
         runs: price(graph, before, names, [names[a:b] for a, b in runs])

@@ -39,19 +39,19 @@ def test_runs_lie_apart_and_together_free_memory(
         for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
-    lives, before = LiveRanges(graph), list(chain(*cut[:index]))
-    found = encoding_offers(lives, before, cut[index], policies)
-    named = [name for offer in found for name in offer.saving.nodes]
+    ranges, before = LiveRanges(graph), list(chain(*cut[:index]))
+    found = encoding_offers(ranges, before, cut[index], policies)
+    named = [name for offer in found for name in offer.encoded.nodes]
     assert len(set(named)) == len(named) and not fixed.intersection(named)
     assert all(a.ns_per_byte <= b.ns_per_byte for a, b in pairwise(found))
-    runs = [(offer.saving.nodes, offer.saving.encodings) for offer in found]
+    runs = [(offer.encoded.nodes, offer.encoded.encodings) for offer in found]
     plain, saved = (
-        footprint_of(lives, before, cut[index], (), chosen).activations.expected
+        footprint_of(ranges, before, cut[index], (), chosen).activations.expected
         for chosen in ((), runs)
     )
     assert saved < plain if found else saved == plain
     if graph.allocator == "cpu":  # where the host's memory is the same
-        assert not any("offload" in offer.saving.encodings for offer in found)
+        assert not any("offload" in offer.encoded.encodings for offer in found)
 
 
 @settings(max_examples=400, deadline=None)
@@ -76,19 +76,19 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
         for node in graph.nodes
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
-    lives, before, names = LiveRanges(graph), list(chain(*cut[:index])), cut[index]
-    offered = [offer.saving for offer in encoding_offers(lives, before, names, policies)]
+    ranges, before, names = LiveRanges(graph), list(chain(*cut[:index])), cut[index]
+    offered = [offer.encoded for offer in encoding_offers(ranges, before, names, policies)]
     saving = [run for run in offered if data.draw(st.booleans())]
     runs = [(run.nodes, run.encodings) for run in saving]
-    problem = recompute_problem_of(lives, before, names, summed=True, encoded_runs=runs)
+    problem = recompute_problem_of(ranges, before, names, has_gradients=True, encoded_runs=runs)
     regions = (
         [names[a:b] for a, b in data.draw(st.sampled_from(_choices(problem)))]
         if recompute == "auto"
         else []
     )
-    kept = footprint_of(lives, before, names, regions, runs).activations.bound
+    kept = footprint_of(ranges, before, names, regions, runs).activations.bound
     _, saved = bytes_lower_bounds(graph, recompute, gradients=False, encodings=policies)
-    classes = freeable_bytes(graph, recompute, policies, lives.bytes_per_ns)
+    classes = freeable_bytes(graph, recompute, policies, ranges.bytes_per_ns)
     held = [sum(each.bytes.get(name, 0) for name in names) for each in classes]
     missing, least = sum(saved[name] for name in names) + sum(held) - kept, Fraction(0)
     for each, size in zip(classes, held, strict=True):
@@ -154,7 +154,7 @@ def offered(
     graph: CostGraph, *policies: Policy
 ) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
     found = encoding_offers(LiveRanges(graph), (), [node.name for node in graph.nodes], policies)
-    return sorted((offer.saving.nodes, offer.saving.encodings) for offer in found)
+    return sorted((offer.encoded.nodes, offer.encoded.encodings) for offer in found)
 
 
 def test_runs_are_as_short_as_what_they_must_see() -> None:
@@ -187,13 +187,13 @@ def test_prices() -> None:
         LiveRanges(chain_of(*rows)), (), ["first", "second", "end"], ("half",)
     )
     assert LiveRanges(chain_of(*rows)).bytes_per_ns == 2
-    assert (offer.saving.forward_ns, offer.saving.backward_ns) == (WIDE * 3 // 4, WIDE * 3 // 4)
+    assert (offer.encoded.forward_ns, offer.encoded.backward_ns) == (WIDE * 3 // 4, WIDE * 3 // 4)
     assert offer.ns_per_byte == Fraction(3, 1)
     (offer,) = encoding_offers(
         LiveRanges(chain_of(*rows, memory="cuda")), (), ["first", "second", "end"], ("offload",)
     )
     assert WIDE // HOST_BYTES_PER_NS < WIDE  # it hides
-    assert (offer.saving.forward_ns, offer.saving.backward_ns) == (WIDE // 2, WIDE // 2)
+    assert (offer.encoded.forward_ns, offer.encoded.backward_ns) == (WIDE // 2, WIDE // 2)
 
 
 @pytest.mark.parametrize(("memory", "back"), [("cpu", 6), ("cuda", 8)])

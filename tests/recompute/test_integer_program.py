@@ -35,7 +35,7 @@ def drawn(graph: CostGraph, data: st.DataObject) -> tuple[RecomputeProblem, Pric
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, has_gradients=True)
     every = [tuple(Region(*run) for run in runs) for runs in every_choice(problem.boundaries)]
     return problem, {
         runs: price(graph, before, names, [names[a:b] for a, b in runs]) for runs in every
@@ -94,7 +94,7 @@ def blocks() -> tuple[RecomputeProblem, Sequence[str]]:
     """Four blocks of a GPT as one stage, and which block each node is of."""
     graph = gpt_blocks()
     problem = recompute_problem_of(
-        LiveRanges(graph), (), [node.name for node in graph.nodes], summed=False
+        LiveRanges(graph), (), [node.name for node in graph.nodes], has_gradients=False
     )
     return problem, [block_of(node.module) for node in graph.nodes]
 

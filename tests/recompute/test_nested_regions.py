@@ -87,7 +87,7 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
 @given(chains(), st.data())
 def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataObject) -> None:
     names = [node.name for node in graph.nodes]
-    problem = recompute_problem_of(LiveRanges(graph), (), names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), (), names, has_gradients=True)
     every = {runs: price(graph, runs) for runs in every_nesting(0, len(names))}
     available = data.draw(st.sampled_from(sorted({peak for peak, _ in every.values()})))
     best = nested_regions(problem, names, available)
@@ -107,7 +107,7 @@ def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, has_gradients=True)
     choices = [
         priced(problem, [Region(*run) for run in runs]) for runs in every_choice(problem.boundaries)
     ]
@@ -129,7 +129,7 @@ def test_blocks_of_a_gpt_fit_where_regions_apart_do_not() -> None:
         [node.name for node in graph.nodes],
         [block_of(node.module) for node in graph.nodes],
     )
-    problem = recompute_problem_of(LiveRanges(graph), (), names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), (), names, has_gradients=True)
     plain = priced(problem, ())
     for percent in (80, 50, 30):
         available = plain.peak * percent // 100

@@ -77,7 +77,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, has_gradients=True)
     sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     found: set[RegionChoice] = set()
@@ -107,7 +107,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     before, names = list(chain(*cut[:index])), cut[index]
     saving = data.draw(saving_of(names, ()))
     problem = recompute_problem_of(
-        LiveRanges(graph), before, names, summed=True, encoded_runs=saving
+        LiveRanges(graph), before, names, has_gradients=True, encoded_runs=saving
     )
     sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
@@ -126,7 +126,7 @@ def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObje
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    problem = recompute_problem_of(LiveRanges(graph), before, names, summed=True)
+    problem = recompute_problem_of(LiveRanges(graph), before, names, has_gradients=True)
     inner = [place for place in problem.boundaries if 0 < place < len(names)]
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(inner))))) if inner else ()
     found = menu(problem, cuts, frozenset(), None)

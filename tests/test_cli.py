@@ -18,6 +18,7 @@ from zoo import MODELS, ROOT
 from pipecompile.cli import commands
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import decode, encode, read
+from pipecompile.ir.size import size_text
 
 UNET = f"{MODELS}:unet"
 FORMATS = ("text", "json", "github")
@@ -179,14 +180,13 @@ def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_fil
     short = ",".join(map(str, [*needed[:2], needed[2] - 1, needed[3]]))
     result = invoke("check", plan_file, "--memory", short, "--recompute", "auto")
     assert result.exit_code == 1
-    within = [
-        f"✓ rank {r} may need {needed[r]} bytes, within its budget of {needed[r]}" for r in range(4)
-    ]
+    sizes = [size_text(size) for size in needed]
+    within = [f"✓ rank {r} may need {s}, within its cap of {s}" for r, s in enumerate(sizes)]
     assert result.stdout.splitlines() == [
         "✓ sound: schedule, stages and prediction agree",
         *within[:2],
-        f"✗ rank 2 may need {needed[2]} bytes, 1 over its budget of {needed[2] - 1}; plan again "
-        "for that budget",
+        f"✗ rank 2 may need {sizes[2]}, 1 B over its cap of {size_text(needed[2] - 1)}; "
+        "plan again for that cap",
         within[3],
         "✗ recompute is 'none' in the plan, not 'auto'; plan again",
     ]
@@ -472,8 +472,8 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(
     result = invoke("partition", graph_file, "-k", "2", "--memory", "400", "--format", form)
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
-    assert line.startswith("pipecompile: a rank may hold 400 bytes, but ")
-    assert "needs 440, 40 more, in stage 0, where n0 is the largest node (110 alone)" in line
+    assert line.startswith("pipecompile: a rank may hold 400 B, but ")
+    assert "needs 440 B, 40 B more, in stage 0, where n0 is the largest node (110 B alone)" in line
     assert line.endswith("this would fit: k=3 or k=4")
 
 
@@ -716,7 +716,7 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
     path.write_text(schedule_problem(memory_bytes=[12, 100]))
     result = invoke("schedule", str(path), "--name", "gpipe", "--csv", str(csv), "--format", form)
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "rank 0: from 0F3 on it holds up to 32 bytes, 20 over its cap of 12" in result.stdout
+    assert "rank 0: from 0F3 on it holds up to 32 B, 20 B over its cap of 12 B" in result.stdout
     assert not csv.exists()
     assert invoke("schedule", str(path), "--time-limit", "0.2").exit_code == 0
 
@@ -748,7 +748,7 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
             [],
             {"memory_bytes": [7, 100]},
             1,
-            "one microbatch alone holds 8 bytes on rank 0, whose cap is 7",
+            "one microbatch alone holds 8 B on rank 0, whose cap is 7 B",
         ),
         ([], {"memory_bytes": [7]}, 2, "memory_bytes has 1 caps for 2 ranks"),
         ([], {"ranks": 3}, 2, "rank 2 has no stage"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipecompile.api.finding import Finding
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.size import budgets
+from pipecompile.ir.size import budgets, size_text
 
 __all__ = ["check_limits"]
 
@@ -68,12 +68,12 @@ def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
         needed = memory.total.bound
         passed = needed <= limit
         if passed:
-            verdict = f"within its budget of {limit}"
+            verdict = f"within its cap of {size_text(limit)}"
         else:
-            verdict = f"{needed - limit} over its budget of {limit}; plan again for that budget"
+            verdict = f"{size_text(needed - limit)} over its cap of {size_text(limit)}; plan again for that cap"
         yield Finding(
             code="memory",
-            message=f"rank {rank} may need {needed} bytes, {verdict}",
+            message=f"rank {rank} may need {size_text(needed)}, {verdict}",
             passed=passed,
             rank=rank,
             value=needed,

@@ -11,6 +11,7 @@ from pipecompile.api.plan import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.size import size_text
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
@@ -111,7 +112,8 @@ def _over_cap(plan: Plan) -> Iterator[Finding]:
     caps = plan.options.caps(plan.ranks) or ()
     for rank, (excess, cap) in enumerate(zip(_excess(plan)(plan.schedule), caps, strict=False)):
         if excess:
-            message = f"rank {rank} may need {excess} bytes over its cap of {cap}; plan again"
+            size = size_text(excess)
+            message = f"rank {rank} may need {size} over its cap of {size_text(cap)}; plan again"
             yield Finding(code="cap", message=message, rank=rank, value=cap + excess, limit=cap)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipecompile.errors import InfeasibleError
+from pipecompile.ir.size import size_text
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
@@ -47,7 +48,7 @@ def corrected_cut(
             break  # its message would be about the lowered caps
     rank = max(range(len(excess)), key=excess.__getitem__)
     raise InfeasibleError(
-        f"no cut was found whose ranks fit their memory: the last one tried needs {excess[rank]} "
-        f"bytes too many on rank {rank}, which holds {problem.k // problem.ranks} stages; whether "
+        f"no cut was found whose ranks fit their memory: the last one tried needs "
+        f"{size_text(excess[rank])} too much on rank {rank}, which holds {problem.k // problem.ranks} stages; whether "
         f"another one fits is not proven"
     )

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipecompile.ir.links import FREE
+from pipecompile.ir.size import size_text
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.orders import topological_orders
@@ -76,8 +77,8 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
     in_flight = min(memory.in_flight)
     needed = int((unit_graph.resident + in_flight * unit_graph.saved).sum())
     return (
-        f"the {problem.ranks} ranks may hold {sum(memory.caps):,} bytes together and all nodes "
-        f"need at least {needed:,}, but no cut into k={problem.k} stages was found that shares "
+        f"the {problem.ranks} ranks may hold {size_text(sum(memory.caps))} together and all nodes "
+        f"need at least {size_text(needed)}, but no cut into k={problem.k} stages was found that shares "
         f"them out within each rank's cap"
     )
 
@@ -111,9 +112,9 @@ def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
     largest = unit_graph.units[tightest.largest_unit]
     alone = memory.held_bytes(largest, tightest.stage)
     return (
-        f"a rank may hold {cap:,} bytes, but the best cut into k={problem.k} stages that was found "
-        f"needs {cap + enough:,}, {enough:,} more, in stage {tightest.stage}, where {largest[0]} "
-        f"is the largest node ({alone:,} alone)"
+        f"a rank may hold {size_text(cap)}, but the best cut into k={problem.k} stages that was "
+        f"found needs {size_text(cap + enough)}, {size_text(enough)} more, in stage {tightest.stage}, where {largest[0]} "
+        f"is the largest node ({size_text(alone)} alone)"
     )
 
 

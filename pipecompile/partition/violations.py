@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pipecompile.ir.size import size_text
 from pipecompile.partition.problem import PartitionProblem, StageCandidate
 
 __all__ = ["violations"]
@@ -62,7 +63,7 @@ def _memory_violations(problem: PartitionProblem, members: list[list[str]]) -> I
     for rank, (size, cap) in enumerate(zip(held, memory.caps, strict=True)):
         # With prices this sum is only a lower bound: the price of each stage decides.
         if size > cap:
-            yield f"rank {rank} holds {size} bytes, {size - cap} over its cap"
+            yield f"rank {rank} holds {size_text(size)}, {size_text(size - cap)} over its cap"
     if memory.price is None:
         return
     for stage in range(problem.k):

@@ -23,6 +23,7 @@ from pipecompile.ir.schedule import (
     Kind,
     Schedule,
 )
+from pipecompile.ir.size import size_text
 from pipecompile.schedule.dependencies import (
     Dependencies,
     compute_dependencies,
@@ -257,8 +258,8 @@ def _memory_violations(checked: _CheckedSchedule) -> Iterator[str]:
         over = next((action for action, size in zip(row, held, strict=True) if size > cap), None)
         if over is not None:
             yield (
-                f"rank {rank}: from {over} on it holds up to {max(held)} bytes, "
-                f"{max(held) - cap} over its cap of {cap}"
+                f"rank {rank}: from {over} on it holds up to {size_text(max(held))}, "
+                f"{size_text(max(held) - cap)} over its cap of {size_text(cap)}"
             )
 
 

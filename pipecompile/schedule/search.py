@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.schedule import Schedule, Timeline
+from pipecompile.ir.size import size_text
 from pipecompile.schedule.hill_climbing import objective_ns
 from pipecompile.schedule.instance import ScheduleInstance
 from pipecompile.schedule.lower_bound import lower_bound
@@ -137,8 +138,8 @@ def _check_that_any_order_fits(problem: PlacedProblem) -> None:
     peaks = [single_microbatch_peak(instance, rank) for rank in range(problem.ranks)]
     rank = next(rank for rank, cap in enumerate(problem.caps) if peaks[rank] > cap)
     raise InfeasibleError(
-        f"no order fits: one microbatch alone holds {peaks[rank]} bytes on rank {rank}, whose cap "
-        f"is {problem.caps[rank]}; allow more memory, use smaller microbatches, or recompute"
+        f"no order fits: one microbatch alone holds {size_text(peaks[rank])} on rank {rank}, "
+        f"whose cap is {size_text(problem.caps[rank])}; allow more memory, use smaller microbatches, or recompute"
     )
 
 

@@ -69,7 +69,7 @@ def test_memory_counts_the_microbatches_in_flight(tmp_path: Path) -> None:
     held = CutRequest(k=2, memory="30", schedule="1f1b", microbatches=2)
     assert partition(path, held).loads_ns == (1, 3)
     with pytest.raises(
-        InfeasibleError, match="30 bytes, but the best cut into k=2 stages that was found needs 40"
+        InfeasibleError, match="30 B, but the best cut into k=2 stages that was found needs 40 B"
     ):
         partition(path, replace(held, schedule="gpipe"))
 
@@ -78,7 +78,7 @@ def test_what_would_fit_is_true(tmp_path: Path) -> None:
     path = _file(tmp_path, chain([1] * 6, held=[10] * 6))
     with pytest.raises(InfeasibleError, match="this would fit: k=3 or k=4") as caught:
         partition(path, CutRequest(k=2, memory="20"))
-    assert "needs 30, 10 more" in str(caught.value)
+    assert "needs 30 B, 10 B more" in str(caught.value)
     assert partition(path, CutRequest(k=3, memory="20")).proven
 
 

@@ -260,8 +260,8 @@ def test_a_cap_that_nobody_can_meet_is_answered_with_how_much_is_missing_and_whe
             PartitionProblem(graph, 2, memory=MemoryConstraint.simple(graph, (70, 70), (1, 1), 1))
         )
     assert str(caught.value) == (
-        "a rank may hold 70 bytes, but the best cut into k=2 stages that was found needs 100, "
-        "30 more, in stage 1, where n2 is the largest node (90 alone)"
+        "a rank may hold 70 B, but the best cut into k=2 stages that was found needs 100 B, "
+        "30 B more, in stage 1, where n2 is the largest node (90 B alone)"
     )
 
 

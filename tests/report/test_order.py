@@ -73,7 +73,7 @@ def test_where_the_search_finds_nothing_better() -> None:
 
 
 def test_what_is_over_its_cap_has_no_ratio() -> None:
-    text = ("rank 0: from 0F0 on it holds up to 8 bytes, 4 over its cap of 4",)
+    text = ("rank 0: from 0F0 on it holds up to 8 B, 4 B over its cap of 4 B",)
     lines = _lines(
         msgspec.structs.replace(
             ORDER, asked="gpipe", fits=False, violations=text, memory_bytes=(4,)

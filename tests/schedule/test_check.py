@@ -197,7 +197,7 @@ def test_an_order_over_its_cap_is_named_with_the_action_and_the_excess(lowered: 
     costs = (StageCosts(1, 1, kept_bytes=10),) * 2
     problem = equal([0, 1], 3, costs=costs, caps=(30, 25))
     assert check_schedule(lowered("gpipe", 2, 3), problem) == [
-        "rank 1: from 1F2 on it holds up to 30 bytes, 5 over its cap of 25",
+        "rank 1: from 1F2 on it holds up to 30 B, 5 B over its cap of 25 B",
     ]
     assert check_schedule(lowered("1f1b", 2, 3), problem) == []
 

@@ -181,7 +181,7 @@ def test_a_named_schedule_over_the_caps_is_answered_with_where_and_by_how_much(
     path = write_problem(tmp_path, [stage(0), stage(1)], 2, 4, memory_bytes=[6, 4])
     found = schedule(path, ScheduleRequest(name="1f1b"))
     assert (found.fits, found.proven) == (False, False)
-    assert found.violations == ("rank 0: from 0F1 on it holds up to 8 bytes, 2 over its cap of 6",)
+    assert found.violations == ("rank 0: from 0F1 on it holds up to 8 B, 2 B over its cap of 6 B",)
     assert {other.name: other.over_bytes for other in found.named} == {
         **{"gpipe": 12, "1f1b": 2, "interleaved-1f1b": 2, "looped-bfs": 12, "zb-h1": 2, "zb-h2": 6}
     }
@@ -194,12 +194,12 @@ def test_a_named_schedule_over_the_caps_is_answered_with_where_and_by_how_much(
 def test_what_fits_no_placement_says_so_of_each(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(None)] * 4, 2, 4, memory_bytes=[7, 8])
     with pytest.raises(
-        InfeasibleError, match=r"linear: .* on rank 0, whose cap is 7; .*; loop: .*; v: "
+        InfeasibleError, match=r"linear: .* on rank 0, whose cap is 7 B; .*; loop: .*; v: "
     ):
         schedule(path, QUICK)
     one = write_problem(tmp_path, [stage(0)], 1, 4, memory_bytes=[3])
     with pytest.raises(
-        InfeasibleError, match=r"^no order fits: one microbatch alone holds 4 bytes on rank 0"
+        InfeasibleError, match=r"^no order fits: one microbatch alone holds 4 B on rank 0"
     ):
         schedule(one, QUICK)
 

@@ -125,7 +125,7 @@ def test_named_orders_recompute_wherever_the_problem_says() -> None:
 def test_an_error_says_which_rank_cannot_hold_one_microbatch() -> None:
     problem = replace(equal([0, 1], 2), costs=(StageCosts(1, 2, kept_bytes=5),) * 2, caps=(5, 4))
     with pytest.raises(
-        InfeasibleError, match="holds 5 bytes on rank 1, whose cap is 4; allow more memory"
+        InfeasibleError, match="holds 5 B on rank 1, whose cap is 4 B; allow more memory"
     ):
         search(problem)
 

@@ -19,6 +19,7 @@ from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.serialization import encode
+from pipecompile.ir.size import size_text
 from pipecompile.schedule import selection as ordering
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT
@@ -230,7 +231,7 @@ def test_each_rank_has_a_budget_of_its_own(name: str, each: int) -> None:
     assert encode(msgspec.structs.replace(listed, options=one.options)) == encode(one)
     over = replaced(made, memory_bytes=(needed[0] // 2, *caps[1:]))
     assert violations(over)[0].startswith("rank 0 may need ")
-    assert violations(over)[0].endswith(f"over its cap of {needed[0] // 2}; plan again")
+    assert violations(over)[0].endswith(f"over its cap of {size_text(needed[0] // 2)}; plan again")
 
 
 def test_caps_of_some_ranks_are_for_no_others() -> None:

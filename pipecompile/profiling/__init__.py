@@ -1,1 +1,1 @@
-"""Graph and cost model in, cost graph out: what every node takes and holds."""
+"""Profiling: from a graph and a cost model to the cost graph, with the time and bytes of nodes."""

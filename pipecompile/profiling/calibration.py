@@ -1,4 +1,8 @@
-"""What the device at hand can do: operators measured on it, and the device under which they are predicted best."""
+"""Calibration: operators measured on this machine, and the roofline that predicts them best.
+
+Called by `api/calibration.py`. Each operator is profiled twice, once to list its kernels and once
+to measure it. cost_models/calibration.py fits the device to these samples.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,24 @@ __all__ = ["Calibration", "calibrate", "calibration_text"]
 
 
 class FunctionModule(nn.Module):
-    """A function of tensors as a module."""
+    """A module that calls a function of tensors."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """What the function gives."""
+        """Return what the function returns."""
         return self.function(*inputs)
 
 
 @dataclass(frozen=True)
 class CalibrationOperator:
-    """One module and the shapes of its floating inputs, or of its indices below `rows`."""
+    """One operator to be measured.
+
+    `shapes` are those of its floating-point inputs. If `rows` is not 0, its inputs are indices
+    below `rows` instead.
+    """
 
     name: str
     module: Callable[[], nn.Module]
@@ -47,7 +55,7 @@ class CalibrationOperator:
     rows: int = 0
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """Inputs that want gradients, where they can."""
+        """Return random inputs; those that can have a gradient require one."""
         if self.rows:
             return [torch.randint(self.rows, shape, device=device) for shape in self.shapes]
         return [torch.randn(s, device=device).to(self.dtype).requires_grad_() for s in self.shapes]
@@ -55,14 +63,14 @@ class CalibrationOperator:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The device that was fitted, and what it was fitted to."""
+    """The device that was fitted, and the samples that it was fitted to."""
 
     device: Device
     samples: tuple[CalibrationSample, ...]
 
     @property
     def errors(self) -> list[float]:
-        """Predicted over measured minus one, of each sample."""
+        """Predicted / measured − 1 for each sample."""
         return [
             predicted_ns(sample, self.device) / sample.measured_ns - 1 for sample in self.samples
         ]
@@ -75,61 +83,71 @@ class Calibration:
 
 @dataclass(frozen=True)
 class _KernelLister(DeviceCostModel):
-    """Asks no time of a call, but which kernels it launches."""
+    """A cost model that collects the kernels of each call, and gives no time."""
 
-    found: list[CallKernels]
+    calls: list[CallKernels]
     name: ClassVar[str] = "kernels"
 
     def cost(self, call: NodeCall) -> CallCost:
-        self.found.append(call_kernels(call))
+        """Collect the kernels of `call`."""
+        self.calls.append(call_kernels(call))
         return FREE
 
 
 def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
-    """Measures a few dozen operators on the device at hand, forward and backward; under a minute.
+    """Measure a few dozen operators forward and backward, and return the device fitted to them.
 
-    CPU: with the threads that PyTorch has. InputError if there is no such device.
+    This takes less than a minute. On a CPU they run with as many threads as PyTorch uses. Raise InputError if there is no such
+    device.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "there is no CUDA device here; calibrate --device cpu, or run it where there is one"
         )
-    blank, device = _blank(kind), torch.device(kind)
-    samples = [
-        sample for operator in _operators(kind) for sample in _samples(operator, device, blank)
-    ]
-    return Calibration(fit(samples, blank), tuple(samples))
+    unfitted, device = _unfitted_device(kind), torch.device(kind)
+    samples: list[CalibrationSample] = []
+    for operator in _operators(kind):
+        samples += _samples(operator, device, unfitted)
+    return Calibration(fit(samples, unfitted), tuple(samples))
 
 
-def _samples(operator: CalibrationOperator, device: torch.device, blank: Device) -> Iterator[CalibrationSample]:
-    """The operator's forward and its whole backward, unless it only makes views or is too short to be timed."""
-    graph = _traced(operator, device)
-    inputs, lister = operator.inputs(device), _KernelLister(blank, [])
+def _samples(
+    operator: CalibrationOperator, device: torch.device, unfitted: Device
+) -> Iterator[CalibrationSample]:
+    """Yield the operator's forward and its whole backward.
+
+    One that only makes views, or that is too short to be timed, is left out.
+    """
+    graph = _graph_of(operator, device)
+    inputs, lister = operator.inputs(device), _KernelLister(unfitted, [])
     profile(graph, inputs, lister)
-    node = _computing(profile(graph, inputs, Measured(device)).nodes)
-    (found,) = lister.found
-    forward = CalibrationSample(operator.name, found.forward, node.forward_ns)
-    backward = CalibrationSample(f"{operator.name} backward", found.backward, node.backward_ns)
+    node = _operator_node(profile(graph, inputs, Measured(device)).nodes)
+    (kernels,) = lister.calls
+    forward = CalibrationSample(operator.name, kernels.forward, node.forward_ns)
+    backward = CalibrationSample(f"{operator.name} backward", kernels.backward, node.backward_ns)
     yield from (sample for sample in (forward, backward) if sample.kernels and sample.measured_ns)
 
 
-def _traced(operator: CalibrationOperator, device: torch.device) -> fx.GraphModule:
-    """A graph of one node, the operator."""
+def _graph_of(operator: CalibrationOperator, device: torch.device) -> fx.GraphModule:
+    """Return a graph whose only computing node is the operator."""
     root = nn.Module()
     root.add_module("operator", operator.module().to(device=device, dtype=operator.dtype))
     graph = fx.Graph()
-    inputs = tuple(graph.placeholder(f"input_{place}") for place in range(len(operator.shapes)))
+    inputs = tuple(graph.placeholder(f"input_{index}") for index in range(len(operator.shapes)))
     graph.output(graph.call_module("operator", inputs))
     return fx.GraphModule(root, graph)
 
 
-def _computing(nodes: Sequence[Node]) -> Node:
+def _operator_node(nodes: Sequence[Node]) -> Node:
     (node,) = (node for node in nodes if node.operator not in ("placeholder", "output"))
     return node
 
 
-def _blank(kind: Literal["cpu", "cuda"]) -> Device:
-    """The device at hand, before anything is known of its speed, with the data types that are tried on it."""
+def _unfitted_device(kind: Literal["cpu", "cuda"]) -> Device:
+    """Return this machine's device, of whose speed nothing is known yet.
+
+    It lists the data types that are measured on it.
+    """
     types = ["float32", "bfloat16"] if kind == "cpu" else ["float32", "float16", "bfloat16"]
     if kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
         types.append("tf32")
@@ -149,7 +167,8 @@ def _blank(kind: Literal["cpu", "cuda"]) -> Device:
         sources={
             **dict.fromkeys(FIGURES, source),
             "memory_bytes": "as the device reports it",
-            "fused_attention": "as PyTorch's scaled_dot_product_attention chooses here (sdp_utils.cpp)",
+            "fused_attention": "as PyTorch's scaled_dot_product_attention chooses here "
+            "(sdp_utils.cpp)",
         },
     )
 
@@ -167,21 +186,24 @@ def _memory_bytes(kind: str) -> int:
 
 
 def _operators(kind: str) -> Iterator[CalibrationOperator]:
-    """Sizes that a CPU core computes in milliseconds; a GPU takes larger batches."""
-    batch, moved = (1, 1) if kind == "cpu" else (32, 8)
+    """Yield all operators, in sizes that a CPU core computes in milliseconds.
+
+    A GPU gets larger batches.
+    """
+    product_batch, move_batch = (1, 1) if kind == "cpu" else (32, 8)
     types = (
         (torch.float32, torch.bfloat16)
         if kind == "cpu"
         else (torch.float32, torch.float16, torch.bfloat16)
     )
     for dtype in types:
-        yield from _products(batch, dtype)
-    yield from _moves(moved)
+        yield from _products(product_batch, dtype)
+    yield from _moves(move_batch)
     yield from _small()
 
 
 def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
-    """What is decided by FLOPs."""
+    """Yield operators whose time is decided by FLOPs."""
     name = str(dtype).removeprefix("torch.")
     for rows, inputs, outputs in [
         (256, 512, 512),
@@ -203,7 +225,9 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
     )
     heads = (batch, 8, 256, 64)
     attention = nn.functional.scaled_dot_product_attention
-    yield CalibrationOperator(f"attention {name}", lambda: FunctionModule(attention), (heads, heads, heads), dtype)
+    yield CalibrationOperator(
+        f"attention {name}", lambda: FunctionModule(attention), (heads, heads, heads), dtype
+    )
     for width, kernel, size in [(64, 3, 32), (128, 3, 16), (256, 1, 16), (32, 5, 32)]:
         yield CalibrationOperator(
             f"convolution {kernel}×{kernel} of {width} {name}",
@@ -214,9 +238,9 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
 
 
 def _moves(batch: int) -> Iterator[CalibrationOperator]:
-    """What is decided by bytes."""
+    """Yield operators whose time is decided by the bytes that they move."""
     rows, image = (4096 * batch, 1024), (16 * batch, 64, 64, 64)
-    streams: dict[str, Callable[[], nn.Module]] = {
+    on_rows: dict[str, Callable[[], nn.Module]] = {
         "relu": nn.ReLU,
         "gelu": nn.GELU,
         "silu": nn.SiLU,
@@ -227,7 +251,7 @@ def _moves(batch: int) -> Iterator[CalibrationOperator]:
         "transposed copy": lambda: FunctionModule(lambda value: value.t().contiguous()),
         "sum": lambda: FunctionModule(lambda value: value.sum(-1)),
     }
-    for name, module in streams.items():
+    for name, module in on_rows.items():
         yield CalibrationOperator(name, module, (rows,))
     yield CalibrationOperator("add", lambda: FunctionModule(torch.add), (rows, rows))
     yield CalibrationOperator("multiply", lambda: FunctionModule(torch.mul), (rows, rows))
@@ -238,12 +262,14 @@ def _moves(batch: int) -> Iterator[CalibrationOperator]:
     yield CalibrationOperator("group norm", lambda: nn.GroupNorm(8, 64), (image,))
     yield CalibrationOperator("max pool", lambda: nn.MaxPool2d(2), (image,))
     yield CalibrationOperator("average pool", lambda: nn.AvgPool2d(2), (image,))
-    yield CalibrationOperator("embedding", lambda: nn.Embedding(8192, 1024), ((2048 * batch,),), rows=8192)
+    yield CalibrationOperator(
+        "embedding", lambda: nn.Embedding(8192, 1024), ((2048 * batch,),), rows=8192
+    )
 
 
 def _small() -> Iterator[CalibrationOperator]:
-    """What is decided by the launch."""
-    trifles: dict[str, Callable[[], nn.Module]] = {
+    """Yield operators whose time is decided by the launch of their kernels."""
+    operators: dict[str, Callable[[], nn.Module]] = {
         "small relu": nn.ReLU,
         "small gelu": nn.GELU,
         "small layer norm": lambda: nn.LayerNorm(32),
@@ -251,26 +277,30 @@ def _small() -> Iterator[CalibrationOperator]:
         "small linear": lambda: nn.Linear(32, 32),
         "small sum": lambda: FunctionModule(lambda value: value.sum(-1)),
     }
-    for name, module in trifles.items():
+    for name, module in operators.items():
         yield CalibrationOperator(name, module, ((8, 32),))
     yield CalibrationOperator("small add", lambda: FunctionModule(torch.add), ((8, 32), (8, 32)))
 
 
-def calibration_text(found: Calibration) -> str:
-    """Every sample, predicted and measured in microseconds, then what was fitted."""
+def calibration_text(calibration: Calibration) -> str:
+    """Return a table of all samples in microseconds, and the figures that were fitted."""
     lines = [f"{'operator':46} {'predicted us':>12} {'measured us':>12} {'error':>7}"]
-    for sample, error in zip(found.samples, found.errors, strict=True):
-        predicted, measured = predicted_ns(sample, found.device) / 1e3, sample.measured_ns / 1e3
+    for sample, error in zip(calibration.samples, calibration.errors, strict=True):
+        predicted = predicted_ns(sample, calibration.device) / 1e3
+        measured = sample.measured_ns / 1e3
         lines.append(f"{sample.name:46} {predicted:12.1f} {measured:12.1f} {error:+7.0%}")
-    worst = max(zip(map(abs, found.errors), found.samples, strict=True), key=lambda pair: pair[0])
-    device = found.device
+    errors = zip(map(abs, calibration.errors), calibration.samples, strict=True)
+    worst_error, worst_sample = max(errors, key=lambda pair: pair[0])
+    device = calibration.device
     peaks = ", ".join(f"{name} {flops / 1e9:.0f}" for name, flops in device.peak_flop_per_s.items())
     return "\n".join(
         [
             *lines,
-            f"median error {found.median_error:.0%}, worst {worst[0]:.0%} ({worst[1].name})",
+            f"median error {calibration.median_error:.0%}, worst {worst_error:.0%} "
+            f"({worst_sample.name})",
             f"GFLOP/s: {peaks}, of which {device.compute_permille / 10:.0f} % are reached",
-            f"GB/s: {device.bandwidth_bytes_per_s / 1e9:.1f}, of which {device.bandwidth_permille / 10:.0f} %",
+            f"GB/s: {device.bandwidth_bytes_per_s / 1e9:.1f}, of which "
+            f"{device.bandwidth_permille / 10:.0f} %",
             f"launch: {device.launch_ns} ns",
         ]
     )

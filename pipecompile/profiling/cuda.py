@@ -1,4 +1,11 @@
-"""What CUDA keeps for the backward where the CPU, whose kernels fake tensors run, keeps something else."""
+"""CUDA's saved tensors, where the CPU saves other ones.
+
+Fake tensors run the CPU's operators. Inside `as_on_cuda` the functions in `DIFFERENCES` are
+replaced by those that CUDA would run, so that a profile counts what a GPU keeps for the backward. A
+mode of `__torch_function__` replaces them before autograd sees them:
+
+    F.dropout(x) ── mode ──▶ torch.native_dropout(x)    saves a mask of one byte an element
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
-__all__ = ["DIFFERENCES", "SavedTensorDifference", "as_on_cuda", "attention_kernel", "differences_table"]
+__all__ = [
+    "DIFFERENCES",
+    "SavedTensorDifference",
+    "as_on_cuda",
+    "attention_kernel",
+    "differences_table",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8  # attention.cpp, preprocess_mask
@@ -26,10 +39,10 @@ _fused: ContextVar[Collection[FusedType]] = ContextVar("_fused", default=FUSED_A
 
 @dataclass(frozen=True)
 class SavedTensorDifference:
-    """One operation: what is kept on the CPU and on CUDA, where PyTorch says so, and what stands in for it.
+    """One operation of which the CPU and CUDA save different tensors, and the file that says so.
 
-    `functions` are replaced by `replacement`, which takes the same arguments and is run on fake tensors only: its
-    shapes, types and saved tensors are those of CUDA, its values nothing.
+    `functions` are replaced by `replacement`, which takes the same arguments. It runs on fake
+    tensors only: its shapes, types and saved tensors are those of CUDA, and it has no values.
     """
 
     name: str
@@ -48,13 +61,14 @@ def _dropout(
     *,
     train: bool = True,
 ) -> Tensor:
-    """Fused on CUDA but in place, and where nothing or all is dropped; torch.dropout says `train`."""
-    if inplace or not (training and train) or not 0 < p < 1 or not input.numel():
-        return (
-            torch.dropout_(input, p, training)
-            if inplace
-            else torch.dropout(input, p, training and train)
-        )
+    """Dropout as CUDA runs it: fused, unless it works in place or drops nothing or everything.
+
+    F.dropout calls its argument `training`, and torch.dropout calls it `train`.
+    """
+    if inplace:
+        return torch.dropout_(input, p, training)
+    if not (training and train) or not 0 < p < 1 or not input.numel():
+        return torch.dropout(input, p, training and train)
     return torch.native_dropout(input, p, True)[0]
 
 
@@ -68,63 +82,65 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The operator that CUDA would take, on fakes: its autograd formula saves what it saves there."""
+    """Attention by the operator that CUDA would run: its formula saves what it saves there."""
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     kernel = attention_kernel(query, key, value, attn_mask, is_causal)
     if kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
     mask = None if attn_mask is None else _additive(_autocast(attn_mask), query)
     if kernel == "efficient":
-        bias = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
-        learned = any(tensor.requires_grad for tensor in (query, key, value))
-        gradients = learned and torch.is_grad_enabled()
-        result = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, gradients, dropout_p, is_causal, scale=scale
-        )
-    else:
-        result = aten._scaled_dot_product_attention_math(
-            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    output: Tensor = result[0]
+        return _efficient(query, key, value, mask, dropout_p, is_causal, scale)
+    output: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
     return output
 
 
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> str:
-    """What CUDA runs for `scaled_dot_product_attention`: flash, efficient or math; math for types that are not fused.
+    """Return what CUDA runs for `scaled_dot_product_attention`: "flash", "efficient" or "math".
 
-    Below compute capability 8.0, where bfloat16 is not fused, there is no flash.
-    Where cuDNN's kernel is preferred (9.0, 10.0) it stands for flash: it keeps as much. The rules are those of
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
-    `can_use_mem_efficient_attention`.
+    "math" computes the scores, and is the answer for types that are not fused. Below compute
+    capability 8.0, where bfloat16 is not fused, there is no flash. "flash" stands for cuDNN's
+    kernel too, which is preferred on 9.0 and 10.0 and saves as much. The rules are those of
+    `can_use_flash_attention` and `can_use_mem_efficient_attention` in
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if str(query.dtype).removeprefix("torch.") not in _fused.get():
         return "math"
-    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    if any(
-        tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel()
-        for tensor in (query, key, value)
-    ):
-        return "math"
-    causal = not is_causal or query.shape[-2] == key.shape[-2]
-    flash = torch.backends.cuda.flash_sdp_enabled() and "bfloat16" in _fused.get()
-    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
-    if (
-        flash
-        and mask is None
-        and query.dtype in _HALVES
-        and len(sizes) == 1
-        and max(sizes) <= 256
-        and causal
-    ):
+    for tensor in (query, key, value):
+        if tensor.dim() != 4 or tensor.stride(-1) != 1 or not tensor.numel():
+            return "math"
+    if mask is None and _can_use_flash(query, key, value, is_causal):
         return "flash"
+    return "efficient" if _can_use_efficient(query, key, value) else "math"
+
+
+def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    head_sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    fits_causal = not is_causal or query.shape[-2] == key.shape[-2]
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and "bfloat16" in _fused.get()
+        and query.dtype in _HALVES
+        and len(head_sizes) == 1
+        and max(head_sizes) <= 256
+        and fits_causal
+    )
+
+
+def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     alignment = 8 if query.dtype in _HALVES else 4
-    heads = {tensor.shape[1] for tensor in (query, key, value)}
-    aligned = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
-    if efficient and aligned and len(heads) == 1:
-        return "efficient"
-    return "math"
+    head_sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    head_counts = {tensor.shape[1] for tensor in (query, key, value)}
+    is_aligned = not any(size % alignment for size in head_sizes)
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and is_aligned
+        and query.shape[-1] == key.shape[-1]
+        and len(head_counts) == 1
+    )
 
 
 def _flash(
@@ -135,7 +151,7 @@ def _flash(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Heads are padded to a multiple of 8 before and cut after."""
+    """Return the result of the flash kernel; heads are padded to a multiple of 8, then cut."""
     size = query.shape[-1]
     missing = -size % 8
     padded = [F.pad(tensor, (0, missing)) if missing else tensor for tensor in (query, key, value)]
@@ -146,20 +162,43 @@ def _flash(
     return output[..., :size] if missing else output
 
 
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Return the result of the memory-efficient kernel."""
+    bias = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
+    # Only if a backward will follow does it return the logsumexp that this needs.
+    wants_gradients = any(tensor.requires_grad for tensor in (query, key, value))
+    returns_logsumexp = wants_gradients and torch.is_grad_enabled()
+    output: Tensor = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, returns_logsumexp, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
+
+
 def _autocast(tensor: Tensor) -> Tensor:
-    """As `scaled_dot_product_attention` casts its arguments; the operators below it do not."""
+    """Return `tensor` in the type of autocast.
+
+    `scaled_dot_product_attention` casts its arguments, but the operators that it calls do not.
+    """
     if not torch.is_autocast_enabled("cpu") or tensor.dtype not in (torch.float32, *_HALVES):
         return tensor
     return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """A boolean mask becomes one that is added, of the query's type."""
+    """Return a mask that is added to the scores; one made from booleans has the query's type."""
     return torch.empty_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """Rows of a mask begin at multiples of 8 elements; one whose rows do not is copied."""
+    """Return the mask, copied if its rows do not begin at multiples of 8 elements."""
     if mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         return mask
     return F.pad(mask, (0, _MASK_ALIGNMENT - mask.shape[-1] % _MASK_ALIGNMENT))[
@@ -178,11 +217,11 @@ DIFFERENCES = (
     ),
     SavedTensorDifference(
         name="scaled_dot_product_attention",
-        on_cpu="with dropout, a learned mask or heads of several sizes: scores, probabilities and their mask; "
-        "else query, key, value, output and a logsumexp a row",
-        on_cuda="query, key, value, output, a logsumexp a row and a seed, with dropout too (flash: float16 and "
-        "bfloat16 without a mask; efficient: float32 or a mask, logsumexp padded to 32 rows); the scores only where "
-        "no fused kernel fits",
+        on_cpu="with dropout, a learned mask or heads of several sizes: scores, probabilities and "
+        "their mask; else query, key, value, output and a logsumexp a row",
+        on_cuda="query, key, value, output, a logsumexp a row and a seed, with dropout too (flash: "
+        "float16 and bfloat16 without a mask; efficient: float32 or a mask, logsumexp padded to 32 "
+        "rows); the scores only where no fused kernel fits",
         source="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`; "
         "attention.cpp, `scaled_dot_product_attention`",
         functions=(F.scaled_dot_product_attention,),
@@ -193,23 +232,28 @@ _REPLACED = {function: row.replacement for row in DIFFERENCES for function in ro
 
 
 def differences_table() -> str:
-    """The differences for people, in Markdown."""
+    """Return the differences as a Markdown table; docs/design/cost-models.md contains it."""
     rows = [(f"`{row.name}`", row.on_cpu, row.on_cuda, row.source) for row in DIFFERENCES]
     head = [("function", "kept on the CPU", "kept on CUDA", "source in PyTorch"), ("---",) * 4]
     return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows))
 
 
-class _Cuda(TorchFunctionMode):
+class _ReplacementMode(TorchFunctionMode):
+    """Calls the replacements in the place of the functions."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
-            with _inside():
+            with _patched_functional():
                 return func(*args, **(kwargs or {}))
         return _REPLACED.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
-    """The replacements for functions that call others below the mode, by their names in torch.nn.functional."""
+def _patched_functional() -> Iterator[None]:
+    """Patch torch.nn.functional with the replacements during the block.
+
+    `multi_head_attention_forward` calls its functions where the mode does not see them.
+    """
     with (
         patch.object(F, "dropout", _dropout),
         patch.object(F, "scaled_dot_product_attention", _attention),
@@ -219,13 +263,13 @@ def _inside() -> Iterator[None]:
 
 @contextmanager
 def as_on_cuda(fused_attention: Collection[FusedType] = FUSED_ATTENTION) -> Iterator[None]:
-    """Fake CPU tensors are differentiated as CUDA's kernels would: never for real ones.
+    """During the block, save what CUDA's kernels would save. For fake CPU tensors only.
 
-    Attention is fused for these data types only.
+    `fused_attention` are the data types for which attention is fused.
     """
     before = _fused.set(fused_attention)
     try:
-        with _Cuda():
+        with _ReplacementMode():
             yield
     finally:
         _fused.reset(before)

@@ -1,4 +1,4 @@
-"""One forward in which a cost model is asked about every node."""
+"""Pricing: one forward in which a cost model is asked about every node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipecompile.cost_models.protocol import FREE, CallCost, CostModel, NodeCall
-from pipecompile.profiling.caller import NodeCaller
+from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
 from pipecompile.profiling.workload import Workload
@@ -17,11 +17,15 @@ from pipecompile.profiling.workload import Workload
 __all__ = ["price"]
 
 
-def price(workload: Workload, observation: StepObservation, cost_model: CostModel) -> dict[str, CallCost]:
-    """The cost of every node but `get_attr`, by name.
+def price(
+    workload: Workload, observation: StepObservation, cost_model: CostModel
+) -> dict[str, CallCost]:
+    """Return the cost of every node but `get_attr`, by name.
 
-    Placeholders are free, and so is the output node where there is no loss. Buffers change as in any forward.
+    Placeholders are free, and so is the output node if there is no loss. Buffers change as in any
+    forward.
     """
+    # The inputs are copied, because a node may write to them.
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         pricer = _Pricer(own, observation, cost_model, advance)
@@ -31,6 +35,8 @@ def price(workload: Workload, observation: StepObservation, cost_model: CostMode
 
 
 class _Pricer(NodeCaller):
+    """Interprets a workload and asks `model` for the cost of each call."""
+
     def __init__(
         self,
         workload: Workload,
@@ -45,7 +51,7 @@ class _Pricer(NodeCaller):
         self.costs: dict[str, CallCost] = {}
 
     def perform(self, call: NodeCall) -> Any:
-        # Before the node runs: it may write to its arguments.
+        # The model is asked before the node runs, which may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
         return super().perform(call)
@@ -55,8 +61,8 @@ class _Pricer(NodeCaller):
             call.node.op == "output" and self.workload.loss is None
         ):
             return FREE
-        facts = self.observation.nodes[call.node.name]
+        # This forward runs without gradients, so only the observation knows what needs one.
+        observed = self.observation.nodes[call.node.name]
+        call = replace(call, differentiable=observed.differentiable, mutates=observed.mutates)
         with torch.enable_grad():
-            return self.model.cost(
-                replace(call, differentiable=facts.differentiable, mutates=facts.mutates)
-            )
+            return self.model.cost(call)

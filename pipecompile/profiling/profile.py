@@ -1,4 +1,4 @@
-"""From a captured graph and a cost model to the cost graph."""
+"""Profiling: from a captured graph and a cost model to the cost graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.kernel_scratch import scratch_on
-from pipecompile.profiling.observation import NodeObservation, StepObservation, observe
+from pipecompile.profiling.observation import NodeObservation, StepObservation
+from pipecompile.profiling.observer import observe
 from pipecompile.profiling.pricing import price
 from pipecompile.profiling.workload import Loss, Workload
 
@@ -30,32 +31,33 @@ def profile(
     loss: Loss | None = None,
     targets: Sequence[Tensor] = (),
 ) -> ir.CostGraph:
-    """The cost graph of one microbatch.
+    """Return the cost graph of one microbatch.
 
-    `inputs` are the values of the placeholders, in order, for the shapes that the graph was captured for. The output
-    node costs what `loss(outputs, targets)` costs, `outputs` being the flat outputs; nothing without a loss.
-    Sizes come from one run on fake tensors, so only a cost model that wants real tensors computes
-    anything. The model, its inputs and the random generators are left as they were.
+    `inputs` are the values of the placeholders, in order, in the shapes that the graph was captured
+    for. The output node costs what `loss(outputs, targets)` costs, where `outputs` is the flat list
+    of outputs; without a loss it costs nothing. Sizes come from one run on fake tensors, and only a
+    cost model that needs real tensors computes anything. The model, its inputs and the random
+    generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
-    with _untouched(graph_module), _training_attention():
+    with _restored_state(graph_module), _training_attention():
         kernels = (
             as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
         )
-        with _anywhere(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
+        with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, scratch_on(cost_model.memory))
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         if cost_model.real:
             costs = price(workload, observation, cost_model)
-    known = _known(workload.graph, observation)
+    numbering = _storage_numbering(workload.graph, observation)
     return ir.CostGraph(
         allocator=cost_model.memory,
         fused_attention=tuple(cost_model.fused_attention),
-        nodes=tuple(_nodes(workload, observation, costs, known)),
-        tensors=tuple(_tensors(workload.graph, observation, known)),
-        storages=tuple(observation.storages[storage] for storage in known),
-        contents=tuple(observation.contents.get(storage) for storage in known),
+        nodes=tuple(_nodes(workload, observation, costs, numbering)),
+        tensors=tuple(_tensors(workload.graph, observation, numbering)),
+        storages=tuple(observation.storages[storage] for storage in numbering),
+        contents=tuple(observation.contents.get(storage) for storage in numbering),
         parameters=tuple(_parameters(graph_module)),
         gradients=observation.gradients,
     )
@@ -63,7 +65,7 @@ def profile(
 
 @contextmanager
 def _training_attention() -> Iterator[None]:
-    """Attention without gradients, in eval mode, takes the path that a training step takes and no other."""
+    """Make attention in eval mode, without gradients, take the path of a training step."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -73,8 +75,12 @@ def _training_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _anywhere() -> Iterator[None]:
-    """Fake runs do not hang on what this process has run before (fakes are cached), nor on its kernels' switches."""
+def _reproducible_fakes() -> Iterator[None]:
+    """Make a run on fake tensors the same in every process.
+
+    Otherwise it depends on what ran before in this process (fake results are cached), and on its
+    switch for oneDNN.
+    """
     FakeTensorMode.cache_clear()
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(True)
@@ -84,20 +90,23 @@ def _anywhere() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def _known(graph: fx.Graph, observation: StepObservation) -> dict[int, int]:
-    """The storages that nodes save or pass on, numbered anew in their order."""
-    read = {node.name for node in graph.nodes if node.users}
-    nodes = observation.nodes.items()
-    storages = {
-        s
-        for name, facts in nodes
-        for s in (*facts.saved, *(facts.storages if name in read else ()))
-    }
-    return {storage: index for index, storage in enumerate(sorted(storages))}
+def _storage_numbering(graph: fx.Graph, observation: StepObservation) -> dict[int, int]:
+    """Return the storages that nodes save or that others read, with their number in the cost graph.
+
+    They keep their order: if 2, 5 and 9 remain, these become 0, 1 and 2.
+    """
+    storages: set[int] = set()
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            observed = observation.nodes[node.name]
+            storages.update(observed.saved)
+            storages.update(observed.storages if node.users else ())
+    return {storage: number for number, storage in enumerate(sorted(storages))}
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def _restored_state(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `module` and the random generators after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if has_values(buffer)]
     devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
     with torch.random.fork_rng(devices):
@@ -106,84 +115,86 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
-                    if not torch.equal(
-                        buffer, before
-                    ):  # an expanded buffer never changes and refuses any write
+                    # An expanded buffer refuses any write, but it never changes either.
+                    if not torch.equal(buffer, before):
                         buffer.copy_(before)
 
 
 def _nodes(
-    workload: Workload, observation: StepObservation, costs: dict[str, CallCost], known: dict[int, int]
+    workload: Workload,
+    observation: StepObservation,
+    costs: dict[str, CallCost],
+    numbering: dict[int, int],
 ) -> Iterator[ir.Node]:
     parameter_bytes = {name: size_bytes([value]) for name, value in named_state(workload.module)}
-    claimed: set[int] = set()
+    counted: set[int] = set()
     for node in workload.graph.nodes:
         if node.op == "get_attr":
             continue
-        facts, cost = observation.nodes[node.name], costs[node.name]
-        first = [storage for storage in facts.saved if storage not in claimed]
-        claimed.update(first)
+        observed, cost = observation.nodes[node.name], costs[node.name]
+        # A storage that several nodes save is counted once, at the first of them.
+        newly_saved = [storage for storage in observed.saved if storage not in counted]
+        counted.update(newly_saved)
+        scratch = observed.scratch if cost.workspace_bytes is None else cost.workspace_bytes
         yield ir.Node(
             name=node.name,
             forward_ns=cost.forward_ns,
             backward_ns=cost.backward_ns,
             backward_input_ns=cost.backward_input_ns,
             backward_weight_ns=cost.backward_weight_ns,
-            parameter_bytes=sum(parameter_bytes[name] for name in facts.parameters),
-            # A storage that several nodes save is counted once, at the first.
-            saved_bytes=sum(observation.storages[storage] for storage in first),
-            saved=tuple(known[storage] for storage in facts.saved),
-            uses=facts.uses,
-            forward_peak_bytes=facts.forward_peak,
-            backward_peak_bytes=facts.backward_peak,
-            saves_at=facts.packs,
-            workspace_bytes=facts.scratch if cost.workspace_bytes is None else cost.workspace_bytes,
-            input_bytes=_input_bytes(workload, node, facts),
-            parameters=facts.parameters,
-            view_gradients=facts.given_as_views,
-            gradients_by_input_backward=facts.early,
+            parameter_bytes=sum(parameter_bytes[name] for name in observed.parameters),
+            saved_bytes=sum(observation.storages[storage] for storage in newly_saved),
+            saved=tuple(numbering[storage] for storage in observed.saved),
+            uses=observed.uses,
+            forward_peak_bytes=observed.forward_peak,
+            backward_peak_bytes=observed.backward_peak,
+            saves_at=observed.saves_at,
+            workspace_bytes=scratch,
+            input_bytes=_input_bytes(workload, node, observed),
+            parameters=observed.parameters,
+            view_gradients=observed.view_gradients,
+            gradients_by_input_backward=observed.gradients_by_input_backward,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
-            operator=facts.operator,
+            operator=observed.operator,
             source=node.meta.get("source", ""),
         )
 
 
-def _input_bytes(workload: Workload, node: fx.Node, facts: NodeObservation) -> int:
-    """What the node reads of the minibatch: the loss its targets."""
-    return (
-        size_bytes(workload.targets)
-        if node.op == "output"
-        else facts.bytes
-        if node.op == "placeholder"
-        else 0
-    )
+def _input_bytes(workload: Workload, node: fx.Node, observed: NodeObservation) -> int:
+    """Return the bytes that a node reads from the minibatch; the output node reads the targets."""
+    if node.op == "output":
+        return size_bytes(workload.targets)
+    return observed.bytes if node.op == "placeholder" else 0
 
 
 def _tensors(
-    graph: fx.Graph, observation: StepObservation, known: dict[int, int]
+    graph: fx.Graph, observation: StepObservation, numbering: dict[int, int]
 ) -> Iterator[ir.Tensor]:
-    """One for each value that somebody reads; a tuple counts as the sum of its tensors and has no one storage."""
+    """Yield a tensor for each value that is read.
+
+    A tuple counts as one tensor with the sum of the bytes. It has no storage, since it has several.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if node.op != "get_attr" and node.users:
-            facts = observation.nodes[node.name]
+            observed = observation.nodes[node.name]
             yield ir.Tensor(
                 producer=node.name,
                 consumers=tuple(user.name for user in sorted(node.users, key=position.__getitem__)),
-                bytes=facts.bytes,
-                gradient_bytes=facts.gradient_bytes,
-                storage=known[facts.storages[0]] if len(facts.storages) == 1 else None,
-                is_permuted=facts.permuted,
-                is_dense=facts.dense,
-                strided_copy_bytes=facts.spread_bytes,
-                gradient_expanded_by=observation.expanded.get(node.name),
-                consumers_without_gradient=facts.silent,
+                bytes=observed.bytes,
+                gradient_bytes=observed.gradient_bytes,
+                storage=numbering[observed.storages[0]] if len(observed.storages) == 1 else None,
+                is_permuted=observed.is_permuted,
+                is_dense=observed.is_dense,
+                strided_copy_bytes=observed.strided_copy_bytes,
+                gradient_expanded_by=observation.expanded_by.get(node.name),
+                consumers_without_gradient=observed.consumers_without_gradient,
             )
 
 
 def _parameters(module: nn.Module) -> Iterator[ir.Parameter]:
-    """Parameters, then buffers, each once, in the order of the module."""
+    """Yield parameters, then buffers, each once, in the order of the module."""
     names: dict[int, list[str]] = {}
     values: dict[int, Tensor] = {}
     for name, value in named_state(module):

@@ -34,8 +34,8 @@ class Progress:
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `total` steps.
 
-    Every step is logged for debugging, one each few seconds as information, so that a file of the
-    log stays short.
+    Every step is logged at level DEBUG, and one every few seconds at level INFO, so that a log file
+    stays short.
     """
     done, last_line = 0, time.monotonic()
 

@@ -1,13 +1,20 @@
-"""Which storages live when, while a graph runs forward and backward on real or fake tensors.
+"""The storage tracker: which storages live when, while a graph runs forward and backward.
 
-Time is counted in ticks, one for the forward of each node and one for its backward. A storage is born in the tick in
-which an operator returns it, and dies in the one in which its last holder lets go. Fake tensors show what operators
-return and not the scratch that kernels take inside.
+The tensors may be real or fake. Time is counted in ticks: one for the forward of each node, and one
+for its backward. A storage is born in the tick in which an operator returns it, and dies in the
+tick in which its last holder releases it:
 
-Where gradients of several readers meet, autograd adds to the first in place if nobody else holds it, but not with fake
-tensors (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp). What nobody else holds is therefore taken to
-go over into the sum. So is the gradient of a parameter that several nodes read, as these may come to lie in stages
-apart.
+    tick                 0             1          2              3
+                         linear        relu       relu's B       linear's B
+    linear's result      ██████████████████                                      born 0, died 1
+    relu's result                      ████████████████                          born 1, died 2
+
+Fake tensors show what operators return, but not the scratch that kernels allocate inside.
+
+Where gradients of several readers meet, autograd adds to the first one in place if nobody else
+holds it (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp), but never with fake
+tensors. The tracker therefore treats such a gradient as if it became the sum. It treats the
+gradient of a parameter with several readers likewise, as these may come to be in different stages.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.profiling.kernel_scratch import Scratch, hidden_bytes
 
-__all__ = ["StorageTracker", "StorageLife"]
+__all__ = ["StorageLiveRange", "StorageTracker"]
 
 aten = torch.ops.aten
 _DRAWS = (aten.bernoulli_.float, aten.bernoulli.default, aten.bernoulli.p)
@@ -32,183 +39,208 @@ _SCALINGS = (aten.div_.Scalar, aten.mul_.Scalar)
 
 
 @dataclass
-class StorageLife:
-    """A storage of `bytes`, from the tick in which it is born to the one in which it dies (None: it outlives all).
+class StorageLiveRange:
+    """A storage of `bytes` from the tick in which it is born to the one in which it dies.
 
-    `read` are the ticks after the first whose autograd nodes take it. A `sum` is one of gradients of several readers;
-    `continues` is the life, as an index, to which others were added in place to make it.
+    `died` is None while it lives. `read_in` are the ticks after the first whose autograd nodes take
+    it as an argument. `is_sum` marks a sum of gradients of several readers. `continues` is the
+    index of the live range to which the others were added in place.
     """
 
     bytes: int
     born: int
     died: int | None = None
-    read: set[int] = field(default_factory=set)
-    sum: bool = False
+    read_in: set[int] = field(default_factory=set)
+    is_sum: bool = False
     continues: int | None = None
 
 
 class StorageTracker(TorchDispatchMode):
-    """Follows every storage that operators return while it is active; `excluded` ones are not counted.
+    """Follows every storage that operators return while it is active, except for excluded ones.
 
-    `rises` is, per tick, the most that lived in it above what lived when it began, without sums of
-    gradients that came from other ticks: they are made when a node is done. In a backward the tick
-    is that of the autograd node that runs, which `tick_of` tells from its sequence number (None: as
-    before). `scratch` is, per tick, the most that `scratch_of` says of an operator in it. `masks`
-    are lives, as indices, whose elements are zero or one constant: drawn as such, and at most
-    scaled since; `copies` are made by copying another. `kernels` counts operators that compute,
-    views aside. `shared` are the shapes of parameters with several readers.
+    Results, each by tick or by index into `live_ranges`:
+
+        `peaks`         by tick the most bytes that lived in it, above what lived when it began;
+                        without sums with a gradient of another tick, which are made at its end
+        `scratch`       by tick the most bytes that `scratch_of` says of an operator in it
+        `masks`         indices of storages whose elements are zero or one constant: drawn as such,
+                        and only scaled since
+        `copies`        indices of storages that were made by copying another one
+        `kernel_count`  how many operators have computed something, so without views
+
+    In a backward the tick is that of the autograd node that runs: `tick_of` returns it for the
+    node's sequence number, or None for the tick as before. `shared_shapes` are the shapes of
+    parameters with several readers.
     """
 
     def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.live_ranges: list[StorageLiveRange] = []
+        self.peaks: dict[int, int] = {}
         self.scratch: dict[int, int] = {}
-        self.kernels = 0
         self.masks: set[int] = set()
         self.copies: set[int] = set()
-        self._scratch_of = scratch_of
-        self.lives: list[StorageLife] = []
-        self.rises: dict[int, int] = {}
+        self.kernel_count = 0
         self.tick_of: Callable[[int], int | None] = lambda sequence_number: None
+        self.shared_shapes: set[torch.Size] = set()
+        self.tick = 0
+        self._scratch_of = scratch_of
+        self._bytes_at_tick_begin = self._live_bytes = 0
+        # By the address of a storage: a weak reference, which calls back when the storage dies, and
+        # the index of its live range.
+        self._tracked: dict[int, tuple[Any, int]] = {}
         self._excluded: set[int] = set()
         self.exclude(excluded)
-        self._known: dict[int, tuple[Any, int]] = {}
-        self._makers: list[
-            int | None
-        ] = []  # of each storage the sequence number of the autograd node that made it
-        self._maker: int | None = None
-        self._handed_on: set[int] = set()
-        self._alone = _holders(torch.empty(1))
-        self.shared: set[torch.Size] = set()
-        self.tick = self._began = self._now = 0
+        # The sequence number of the autograd node that runs, and by live range that of the node
+        # that made the storage; None outside of a backward.
+        self._current_node: int | None = None
+        self._makers: list[int | None] = []
+        self._continued: set[int] = set()  # addresses of storages that became part of a sum
+        self._holders_if_alone = _holders(torch.empty(1))
 
     def exclude(self, values: Iterable[Tensor]) -> None:
-        """Does not count the storages of `values`, which must outlive this."""
+        """Do not count the storages of `values`, which must outlive the tracker."""
         self._excluded |= {value.untyped_storage()._cdata for value in values}
 
     def enter(self, tick: int) -> None:
-        """All that follows happens in `tick`."""
-        self.tick, self._began = tick, self._now
-        self.rises.setdefault(tick, 0)
+        """Begin `tick`: all that follows happens in it."""
+        self.tick, self._bytes_at_tick_begin = tick, self._live_bytes
+        self.peaks.setdefault(tick, 0)
 
     def indices(self, values: Iterable[Tensor]) -> tuple[int, ...]:
-        """The storages of `values`, as indices into `lives`: distinct, in order, without the excluded ones."""
+        """Return the storages of `values` as indices into `live_ranges`.
+
+        They are distinct and in order, without excluded ones. A storage that is not tracked yet is
+        born now.
+        """
         return tuple(dict.fromkeys(self._indices(values)))
 
-    def known(self, values: Iterable[Tensor]) -> Iterator[int]:
-        """The storages of `values` that are followed, as indices into `lives`."""
-        found = (self._known.get(value.untyped_storage()._cdata) for value in values)
-        return (known[1] for known in found if known is not None)
+    def tracked(self, values: Iterable[Tensor]) -> Iterator[int]:
+        """Yield the indices of those storages of `values` that are tracked already."""
+        for value in values:
+            index = self._index_of(value)
+            if index is not None:
+                yield index
 
     def _indices(self, values: Iterable[Tensor]) -> Iterator[int]:
         for value in values:
             storage = value.untyped_storage()
             if storage._cdata not in self._excluded:
-                known = self._known.get(storage._cdata)
-                yield known[1] if known is not None else self._bear(storage)
+                index = self._index_of(value)
+                yield self._begin(storage) if index is None else index
+
+    def _index_of(self, value: Tensor) -> int | None:
+        entry = self._tracked.get(value.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node = torch._C._current_autograd_node()
-        self._maker = None if node is None else node._sequence_nr()
+        self._current_node = None if node is None else node._sequence_nr()
         if node is not None:
             tick = self.tick_of(node._sequence_nr())
             if tick is not None and tick != self.tick:
                 self.enter(tick)
-            self._read(args)
+            self._note_reads(args)
+        # Whether the summand is alone must be asked before the operator runs and holds it too.
         summand = self._summand(func, args)
-        in_place = summand is not None and self._lives_on(args[0])
+        becomes_sum = summand is not None and self._becomes_sum(args[0])
         result = func(*args, **(kwargs or {}))
         if summand is not None:
-            self._sum_up(
-                args[0].untyped_storage()._cdata, summand, result.untyped_storage(), in_place
-            )
-        made = len(self.lives)
+            address = args[0].untyped_storage()._cdata
+            self._add_sum(address, summand, result.untyped_storage(), becomes_sum)
+        count = len(self.live_ranges)
         if hidden := hidden_bytes(func, args, result):
-            self._bear(hidden[0].untyped_storage(), hidden[1])
-        made_now = self.indices(tensor_leaves(result))
-        self.copies.update(made_now if func is aten.clone.default else ())
+            self._begin(hidden[0].untyped_storage(), hidden[1])
+        results = self.indices(tensor_leaves(result))
+        if func is aten.clone.default:
+            self.copies.update(results)
         self._note_mask(func, args, result)
-        self.kernels += len(self.lives) > made or func._schema.is_mutable
-        self._note_scratch(func, args, result)
+        self.kernel_count += len(self.live_ranges) > count or func._schema.is_mutable
+        taken = self._scratch_of(func, args, result)
+        self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), taken)
         return result
 
-    def _note_scratch(self, func: Any, arguments: Any, result: Any) -> None:
-        taken = self._scratch_of(func, arguments, result)
-        self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), taken)
-
-    def _read(self, arguments: Any) -> None:
-        for value in tensor_leaves(arguments):
-            known = self._known.get(value.untyped_storage()._cdata)
-            if known is not None and self.lives[known[1]].born < self.tick:
-                self.lives[known[1]].read.add(self.tick)
+    def _note_reads(self, arguments: Any) -> None:
+        for index in self.tracked(tensor_leaves(arguments)):
+            if self.live_ranges[index].born < self.tick:
+                self.live_ranges[index].read_in.add(self.tick)
 
     def _note_mask(self, func: Any, arguments: Any, result: Any) -> None:
-        """A draw of zeros and ones makes a mask, in place or anew; what else writes to a storage makes it none."""
+        """A draw of zeros and ones makes a mask; any other write than scaling makes it none."""
         if func in _DRAWS:
             self.masks.update(self.indices([result]))
         elif func._schema.is_mutable and func not in _SCALINGS:
             self.masks.difference_update(self.indices(tensor_leaves(arguments)))
 
     def _summand(self, func: Any, arguments: Any) -> int | None:
-        """The life of the first gradient, made by another autograd node, to which the one that runs adds its own."""
-        if func is not torch.ops.aten.add.Tensor or not isinstance(arguments[1], Tensor):
+        """Return the index of the first gradient if `func` is autograd's sum of two gradients.
+
+        Autograd adds the gradients from two nodes when the second one has run. So in such a sum the
+        first argument was made by another autograd node than the one that runs.
+        """
+        if func is not aten.add.Tensor or not isinstance(arguments[1], Tensor):
             return None
-        first, second = (self._known.get(value.untyped_storage()._cdata) for value in arguments[:2])
+        first, second = map(self._index_of, arguments[:2])
         if first is None or second is None:
             return None
-        makers = self._makers[first[1]], self._makers[second[1]]
-        return None if None in makers or makers[0] == self._maker else first[1]
+        makers = self._makers[first], self._makers[second]
+        return None if None in makers or makers[0] == self._current_node else first
 
-    def _lives_on(self, value: Tensor) -> bool:
-        """Whether `value` lives on in the sum that is made of it."""
-        return _holders(value) == self._alone or value.shape in self.shared
+    def _becomes_sum(self, value: Tensor) -> bool:
+        """Return whether autograd would add in place to `value` in a run with real tensors."""
+        return _holders(value) == self._holders_if_alone or value.shape in self.shared_shapes
 
-    def _sum_up(self, key: int, summand: int, storage: Any, in_place: bool) -> None:
-        """The first summand, which lies under `key`, is part of a sum in `storage`; in one tick that is no event."""
-        born_here = self.lives[summand].born == self.tick
-        if in_place:
-            self._handed_on.add(key)
-        if in_place and born_here:
-            self._know(storage, summand)
-        elif in_place:
-            self.lives[summand].died = self.tick
-            self._add(
-                storage, StorageLife(self.lives[summand].bytes, self.tick, sum=True, continues=summand)
-            )
-        elif not born_here:
-            self._now += storage.nbytes()
-            self._add(storage, StorageLife(storage.nbytes(), self.tick, sum=True))
+    def _add_sum(self, address: int, summand: int, storage: Any, becomes_sum: bool) -> None:
+        """Track the sum in `storage` of another gradient and `summand`, which is at `address`.
 
-    def _bear(self, storage: Any, size: int | None = None) -> int:
-        life = StorageLife(storage.nbytes() if size is None else size, self.tick)
-        self._now += life.bytes
-        self.rises[self.tick] = max(self.rises.get(self.tick, 0), self._now - self._began)
-        return self._add(storage, life)
+        A sum with a gradient of an earlier tick gets a live range of its own. Within one tick, a
+        gradient that becomes the sum just goes on.
+        """
+        first = self.live_ranges[summand]
+        born_in_this_tick = first.born == self.tick
+        if becomes_sum:
+            self._continued.add(address)
+        if becomes_sum and born_in_this_tick:
+            self._track(storage, summand)
+        elif becomes_sum:
+            first.died = self.tick
+            total = StorageLiveRange(first.bytes, self.tick, is_sum=True, continues=summand)
+            self._append(storage, total)
+        elif not born_in_this_tick:
+            self._live_bytes += storage.nbytes()
+            self._append(storage, StorageLiveRange(storage.nbytes(), self.tick, is_sum=True))
 
-    def _add(self, storage: Any, life: StorageLife) -> int:
-        """The index of `life`, which is that of `storage`."""
-        self.lives.append(life)
-        self._makers.append(self._maker)
-        self._know(storage, len(self.lives) - 1)
-        return len(self.lives) - 1
+    def _begin(self, storage: Any, size: int | None = None) -> int:
+        """Begin the live range of `storage` and return its index."""
+        live_range = StorageLiveRange(storage.nbytes() if size is None else size, self.tick)
+        self._live_bytes += live_range.bytes
+        risen = self._live_bytes - self._bytes_at_tick_begin
+        self.peaks[self.tick] = max(self.peaks.get(self.tick, 0), risen)
+        return self._append(storage, live_range)
 
-    def _know(self, storage: Any, index: int) -> None:
-        self._known[storage._cdata] = (
-            weakref.ref(storage, self._burial(storage._cdata, index)),
-            index,
-        )
+    def _append(self, storage: Any, live_range: StorageLiveRange) -> int:
+        self.live_ranges.append(live_range)
+        self._makers.append(self._current_node)
+        index = len(self.live_ranges) - 1
+        self._track(storage, index)
+        return index
 
-    def _burial(self, key: int, index: int) -> Callable[[object], None]:
-        def bury(_: object) -> None:
-            del self._known[key]
-            if key in self._handed_on:
-                self._handed_on.remove(key)
+    def _track(self, storage: Any, index: int) -> None:
+        on_death = self._death_callback(storage._cdata, index)
+        self._tracked[storage._cdata] = weakref.ref(storage, on_death), index
+
+    def _death_callback(self, address: int, index: int) -> Callable[[object], None]:
+        def end(_: object) -> None:
+            del self._tracked[address]
+            if address in self._continued:
+                self._continued.remove(address)  # its bytes live on in the sum
                 return
-            self.lives[index].died = self.tick
-            self._now -= self.lives[index].bytes
+            self.live_ranges[index].died = self.tick
+            self._live_bytes -= self.live_ranges[index].bytes
 
-        return bury
+        return end
 
 
 def _holders(value: Tensor) -> int:
-    """How many hold the storage of `value`, itself among them."""
+    """Return how many hold the storage of `value`, itself included."""
     return int(torch._C._storage_Use_Count(value.untyped_storage()._cdata))

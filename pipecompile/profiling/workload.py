@@ -1,4 +1,4 @@
-"""What is profiled: a graph, one microbatch for it, and the loss that ends its forward; real or fake."""
+"""The workload of a profile: a graph, one microbatch for it, and the loss that ends its forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Loss = Callable[[Sequence[Any], Sequence[Tensor]], Tensor]
 class Workload:
     """One microbatch's forward through `graph`, whose modules and parameters `module` holds.
 
-    `inputs` are the values of the placeholders, in order; without a `loss` the outputs are where it ends.
+    `inputs` are the values of the placeholders, in order. Without a `loss` the forward ends with
+    the outputs. Tensors may be real or fake.
     """
 
     module: fx.GraphModule
@@ -35,15 +36,19 @@ class Workload:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Parameters and buffers: the id of each tensor and its first name."""
-        found: dict[int, str] = {}
+        """The first name of each parameter and buffer, by the id of the tensor."""
+        names: dict[int, str] = {}
         for name, value in named_state(self.module):
-            found.setdefault(id(value), name)
-        return found
+            names.setdefault(id(value), name)
+        return names
 
     def faked(self) -> Workload:
-        """The same on fake CPU tensors, one storage each; call it under the FakeTensorMode that is to own them."""
-        # Copying with the fakes already in the memo copies the modules around them and never a real tensor.
+        """Return the same workload on fake CPU tensors with a storage each.
+
+        Call it under the FakeTensorMode that is to own them.
+        """
+        # `deepcopy` takes what is in the memo for copied already. With fake tensors there, it
+        # copies the modules around them and never a real tensor.
         memo: dict[int, Any] = {
             id(value): without_values(value, "cpu") for _, value in named_state(self.module)
         }
@@ -57,7 +62,10 @@ class Workload:
 
 
 def _on_cpu(graph: fx.Graph) -> fx.Graph:
-    """A copy that makes its tensors there: the devices among the constants are those of the model that was captured."""
+    """Return a copy of a graph that creates its tensors on the CPU.
+
+    Devices among the constants of a captured graph are those of the captured model.
+    """
     copies: dict[fx.Node, fx.Node] = {}
     moved = fx.Graph()
     for node in graph.nodes:

@@ -49,7 +49,7 @@ def test_the_file_is_a_device_for_roofline(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_operator_runs_on_fakes_of_its_own_type() -> None:
     for operator in calibrating._operators("cpu"):
-        graph = calibrating._traced(operator, torch.device("cpu"))
+        graph = calibrating._graph_of(operator, torch.device("cpu"))
         assert [node.op for node in graph.graph.nodes][-2:] == ["call_module", "output"]
 
 

@@ -10,7 +10,7 @@ import torch
 from allocations import allocations, highest
 from torch import Tensor, nn
 
-from pipecompile.profiling.storage_tracker import StorageLife, StorageTracker
+from pipecompile.profiling.storage_tracker import StorageLiveRange, StorageTracker
 
 
 def no_scratch(*_: Any) -> int:
@@ -20,42 +20,45 @@ def no_scratch(*_: Any) -> int:
 def test_storages_live_until_their_last_holder_lets_go() -> None:
     """A view keeps its base, and what works in place makes nothing."""
     image = torch.randn(16)
-    with StorageTracker([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as tracker:
         made = image * 2
-        ledger.enter(1)
+        tracker.enter(1)
         view = made[:4].add_(1)
         del made
-        ledger.enter(2)
+        tracker.enter(2)
         short = view + 1
-        ledger.enter(3)
+        tracker.enter(3)
         del view
-        ledger.enter(4)
-    assert ledger.lives == [StorageLife(64, born=0, died=3), StorageLife(16, born=2)]
-    assert ledger.rises == {0: 64, 1: 0, 2: 16, 3: 0, 4: 0}
-    assert ledger.indices([short, image, short]) == (1,)
+        tracker.enter(4)
+    assert tracker.live_ranges == [
+        StorageLiveRange(64, born=0, died=3),
+        StorageLiveRange(16, born=2),
+    ]
+    assert tracker.peaks == {0: 64, 1: 0, 2: 16, 3: 0, 4: 0}
+    assert tracker.indices([short, image, short]) == (1,)
 
 
 def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
     image = torch.randn(16)
-    with StorageTracker([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as tracker:
         kept = (image + 1) * 2
-        ledger.enter(1)
+        tracker.enter(1)
         del kept
-    assert ledger.rises[0] == 128
-    assert [life.died for life in ledger.lives] == [0, 1]
+    assert tracker.peaks[0] == 128
+    assert [life.died for life in tracker.live_ranges] == [0, 1]
 
 
 def test_a_saved_tensor_lives_until_the_backward() -> None:
     image = torch.randn(16, requires_grad=True)
-    with StorageTracker([image], no_scratch) as ledger:
+    with StorageTracker([image], no_scratch) as tracker:
         value = image.exp()  # saves its result
         total = value.sum()
         del value
-        ledger.enter(1)
+        tracker.enter(1)
         total.backward()
-        ledger.enter(2)
+        tracker.enter(2)
         image.grad = None
-    exponential = ledger.lives[0]
+    exponential = tracker.live_ranges[0]
     assert (exponential.bytes, exponential.born, exponential.died) == (64, 0, 1)
 
 
@@ -70,10 +73,10 @@ def test_gradients_that_meet_are_added_in_place() -> None:
         del hidden
         total.backward()
 
-    with StorageTracker([image, *scales], no_scratch) as ledger:
+    with StorageTracker([image, *scales], no_scratch) as tracker:
         step()
     image.grad = None
-    assert ledger.rises[0] == highest(allocations(step))
+    assert tracker.peaks[0] == highest(allocations(step))
 
 
 class Residual(nn.Module):
@@ -120,8 +123,8 @@ def test_the_highest_sum_of_a_step_is_that_of_the_allocator(name: str) -> None:
     step()  # once, so that nothing is made for the first time only
     for parameter in model.parameters():
         parameter.grad = None
-    with StorageTracker([*model.parameters(), image], no_scratch) as ledger:
+    with StorageTracker([*model.parameters(), image], no_scratch) as tracker:
         step()
     for parameter in model.parameters():
         parameter.grad = None
-    assert ledger.rises[0] == highest(allocations(step))
+    assert tracker.peaks[0] == highest(allocations(step))

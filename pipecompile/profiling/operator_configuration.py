@@ -1,4 +1,4 @@
-"""What a node does, apart from the tensors it does it to: its readable name and its configuration."""
+"""What a node does, apart from its tensors: the name of its operator, and its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SCALARS = (bool, int, float, str, tuple, type(None))
 
 
 def operator_name(node: fx.Node, root: nn.Module) -> str:
-    """The node's operator as a user knows it: "torch.nn.Linear", "torch.matmul", "Tensor.view", "operator.getitem"."""
+    """Return the node's operator as a user knows it.
+
+    For example "torch.nn.Linear", "torch.matmul", "Tensor.view" or "operator.getitem".
+    """
     if node.op == "call_module":
         return _type_name(type(root.get_submodule(str(node.target))))
     if node.op == "call_method":
@@ -26,7 +29,10 @@ def operator_name(node: fx.Node, root: nn.Module) -> str:
 
 
 def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hashable:
-    """What decides the cost of `node` beside its tensors; `leaves` are its flat arguments."""
+    """Return what decides the cost of `node` besides its tensors; `leaves` are its flat arguments.
+
+    It is the function, the settings of all modules inside, the constants and the autograd context.
+    """
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
     function = node.target if node.op == "call_function" else None
     constants = tuple("" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
@@ -53,7 +59,7 @@ def _function_name(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{_type_name(owner)}.{function.__name__}"
-    known = resolve_name(function)
-    return (
-        known if known is not None else f"{function.__module__.lstrip('_')}.{function.__qualname__}"
-    )
+    public_name = resolve_name(function)
+    if public_name is not None:
+        return public_name
+    return f"{function.__module__.lstrip('_')}.{function.__qualname__}"

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.profiling.kernel_scratch import scratch_on
-from pipecompile.profiling.observation import StepObservation, observe
+from pipecompile.profiling.observation import StepObservation
+from pipecompile.profiling.observer import observe
 from pipecompile.profiling.workload import Workload
 
 MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"))
@@ -116,7 +117,9 @@ def test_a_view_that_is_saved_keeps_the_whole_storage_once(aliases: StepObservat
     }
 
 
-def test_an_in_place_write_is_seen_and_its_value_stays_where_it_was(aliases: StepObservation) -> None:
+def test_an_in_place_write_is_seen_and_its_value_stays_where_it_was(
+    aliases: StepObservation,
+) -> None:
     assert [name for name, facts in aliases.nodes.items() if facts.mutates] == ["add_"]
     assert aliases.nodes["add_"].storages == aliases.nodes["mul"].storages
 

@@ -1,4 +1,7 @@
-"""Runs a graph node by node, each as a Call."""
+"""An interpreter that runs a graph node by node, each as a `NodeCall`.
+
+The observer and the pricing of a profile are two of its kind.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import NodeCall
 from pipecompile.graph.data_answers import node_conditions
-from pipecompile.profiling.operator import configuration, operator_name
+from pipecompile.profiling.operator_configuration import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 
 __all__ = ["NodeCaller"]
 
 
 class NodeCaller(fx.Interpreter):
-    """Interprets a workload: every node but `get_attr` becomes a Call, and `perform` gives its value.
+    """Interprets a workload: `perform` runs each node but `get_attr` as a `NodeCall`.
 
-    The output node calls the loss on (outputs, targets). Values are freed after their last use.
+    The output node calls the loss with (outputs, targets). Values are freed after their last use.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -28,19 +31,19 @@ class NodeCaller(fx.Interpreter):
         self.workload = workload
 
     def interpret(self) -> None:
-        """Runs the whole graph."""
+        """Run the whole graph."""
         self.run(*self.workload.inputs, enable_io_processing=False)
 
     def perform(self, call: NodeCall) -> Any:
-        """The value of the call's node."""
+        """Run the call and return the value of its node; subclasses do more."""
         return call.bind(call.arguments)()
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, through `perform`."""
+        """Return the value of a node, from `perform`."""
         return super().run_node(n) if n.op == "get_attr" else self.perform(self._call(n))
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The loss, or the outputs where there is none."""
+        """Return the loss, or the outputs if there is no loss."""
         outputs, targets = args
         return outputs if self.workload.loss is None else self.workload.loss(outputs, targets)
 
@@ -49,12 +52,13 @@ class NodeCaller(fx.Interpreter):
         if node.op == "output":
             args = (args[0], self.workload.targets)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if self._is_argument(leaf)]
+        # Tensors are replaced in `bind`; parameters, buffers and constants stay as they are.
+        positions = [index for index, leaf in enumerate(leaves) if self._is_argument(leaf)]
 
         def bind(arguments: Sequence[Tensor]) -> Callable[[], Any]:
             filled = list(leaves)
-            for place, argument in zip(places, arguments, strict=True):
-                filled[place] = argument
+            for position, argument in zip(positions, arguments, strict=True):
+                filled[position] = argument
             return partial(self._execute, node, *pytree.tree_unflatten(filled, spec))
 
         return NodeCall(
@@ -62,8 +66,8 @@ class NodeCaller(fx.Interpreter):
             operator=operator_name(node, self.workload.module),
             configuration=(configuration(node, self.workload.module, leaves), str(spec)),
             bind=bind,
-            arguments=tuple(leaves[place] for place in places),
-            differentiable=tuple(leaves[place].requires_grad for place in places),
+            arguments=tuple(leaves[position] for position in positions),
+            differentiable=tuple(leaves[position].requires_grad for position in positions),
             parameters=tuple({id(value): value for value in self._read(node, leaves)}.values()),
             mutates=False,
         )
@@ -76,7 +80,7 @@ class NodeCaller(fx.Interpreter):
         return isinstance(leaf, Tensor) and id(leaf) not in self.workload.names
 
     def _read(self, node: fx.Node, leaves: Iterable[Any]) -> Iterator[Tensor]:
-        """The parameters and buffers among the arguments, and those of the module that is called."""
+        """Yield the parameters and buffers among the arguments, and those of a called module."""
         yield from (leaf for leaf in leaves if id(leaf) in self.workload.names)
         if node.op == "call_module":
             module = self.workload.module.get_submodule(str(node.target))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clock", "TimeSample", "describe", "settled"]
+__all__ = ["Clock", "TimeSample", "device_name", "steady_sample"]
 
 STEADY = 0.03  # by how much the median of a round may differ from that of the round before
 RUNS, LONG_RUNS = 5, 3  # of a round
@@ -20,7 +20,7 @@ ROUNDS = 5
 LONG_NS = 50_000_000
 
 
-def describe(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """What the device is: the name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -76,7 +76,7 @@ class TimeSample:
         return TimeSample(round(middle), round(high - low))
 
 
-def settled(run: Callable[[int], list[int]]) -> TimeSample:
+def steady_sample(run: Callable[[int], list[int]]) -> TimeSample:
     """Of `run(count)`, which times `count` runs, the round whose median is within 3 % of that of the round before.
 
     Caches, allocators and clock rates need a while under load before they are what a long run sees. After five rounds

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipecompile.cost_models.protocol import FREE, CallCost, DifferentiableRun, NodeCall
+from pipecompile.cost_models.protocol import FREE_CALL, CallCost, DifferentiableRun, NodeCall
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
@@ -61,22 +61,22 @@ class Flops:
     real: ClassVar[bool] = False
     memory: ClassVar[Literal["cpu"]] = "cpu"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
-    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
+    costs_by_signature: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
 
     def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are fake."""
-        if call.signature not in self.known:
-            self.known[call.signature] = _cost(call)
-        return self.known[call.signature]
+        if call.signature not in self.costs_by_signature:
+            self.costs_by_signature[call.signature] = _cost(call)
+        return self.costs_by_signature[call.signature]
 
 
 def _cost(call: NodeCall) -> CallCost:
-    arguments = call.fresh()
+    arguments = call.fresh_arguments()
     forward_flops, outputs = _counted(lambda: call.run(arguments))
     if not call.mutates and _storages(outputs) <= _storages((*arguments, *call.parameters)):
-        return FREE
+        return FREE_CALL
     read = size_bytes(arguments) + _parameter_bytes(call, outputs)
-    trial = call.trial()
+    trial = call.differentiable_run()
     inputs, weights = size_bytes(call.inputs), size_bytes(call.weights)
     moved = size_bytes(trial.gradients) + read
     return CallCost(

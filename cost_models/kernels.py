@@ -56,10 +56,10 @@ class CallKernels:
 
 def call_kernels(call: NodeCall) -> CallKernels:
     """What `call`, whose tensors are fake CPU ones, launches; on a GPU, under `as_on_cuda` of profiling."""
-    arguments = call.fresh()
+    arguments = call.fresh_arguments()
     with _KernelRecorder() as forward:
         call.run(arguments)
-    trial = call.trial()
+    trial = call.differentiable_run()
     return CallKernels(
         forward=tuple(forward.kernels),
         backward=_backward(trial, (*trial.inputs, *trial.weights)),

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from pipecompile.cost_models.clock import Clock, TimeSample, settled
+from pipecompile.cost_models.clock import Clock, TimeSample, steady_sample
 from pipecompile.cost_models.device_transfer import moved_to, without_hooks
 from pipecompile.cost_models.protocol import CallCost, DifferentiableRun, NodeCall
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
@@ -40,10 +40,10 @@ class Measured:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
-    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
-    by_name: dict[str, CallCost] = field(default_factory=dict, init=False, repr=False)
+    costs_by_signature: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
+    costs_by_name: dict[str, CallCost] = field(default_factory=dict, init=False, repr=False)
     samples: list[TimeSample] = field(default_factory=list, init=False, repr=False)
-    entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
+    engine_entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
 
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
@@ -66,20 +66,20 @@ class Measured:
 
     def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are real; no `.grad` is touched."""
-        if call.signature not in self.known:
+        if call.signature not in self.costs_by_signature:
             with without_hooks(call.parameters), _on(self.device, call) as moved:
-                self.known[call.signature] = self._measure(moved)
-        cost = self.by_name[call.node.name] = self.known[call.signature]
+                self.costs_by_signature[call.signature] = self._measure(moved)
+        cost = self.costs_by_name[call.node.name] = self.costs_by_signature[call.signature]
         return cost
 
     def _measure(self, call: NodeCall) -> CallCost:
-        if not self.entry_ns:
+        if not self.engine_entry_ns:
             nothing = _nothing(self.device)
-            self.entry_ns.append(self._time_ns(lambda: nothing.inputs, nothing.backward))
-        trial = call.trial()
+            self.engine_entry_ns.append(self._time_ns(lambda: nothing.inputs, nothing.backward))
+        trial = call.differentiable_run()
         sources = (*trial.inputs, *trial.weights)
         return CallCost(
-            forward_ns=self._time_ns(lambda: call.bind(call.fresh()), lambda run: run()),
+            forward_ns=self._time_ns(lambda: call.bind(call.fresh_arguments()), lambda run: run()),
             backward_ns=self._backward_ns(trial, sources),
             backward_input_ns=self._backward_ns(trial, trial.inputs),
             backward_weight_ns=self._backward_ns(trial, trial.weights),
@@ -89,11 +89,11 @@ class Measured:
     def _backward_ns(self, trial: DifferentiableRun, sources: Sequence[GradientEdge]) -> int:
         if not sources:
             return 0
-        return max(0, self._time_ns(lambda: sources, trial.backward) - self.entry_ns[0])
+        return max(0, self._time_ns(lambda: sources, trial.backward) - self.engine_entry_ns[0])
 
     def _time_ns(self, prepare: Callable[[], T], action: Callable[[T], object]) -> int:
         """The median time of `action` on what `prepare` returns; preparing is not timed."""
-        sample = settled(lambda count: _timed(self.device, count, prepare, action))
+        sample = steady_sample(lambda count: _timed(self.device, count, prepare, action))
         self.samples.append(sample)
         return sample.median_ns
 
@@ -103,7 +103,7 @@ class Measured:
         """Of the forward or the backward, whichever takes more; None on a CPU, whose allocator does not say."""
         if self.device.type != "cuda":
             return None
-        forward = _taken_bytes(self.device, lambda: call.bind(call.fresh())())
+        forward = _taken_bytes(self.device, lambda: call.bind(call.fresh_arguments())())
         return (
             max(forward, _taken_bytes(self.device, lambda: trial.backward(sources)))
             if sources

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["FREE", "NodeCall", "CallCost", "CostModel", "DifferentiableRun"]
+__all__ = ["FREE_CALL", "NodeCall", "CallCost", "CostModel", "DifferentiableRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CallCost:
     workspace_bytes: int | None = None
 
 
-FREE = CallCost(0, 0, 0, 0)
+FREE_CALL = CallCost(0, 0, 0, 0)
 
 
 class CostModel(Protocol):
@@ -118,7 +118,7 @@ class NodeCall:
         """The parameters that receive a gradient."""
         return tuple(parameter for parameter in self.parameters if parameter.requires_grad)
 
-    def fresh(self) -> tuple[Tensor, ...]:
+    def fresh_arguments(self) -> tuple[Tensor, ...]:
         """Arguments to run on: detached, differentiable as in the model, and copied where the node writes to them."""
         pairs = zip(self.arguments, self.differentiable, strict=True)
         leaves = tuple(argument.detach().requires_grad_(wanted) for argument, wanted in pairs)
@@ -128,9 +128,9 @@ class NodeCall:
         """The tensors the node returns; a node that returns none has written to its arguments."""
         return tensor_leaves(self.bind(arguments)()) or tuple(arguments)
 
-    def trial(self) -> DifferentiableRun:
+    def differentiable_run(self) -> DifferentiableRun:
         """Runs the node once on fresh arguments, for its backward."""
-        arguments = self.fresh()
+        arguments = self.fresh_arguments()
         # Edges, not tensors: an in-place node moves its argument's history, the edge stays where the value entered.
         inputs = tuple(
             get_gradient_edge(argument) for argument in arguments if argument.requires_grad

@@ -43,7 +43,7 @@ class Roofline(DeviceCostModel):
     """
 
     name: str
-    known: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
+    costs_by_signature: dict[Hashable, CallCost] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, text: str) -> Roofline:
@@ -52,9 +52,9 @@ class Roofline(DeviceCostModel):
 
     def cost(self, call: NodeCall) -> CallCost:
         """The cost of `call`, whose tensors are fake."""
-        if call.signature not in self.known:
-            self.known[call.signature] = self._cost(call)
-        return self.known[call.signature]
+        if call.signature not in self.costs_by_signature:
+            self.costs_by_signature[call.signature] = self._cost(call)
+        return self.costs_by_signature[call.signature]
 
     def _cost(self, call: NodeCall) -> CallCost:
         found = call_kernels(call)

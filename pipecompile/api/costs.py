@@ -20,7 +20,7 @@ from pipecompile.api.choices import unknown_costs
 from pipecompile.api.measurement_conditions import conditions_of
 from pipecompile.api.target import Target
 from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
-from pipecompile.cost_models.clock import describe
+from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import CachedCosts, Measured
@@ -129,12 +129,12 @@ def cost_graph(
     graph = profiled(model)
     logger.info(
         "measured %s distinct calls of %s nodes on %s, median spread %s",
-        *(f"{len(model.known):,}", f"{len(graph.nodes):,}"),
-        *(describe(model.device), f"{model.spread:.1%}"),
+        *(f"{len(model.costs_by_signature):,}", f"{len(graph.nodes):,}"),
+        *(device_name(model.device), f"{model.spread:.1%}"),
     )
     if conditions:
         store_costs(
-            conditions, {name: CachedCost(**asdict(cost)) for name, cost in model.by_name.items()}
+            conditions, {name: CachedCost(**asdict(cost)) for name, cost in model.costs_by_name.items()}
         )
     return graph
 

@@ -10,7 +10,7 @@ import torch
 from pipecompile import __version__
 from pipecompile.api.capture import Captured
 from pipecompile.api.target import Target
-from pipecompile.cost_models.clock import describe as describe_device
+from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.measured import VERSION, Measured
 from pipecompile.frontend.settings import describe, qualified_name
 from pipecompile.graph.autograd_context import current_context
@@ -41,7 +41,7 @@ def conditions_of(
     return {
         "graph": captured.digest,
         "loss": loss,
-        "device": f"{model.device.type} {describe_device(model.device)}",
+        "device": f"{model.device.type} {device_name(model.device)}",
         "threads": str(torch.get_num_threads()),
         "autocast": str(current_context().autocast),
         "backends": str(_backends()),

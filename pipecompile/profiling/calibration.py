@@ -19,7 +19,7 @@ from pipecompile.cost_models.calibration import CalibrationSample, fit, predicte
 from pipecompile.cost_models.device import FIGURES, Device
 from pipecompile.cost_models.kernels import CallKernels, call_kernels
 from pipecompile.cost_models.measured import Measured
-from pipecompile.cost_models.protocol import FREE, CallCost, NodeCall
+from pipecompile.cost_models.protocol import FREE_CALL, CallCost, NodeCall
 from pipecompile.cost_models.roofline import DeviceCostModel
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import Node
@@ -91,14 +91,14 @@ class _KernelLister(DeviceCostModel):
     def cost(self, call: NodeCall) -> CallCost:
         """Collect the kernels of `call`."""
         self.calls.append(call_kernels(call))
-        return FREE
+        return FREE_CALL
 
 
 def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
     """Measure a few dozen operators forward and backward, and return the device fitted to them.
 
-    This takes less than a minute. On a CPU they run with as many threads as PyTorch uses. Raise InputError if there is no such
-    device.
+    This takes less than a minute. On a CPU they run with as many threads as PyTorch uses. Raise
+    InputError if there is no such device.
     """
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipecompile.cost_models.protocol import FREE, CallCost, CostModel, NodeCall
+from pipecompile.cost_models.protocol import FREE_CALL, CallCost, CostModel, NodeCall
 from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
@@ -60,7 +60,7 @@ class _Pricer(NodeCaller):
         if call.node.op == "placeholder" or (
             call.node.op == "output" and self.workload.loss is None
         ):
-            return FREE
+            return FREE_CALL
         # This forward runs without gradients, so only the observation knows what needs one.
         observed = self.observation.nodes[call.node.name]
         call = replace(call, differentiable=observed.differentiable, mutates=observed.mutates)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.cost_models.clock import TimeSample, settled
+from pipecompile.cost_models.clock import TimeSample, steady_sample
 from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.cost_models.measured import Measured, _DeviceRedirection
 from pipecompile.graph.autograd_context import AutogradContext
@@ -92,7 +92,7 @@ def test_identical_nodes_are_measured_once() -> None:
     graph = profile(fx.symbolic_trace(model), [torch.randn(2, 8)], model_of_costs)
 
     # The first layer's input needs no gradient and the last has no bias: three kinds.
-    assert len(model_of_costs.known) == 3
+    assert len(model_of_costs.costs_by_signature) == 3
     assert runs[2] == runs[3] == 2  # on fake tensors, and to pass its value on
     assert runs[1] > 2
     assert graph.by_name["_1"].forward_ns == graph.by_name["_3"].forward_ns
@@ -126,7 +126,7 @@ def test_settings_tell_nodes_apart() -> None:
         nn.Dropout(0.1), nn.Dropout(0.2), nn.Dropout(0.2).eval(), nn.Dropout(0.2)
     )
     profile(fx.symbolic_trace(dropouts), [torch.randn(4)], costs)
-    assert len(costs.known) == 3
+    assert len(costs.costs_by_signature) == 3
 
 
 META = torch.device("meta")  # stands for another device
@@ -202,7 +202,7 @@ def runs_of(times: list[int]) -> tuple[list[int], TimeSample]:
         asked.append(count)
         return [times.pop(0) if len(times) > 1 else times[0] for _ in range(count)]
 
-    return asked, settled(run)
+    return asked, steady_sample(run)
 
 
 def test_it_runs_until_the_median_stays() -> None:

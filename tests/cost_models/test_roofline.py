@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipecompile.cost_models.device import Device, load_device, named_devices
 from pipecompile.cost_models.kernels import CallKernels, Kernel, call_kernels
-from pipecompile.cost_models.protocol import FREE, CallCost, NodeCall
+from pipecompile.cost_models.protocol import FREE_CALL, CallCost, NodeCall
 from pipecompile.cost_models.roofline import Roofline, kernel_ns
 from pipecompile.cost_models.table import Function
 from pipecompile.errors import FormatError, InputError
@@ -38,7 +38,7 @@ class Lister:
 
     def cost(self, call: NodeCall) -> CallCost:
         self.found[call.node.name] = call_kernels(call)
-        return FREE
+        return FREE_CALL
 
 
 def launched(model: nn.Module, *inputs: Tensor, device: Device = H100) -> CallKernels:

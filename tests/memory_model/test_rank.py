@@ -233,7 +233,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
 def test_there_is_never_less_room_than_said(
     graph: CostGraph, optimizer: str | None, data: st.DataObject
 ) -> None:
-    """Every order whose microbatches keep no more than `available_for_activations` leaves the rank within its budget."""
+    """Every order that keeps no more than `available_for_activations` fits the budget."""
     cut = data.draw(stages_of(graph))
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, optimizer)

@@ -18,7 +18,7 @@ from pipecompile.recompute.choice import cheapest, priced
 from pipecompile.recompute.nested_regions import nested_regions
 from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
-from tests.memory_model import naive
+from tests.memory_model.naive_stage import NaiveStage
 from tests.recompute.test_region_search import every_choice
 
 Run = tuple[int, int]
@@ -47,10 +47,10 @@ def extra_ns(
     graph: CostGraph, cut: Sequence[Sequence[str]], index: int, regions: Sequence[Sequence[str]]
 ) -> int:
     """Each region of a stage runs again until the last that is put aside for it."""
-    stage = naive._Stage(graph, cut, index, regions)
+    stage = NaiveStage(graph, cut, index, regions)
     found = 0
-    for frame in filter(stage.is_needed, range(len(regions))):
-        number, after, *_ = stage.packs(frame)[-1]
+    for frame in filter(stage.is_recomputed, range(len(regions))):
+        number, after, *_ = stage.saves_of(frame)[-1]
         found += sum(graph.by_name[name].forward_ns for name in regions[frame][: number + after])
     return found
 

@@ -1,7 +1,14 @@
-"""`make bench` runs the benchmarks, each in a process of its own, after the sweeps of the tests."""
+"""Run the benchmarks one after another, each in a process of its own.
+
+    python -m benchmarks
+
+`make bench` runs this after the sweeps of the tests. The first benchmark that fails ends the run.
+"""
 
 import subprocess
 import sys
+
+from benchmarks.command_line import no_arguments
 
 NAMES = (
     "time_prediction",
@@ -20,6 +27,8 @@ NAMES = (
     "verify_zoo",
 )
 
-for name in NAMES:
-    print(f"== {name}", flush=True)
-    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+if __name__ == "__main__":
+    no_arguments(__doc__)
+    for name in NAMES:
+        print(f"== {name}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

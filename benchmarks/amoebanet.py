@@ -1,8 +1,11 @@
-"""AmoebaNet-D (Real et al., arXiv 1802.01548), the convnet of the GPipe paper: L normal cells, D filters.
+"""AmoebaNet-D (Real et al., arXiv 1802.01548), the convolutional network of the GPipe paper.
 
-A cell combines the states of the two cells before it by five sums of two operations each; reduction cells halve the
-image. Normal cells come in three groups with a reduction before the second and the third, after a stem of a
-convolution and two reductions.
+A cell combines the states of the two cells before it by five sums of two operations each; a
+reduction cell also halves the image. With L normal cells the network is
+
+    stem   reduction reduction   L/3 normal   reduction   L/3 normal   reduction   L/3 normal   head
+
+`benchmarks.gpipe_models` and `benchmarks.gpipe_memory` plan it; it is never trained here.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ Operation = Callable[[int, int], nn.Module]
 def convolution(
     inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1
 ) -> nn.Sequential:
-    """ReLU, convolution, batch normalisation."""
+    """Return a ReLU, a convolution and a batch normalisation."""
     sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
     padding = (sizes[0] // 2, sizes[1] // 2)
     layer = nn.Conv2d(inputs, outputs, sizes, stride, padding, bias=False)
@@ -30,7 +33,7 @@ def identity(width: int, stride: int) -> nn.Module:
 
 
 def narrow(width: int, stride: int) -> nn.Module:
-    """1×7 and 7×1 at a quarter of the width."""
+    """Return 1×7 and 7×1 convolutions at a quarter of the width."""
     quarter = width // 4
     return nn.Sequential(
         convolution(width, quarter, 1),
@@ -41,7 +44,7 @@ def narrow(width: int, stride: int) -> nn.Module:
 
 
 def square(width: int, stride: int) -> nn.Module:
-    """3×3 at a quarter of the width."""
+    """Return a 3×3 convolution at a quarter of the width."""
     quarter = width // 4
     return nn.Sequential(
         convolution(width, quarter, 1),
@@ -66,7 +69,9 @@ def largest_of_four(width: int, stride: int) -> nn.Module:
     return nn.MaxPool2d(2, stride)
 
 
-# (state, operation) two by two; states 0 and 1 are those of the cells before. What no sum reads is the output.
+# The genes of a cell are (state, operation), and each pair of them is one sum. States 0 and 1 are
+# the results of the last cell and of the one before it; sum i adds state 2 + i. So the normal cell
+# begins with state 2 = convolution of state 1 + max pooling of state 1.
 NORMAL: tuple[tuple[int, Operation], ...] = (
     (1, point),
     (1, largest),
@@ -91,11 +96,12 @@ REDUCTION: tuple[tuple[int, Operation], ...] = (
     (2, average),
     (3, point),
 )
+# The output of a cell joins the states that none of its sums reads.
 NORMAL_OUTPUT, REDUCTION_OUTPUT = (0, 3, 4, 6), (4, 5, 6)
 
 
 class Reduce(nn.Module):
-    """Halves the image by two strided 1×1 convolutions, one of them a pixel further."""
+    """Two strided 1×1 convolutions that halve the image, the second one shifted by a pixel."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -111,7 +117,7 @@ class Reduce(nn.Module):
 
 
 class Cell(nn.Module):
-    """From the states of the two cells before to (the state before, the own)."""
+    """Maps the states of the two cells before it to (the last state, its own state)."""
 
     def __init__(
         self, before: int, last: int, width: int, *, reduces: bool, was_reduced: bool
@@ -120,45 +126,39 @@ class Cell(nn.Module):
         genes, self.output = (REDUCTION, REDUCTION_OUTPUT) if reduces else (NORMAL, NORMAL_OUTPUT)
         self.fit_last = convolution(last, width, 1)
         self.fit_before = Reduce(before, width) if was_reduced else convolution(before, width, 1)
-        self.places = [place for place, _ in genes]
+        self.sources = [source for source, _ in genes]
+        # Only operations on the states of earlier cells halve the image; the others read its half.
         self.operations = nn.ModuleList(
-            make(width, 2 if reduces and place < 2 else 1) for place, make in genes
+            operation(width, 2 if reduces and source < 2 else 1) for source, operation in genes
         )
         self.width = len(self.output) * width
 
     def forward(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         before, last = states
-        found = [self.fit_last(last), self.fit_before(before)]
-        values = [
-            (place, operation)
-            for place, operation in zip(self.places, self.operations, strict=True)
-        ]
-        for (left, first), (right, second) in zip(values[::2], values[1::2], strict=True):
-            found.append(first(found[left]) + second(found[right]))
-        return last, torch.cat([found[place] for place in self.output], 1)
+        inner = [self.fit_last(last), self.fit_before(before)]
+        genes = list(zip(self.sources, self.operations, strict=True))
+        for (left, first), (right, second) in zip(genes[::2], genes[1::2], strict=True):
+            inner.append(first(inner[left]) + second(inner[right]))
+        return last, torch.cat([inner[index] for index in self.output], 1)
 
 
 class AmoebaNet(nn.Module):
-    """AmoebaNet-D (L, D): `cells` normal cells, `filters` filters, 1000 classes, images of 224 × 224."""
+    """AmoebaNet-D (L, D) for images of 224 × 224: L = `normal_cells`, D = `filters`."""
 
-    def __init__(self, cells: int, filters: int, classes: int = 1000) -> None:
+    def __init__(self, normal_cells: int, filters: int, classes: int = 1000) -> None:
         super().__init__()
         width = filters // 4
         self.stem = nn.Conv2d(3, width, 3, 2, 1, bias=False)
         self.stem_norm = nn.BatchNorm2d(width)
-        made: list[Cell] = []
+        cells: list[Cell] = []
         before = last = width
         was_reduced = False
-        for reduces in (
-            True,
-            True,
-            *([False] * (cells // 3) + [True]) * 2,
-            *[False] * (cells // 3),
-        ):
+        normal = [False] * (normal_cells // 3)
+        for reduces in (True, True, *normal, True, *normal, True, *normal):
             width = width * 2 if reduces else width
-            made.append(Cell(before, last, width, reduces=reduces, was_reduced=was_reduced))
-            before, last, was_reduced = last, made[-1].width, reduces
-        self.cells = nn.ModuleList(made)
+            cells.append(Cell(before, last, width, reduces=reduces, was_reduced=was_reduced))
+            before, last, was_reduced = last, cells[-1].width, reduces
+        self.cells = nn.ModuleList(cells)
         self.head = nn.Linear(last, classes)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Partitioners of others, for comparison: each cuts the order of `Problem.units` into intervals.
+"""The partitioners of other tools, for `benchmarks.partition`.
 
-Each takes a problem and gives the stage of every node; None where it finds no k stages that are not empty.
+Each takes a problem, cuts the order of `PartitionProblem.units` into k intervals and returns the
+stage of every node. It returns None where it finds no k stages that are not empty, and raises
 InfeasibleError where there are fewer units than stages.
 """
 
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 Assignment = dict[str, int]
-ENDLESS_S = 5  # it takes 0.01 s for a thousand units
+TORCHGPIPE_SECONDS = 5  # It takes 0.01 s for a thousand units, or it never ends.
 BLOCK_SIZES = """
 import json, runpy, sys
 blocks = runpy.run_path(sys.argv[1])["solve"](*json.load(sys.stdin))
@@ -40,44 +41,51 @@ print(json.dumps([len(block) for block in blocks]))
 
 
 def uniform(problem: PartitionProblem) -> Assignment | None:
-    """The same number of units in every stage."""
+    """Return the cut with the same number of units in every stage."""
     count = len(problem.units)
-    return _assigned(problem, [count * stage // problem.k for stage in range(1, problem.k)])
+    return _assignment_of(problem, [count * stage // problem.k for stage in range(1, problem.k)])
 
 
 def parameter_balanced(problem: PartitionProblem) -> Assignment | None:
-    """DeepSpeed's default, `partition_method="parameters"`: its balance, of parameters."""
+    """Return the cut of DeepSpeed's default, `partition_method="parameters"`."""
     nodes = problem.graph.by_name
     weights = [sum(nodes[name].parameter_bytes for name in unit) for unit in problem.units]
-    return _assigned(problem, partition_balanced(weights, problem.k))
+    return _assignment_of(problem, partition_balanced(weights, problem.k))
 
 
 def deepspeed(problem: PartitionProblem) -> Assignment | None:
-    """DeepSpeed's balance, of compute."""
-    return _assigned(problem, partition_balanced(_compute(problem), problem.k))
+    """Return the cut that DeepSpeed's balancing finds for the units' compute times."""
+    return _assignment_of(problem, partition_balanced(_compute(problem), problem.k))
 
 
 def torchgpipe(problem: PartitionProblem) -> Assignment | None:
-    """The block partition of torchgpipe's package, of compute; None where it runs on and on, as among free units."""
+    """Return the cut of torchgpipe's block partition for the units' compute times.
+
+    None where the package does not end, as with units that take no time.
+    """
     try:
         sizes = _block_sizes(_compute(problem), problem.k)
     except subprocess.TimeoutExpired:
         return None
-    return _assigned(problem, list(accumulate(sizes[:-1])))
+    return _assignment_of(problem, list(accumulate(sizes[:-1])))
 
 
 def _block_sizes(weights: Sequence[int], parts: int) -> list[int]:
-    """In a process that can be ended; by file, because importing the package imports torch."""
+    """Return the number of units in each block, as the installed torchgpipe finds them.
+
+    It runs in a process that can be ended, and is loaded by file because importing the package
+    imports torch.
+    """
     package = find_spec("torchgpipe")
     assert package is not None
     assert package.submodule_search_locations is not None
     path = Path(package.submodule_search_locations[0]) / "balance" / "blockpartition.py"
-    given = json.dumps([list(weights), parts]).encode()
+    arguments = json.dumps([list(weights), parts]).encode()
     answer = subprocess.run(
         [sys.executable, "-c", BLOCK_SIZES, path],
-        input=given,
+        input=arguments,
         stdout=subprocess.PIPE,
-        timeout=ENDLESS_S,
+        timeout=TORCHGPIPE_SECONDS,
         check=True,
     )
     sizes: list[int] = json.loads(answer.stdout)
@@ -85,24 +93,31 @@ def _block_sizes(weights: Sequence[int], parts: int) -> list[int]:
 
 
 def has_torchgpipe() -> bool:
-    """Whether its package is installed."""
+    """Return whether the package torchgpipe is installed."""
     return find_spec("torchgpipe") is not None
 
 
 def communication_blind(problem: PartitionProblem) -> Assignment | None:
-    """The intervals of least maximal compute, exactly: the least limit that filling one stage after another meets."""
+    """Return the cut with the least maximal compute, which is exact but ignores communication.
+
+    A bisection finds the least limit under which greedy filling leaves no unit over.
+    """
     compute = _compute(problem)
     sums = list(accumulate(compute, initial=0))
     low, high = max(compute), sums[-1]
     while low < high:
         middle = (low + high) // 2
-        fits = sums[-1] - sums[_filled(sums, problem.k, middle)[-1]] <= middle
+        fits = sums[-1] - sums[_filled_starts(sums, problem.k, middle)[-1]] <= middle
         low, high = (low, middle) if fits else (middle + 1, high)
-    return _assigned(problem, _filled(sums, problem.k, low)[1:])
+    return _assignment_of(problem, _filled_starts(sums, problem.k, low)[1:])
 
 
-def _filled(sums: Sequence[int], k: int, limit: int) -> list[int]:
-    """The starts of stages that each take all they may, but leave a unit to each of the stages after them."""
+def _filled_starts(sums: Sequence[int], k: int, limit: int) -> list[int]:
+    """Return where the stages start if each takes as many units as `limit` allows.
+
+    `sums` are the prefix sums of the units' times. Example with times 2, 2, 2, 2, k = 3, limit 6:
+    stage 0 could take three units, but two must remain for the others; the starts are 0, 2, 3.
+    """
     starts = [0]
     for stage in range(1, k):
         most = bisect_right(sums, sums[starts[-1]] + limit) - 1
@@ -111,10 +126,11 @@ def _filled(sums: Sequence[int], k: int, limit: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """The inner ends of `parts` intervals, as `partition_balanced` of deepspeed/runtime/utils.py (0.19) finds them.
+    """Return the inner ends of `parts` intervals.
 
-    Per prefix and number of parts it keeps one cut, of the least difference between its largest and its smallest
-    part, and extends that. The package itself takes O(weights² · parts) steps of Python; these are its whole rows.
+    They are those of `partition_balanced` in deepspeed/runtime/utils.py (0.19). For each prefix and
+    number of parts it keeps one cut, the one whose largest and smallest parts differ least, and
+    extends that. DeepSpeed takes O(weights² · parts) steps of Python; here a step is a numpy row.
     """
     count, columns = len(weights), np.arange(parts)
     sums = np.concatenate([[0.0], np.cumsum(weights, dtype=np.float64)])
@@ -124,12 +140,14 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[int]:
     for stop in range(1, count + 1):
         part = (sums[stop] - sums[:stop])[:, None]
         most, least = np.maximum(largest[:stop, :-1], part), np.minimum(smallest[:stop, :-1], part)
-        start = stop - 1 - (most - least)[::-1].argmin(axis=0)  # of equals the last
+        # argmin of the reversed rows: DeepSpeed keeps the last of equally good starts.
+        start = stop - 1 - (most - least)[::-1].argmin(axis=0)
         largest[stop, 1:], smallest[stop, 1:], starts[stop, 1:] = (
             most[start, columns],
             least[start, columns],
             start,
         )
+    # Walk back from the full prefix: the start of the last part is the end of the part before it.
     ends = [count]
     for part_count in range(parts, 1, -1):
         ends.append(int(starts[ends[-1], part_count]))
@@ -140,7 +158,7 @@ def _compute(problem: PartitionProblem) -> list[int]:
     return [problem.compute_ns(unit, last=False) for unit in problem.units]
 
 
-def _assigned(problem: PartitionProblem, cuts: Sequence[int]) -> Assignment | None:
+def _assignment_of(problem: PartitionProblem, cuts: Sequence[int]) -> Assignment | None:
     ends = [0, *cuts, len(problem.units)]
     if any(start >= stop for start, stop in pairwise(ends)):
         return None

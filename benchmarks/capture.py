@@ -2,11 +2,15 @@
 
     python -m benchmarks.capture [MODEL …]
 
-Ours beside torch.export, torch.fx and torch.distributed.pipelining, each in a process of its own with a time limit.
-Captured in train mode with a batch of 4, each takes two seeded steps: at that batch, at another, and after `.eval()`;
-outputs, all gradients and all buffers must equal the model's bit for bit. Ours is judged at four more batches, and
-captured again for eval mode; how the others fare so is in the figures, too. Prints a table, writes
-benchmarks/results/capture.json and the table in docs/design/capture.md; models that are not named keep their figures.
+It compares pipecompile with torch.export, torch.fx and torch.distributed.pipelining. Each of these
+ways captures each model in a process of its own, with a time limit, in train mode and with a batch
+of 4. The capture then takes two seeded steps: at that batch, at another one, and after `.eval()`.
+Outputs, all gradients and all buffers must equal the model's bit for bit. pipecompile is judged at
+four more batches, and captures the model a second time for eval mode. The figures also say how the
+others do with a second capture.
+
+Prints a table; writes results/capture.json and the table in docs/design/capture.md. Models that are
+not named keep their figures.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +27,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.capture_rivals import RIVALS, judged
+from benchmarks.capture_rivals import RIVALS, differences_of_rival
+from benchmarks.command_line import chosen_names
 from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.self_check import check_capture
@@ -38,7 +42,7 @@ MARKS = ("<!-- zoo table: python -m benchmarks.capture -->", "<!-- end -->")
 OURS = "pipecompile"
 WAYS = (OURS, *RIVALS)
 CHECKS = ("train", "batch", "eval")
-ANOTHER = 2  # the other batch that rivals are judged at
+OTHER_BATCH = 2  # at which rivals are judged too
 SECONDS = 120.0  # for one way on one model
 SIGNS = {"exact": "✓", "wrong": "✗", "refused": "–"}
 
@@ -46,17 +50,18 @@ Row = dict[str, Any]
 
 
 def main(names: list[str]) -> None:
-    """Prints and writes the figures of these models, or of all."""
+    """Print and write the figures of these models, or of all."""
     torch.set_num_threads(1)
-    kept = json.loads(RESULT.read_text())["models"] if names and RESULT.exists() else {}
+    # A run of some models must not lose the figures of the others.
+    rows = json.loads(RESULT.read_text())["models"] if names and RESULT.exists() else {}
     print(
         f"{'model':18} {'nodes':>5} {'seconds':>7} {'checked':>7}  "
         + " ".join(f"{way:20}" for way in WAYS)
     )
     for name in names or MODELS:
-        kept[name] = {way: attempt(way, name) for way in WAYS}
-        print(_line(name, kept[name]), flush=True)
-    models = {name: kept[name] for name in MODELS if name in kept}
+        rows[name] = {way: attempt(way, name) for way in WAYS}
+        print(_line(name, rows[name]), flush=True)
+    models = {name: rows[name] for name in MODELS if name in rows}
     print("\n".join(["", *totals(models)]))
     result = {"torch": torch.__version__, "batches": BATCHES, "models": models}
     RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -66,18 +71,19 @@ def main(names: list[str]) -> None:
 
 def _line(name: str, row: Row) -> str:
     ours = row[OURS]
-    figures = f"{ours.get('nodes', '-'):>5} {ours.get('seconds', '-'):>7} {ours.get('seconds_with_check', '-'):>7}"
+    nodes, seconds = ours.get("nodes", "-"), ours.get("seconds", "-")
+    figures = f"{nodes:>5} {seconds:>7} {ours.get('seconds_with_check', '-'):>7}"
     return f"{name:18} {figures}  " + " ".join(f"{_cell(row[way]):20}" for way in WAYS)
 
 
-def _cell(found: Row) -> str:
-    if not found["captured"]:
+def _cell(answer: Row) -> str:
+    if not answer["captured"]:
         return "not captured"
-    return " ".join(SIGNS[found["checks"][check].partition(":")[0]] for check in CHECKS)
+    return " ".join(SIGNS[answer["checks"][check].partition(":")[0]] for check in CHECKS)
 
 
 def table(models: dict[str, Row]) -> str:
-    """The totals and all models, in Markdown."""
+    """Return the totals and all models as two tables in Markdown."""
     heads = ("model", "nodes", "s", "s with the self-check", *WAYS)
     rows = [_markdown(name, row) for name, row in models.items()]
     summary = (
@@ -94,7 +100,8 @@ def table(models: dict[str, Row]) -> str:
             *_head(summary),
             *(f"| {' | '.join((way, *map(str, _total(models, way).values())))} |" for way in WAYS),
             "",
-            "Per model: in training with the batch it was captured at, with another batch, in eval mode. "
+            "Per model: in training with the batch it was captured at, with another batch, "
+            "in eval mode. "
             "✓ bit for bit, ✗ wrong without an error, – refused with an error.",
             "",
             *_head(heads),
@@ -113,7 +120,7 @@ def _markdown(name: str, row: Row) -> str:
 
 
 def totals(models: dict[str, Row]) -> Iterator[str]:
-    """A line for each way."""
+    """Yield a line with the totals of each way."""
     for way in WAYS:
         yield f"{way:20} " + ", ".join(
             f"{key} {value}" for key, value in _total(models, way).items()
@@ -121,16 +128,19 @@ def totals(models: dict[str, Row]) -> Iterator[str]:
 
 
 def _total(models: dict[str, Row], way: str) -> dict[str, Any]:
-    found = [row[way] for row in models.values()]
-    checks = [one["checks"] for one in found if one["captured"]]
+    answers = [row[way] for row in models.values()]
+    checks = [answer["checks"] for answer in answers if answer["captured"]]
     exact = {
-        check: sum(one.get(check) == "exact" for one in checks) for check in (*CHECKS, "eval anew")
+        check: sum(results.get(check) == "exact" for results in checks)
+        for check in (*CHECKS, "eval anew")
     }
-    wrong = sum(any(answer.startswith("wrong") for answer in one.values()) for one in checks)
-    # Ours is captured for each mode; it is not switched afterwards.
+    wrong = 0
+    for results in checks:
+        wrong += any(result.startswith("wrong") for result in results.values())
+    # pipecompile captures a model for each mode, so its capture is never switched by `.eval()`.
     after, anew = ("–", exact["eval"]) if way == OURS else (exact["eval"], exact["eval anew"])
     return {
-        "captured": f"{len(checks)}/{len(found)}",
+        "captured": f"{len(checks)}/{len(answers)}",
         "train": exact["train"],
         "another batch": exact["batch"],
         "after .eval()": after,
@@ -140,24 +150,26 @@ def _total(models: dict[str, Row], way: str) -> dict[str, Any]:
 
 
 def attempt(way: str, name: str) -> Row:
-    """One way on one model in a child, which may take too long or crash."""
+    """Return the figures of one way for one model.
+
+    A child measures them, since a capture may crash or take too long.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(sender, way, name))
     child.start()
     sender.close()
     try:
-        found = (
-            receiver.recv()
-            if receiver.poll(SECONDS)
-            else _failed(f"no answer within {SECONDS:.0f} s")
-        )
+        if receiver.poll(SECONDS):
+            answer = receiver.recv()
+        else:
+            answer = _failed(f"no answer within {SECONDS:.0f} s")
     except EOFError:
         child.join()
-        found = _failed(f"the process ended with code {child.exitcode}")
+        answer = _failed(f"the process ended with code {child.exitcode}")
     child.kill()
     child.join()
-    return found
+    return answer
 
 
 def _failed(error: str) -> Row:
@@ -165,51 +177,57 @@ def _failed(error: str) -> Row:
 
 
 def _child(sender: Connection, way: str, name: str) -> None:
+    # Captures print warnings, also from C++, which would tear the table apart.
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     target = Target.of(MODELS[name](), name)
     try:
-        found = {"captured": True} | (ours(target) if way == OURS else rivalled(way, target))
+        figures = judge_ours(target) if way == OURS else judge_rival(way, target)
+        answer = {"captured": True} | figures
     except Exception as error:
-        found = _failed(_described(error))
-    sender.send(found)
+        answer = _failed(_one_line(error))
+    sender.send(answer)
 
 
-def ours(target: Target) -> Row:
-    """Our capture and its self-check in train mode, and the verdict at all batches in both modes."""
+def judge_ours(target: Target) -> Row:
+    """Return the seconds of capture and self-check in train mode, and the results of all checks.
+
+    Each check captures the model anew.
+    """
     target.model.train()
     call = first(BATCHES[0], target.call)
     began = time.perf_counter()
-    found = capture(target.model, call)
-    module = found.instantiate(call)
+    captured = capture(target.model, call)
+    module = captured.instantiate(call)
     seconds = time.perf_counter() - began
-    check_capture(found, module, call)
-    checked = time.perf_counter() - began
-    parts = {
+    check_capture(captured, module, call)
+    seconds_with_check = time.perf_counter() - began
+    batches_and_modes = {
         "train": (BATCHES[:1], ("train",)),
         "batch": (BATCHES, ("train",)),
         "eval": (BATCHES, ("eval",)),
     }
     return {
-        "method": found.method,
-        "notes": [note.text for note in found.notes],
+        "method": captured.method,
+        "notes": [note.text for note in captured.notes],
         "nodes": sum(node.op != "get_attr" for node in module.graph.nodes),
         "seconds": round(seconds, 2),
-        "seconds_with_check": round(checked, 2),
+        "seconds_with_check": round(seconds_with_check, 2),
         "checks": {
-            part: _check(partial(_verdict, target, *where)) for part, where in parts.items()
+            check: _check(partial(_verdict, target, *where))
+            for check, where in batches_and_modes.items()
         },
     }
 
 
 def _verdict(target: Target, batches: tuple[int, ...], modes: tuple[str, ...]) -> list[str]:
-    found = verdict(by_pipecompile, target, batches, modes)
-    return [f"{name} ({where})" for where, names in found.items() for name in names]
+    differences = verdict(by_pipecompile, target, batches, modes)
+    return [f"{name} ({where})" for where, names in differences.items() for name in names]
 
 
-def rivalled(way: str, target: Target) -> Row:
-    """A rival's capture in train mode, the same after `.eval()`, and another in eval mode."""
+def judge_rival(way: str, target: Target) -> Row:
+    """Return the figures of a rival: captured in train mode, then switched, then captured anew."""
     model, captured_at = target.model.train(), first(BATCHES[0], target.call)
     began = time.perf_counter()
     rival = RIVALS[way](model, captured_at)
@@ -217,33 +235,35 @@ def rivalled(way: str, target: Target) -> Row:
 
     def in_eval() -> list[str]:
         rival.module.eval()
-        return judged(model.eval(), rival, captured_at)
+        return differences_of_rival(model.eval(), rival, captured_at)
 
     checks = {
-        "train": _check(lambda: judged(model, rival, captured_at)),
-        "batch": _check(lambda: judged(model, rival, first(ANOTHER, target.call))),
+        "train": _check(lambda: differences_of_rival(model, rival, captured_at)),
+        "batch": _check(
+            lambda: differences_of_rival(model, rival, first(OTHER_BATCH, target.call))
+        ),
         "eval": _check(in_eval),
         "eval anew": _check(
-            lambda: judged(model, RIVALS[way](model.eval(), captured_at), captured_at)
+            lambda: differences_of_rival(model, RIVALS[way](model.eval(), captured_at), captured_at)
         ),
     }
     return {"seconds": round(seconds, 2), "checks": checks}
 
 
 def _check(differing: Callable[[], list[str]]) -> str:
-    """`exact`, `wrong: …` or `refused: …`."""
+    """Return `exact`, `wrong: …` with the first names that differ, or `refused: …`."""
     try:
         names = differing()
     except Exception as error:
-        return f"refused: {_described(error)}"
+        return f"refused: {_one_line(error)}"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"wrong: {', '.join(names[:3])}{more}" if names else "exact"
 
 
-def _described(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     line = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {line}"[:300]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(chosen_names(__doc__, "model", MODELS))

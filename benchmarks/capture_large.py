@@ -1,9 +1,10 @@
-"""How fast is a large model captured, and in how much memory? A Llama of 120 layers on the meta device, one thread.
-
-Prints seconds for the capture and for its graph at one batch size, nodes, and the process's highest resident memory;
-writes benchmarks/results/capture_large.json.
+"""How long does the capture of a large model take, and how much memory?
 
     python -m benchmarks.capture_large
+
+The model is a Llama of 120 layers on the meta device; one thread captures it. Prints the seconds
+for the capture and for its graph at one batch size, the nodes, and the highest resident memory of
+the process; writes results/capture_large.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from benchmarks.command_line import no_arguments
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 
@@ -25,7 +27,7 @@ LIMIT_SECONDS, LIMIT_MIB = 25, 1500
 
 
 def main() -> None:
-    """Prints and writes the figures."""
+    """Print and write the figures."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     config = transformers.LlamaConfig(num_hidden_layers=LAYERS, use_cache=False)
@@ -34,13 +36,13 @@ def main() -> None:
         call = Arguments((), {"input_ids": torch.zeros(4, 128, dtype=torch.long)})
     before = _peak_mib()
     began = time.perf_counter()
-    found = capture(model, call)
-    captured = time.perf_counter()
-    graph = found.instantiate(call).graph
+    captured = capture(model, call)
+    capture_ended = time.perf_counter()
+    graph = captured.instantiate(call).graph
     row = {
         "nodes": len(graph.nodes),
-        "capture_seconds": round(captured - began, 1),
-        "instantiate_seconds": round(time.perf_counter() - captured, 1),
+        "capture_seconds": round(capture_ended - began, 1),
+        "instantiate_seconds": round(time.perf_counter() - capture_ended, 1),
         "peak_mib": _peak_mib(),
         "peak_mib_before": before,
     }
@@ -55,4 +57,5 @@ def _peak_mib() -> int:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

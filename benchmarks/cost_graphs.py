@@ -1,4 +1,7 @@
-"""What the partition benchmark cuts: synthetic graphs of any size, and captured models. Only a capture needs torch."""
+"""The cost graphs that `benchmarks.partition` cuts: synthetic ones of any size, captured models.
+
+Only a capture imports torch.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,29 @@ from pipecompile.ir.serialization import encode, read, write
 if TYPE_CHECKING:
     from pipecompile.api.target import Target
 
-__all__ = ["FAMILIES", "LAYERS", "MODELS", "captured", "deep", "synthetic"]
+__all__ = ["FAMILIES", "LAYERS", "MODELS", "captured_graph", "deep_graph", "synthetic_graph"]
 
 MODELS = ("sequential", "unet", "gpt2", "bert", "t5", "llama", "resnet50", "gpt2_small")
-LAYERS = {"llama": 61, "gpt2": 42}  # nodes a layer, as captured; and the nodes around them
-AROUND = 60
-CACHE = Path(__file__).parent / ".cache"  # delete it after a change to the capture or to the costs
+LAYERS = {"llama": 61, "gpt2": 42}  # nodes of one layer, as captured
+OUTSIDE = 60  # nodes before and after the layers
+# Delete the cache after a change to the capture or to the costs.
+CACHE = Path(__file__).parent / ".cache"
 MICROBATCHES = 4
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a node of a synthetic graph reads, by index, and the size of its output relative to the others'."""
+    """A node of a synthetic graph: the indices of what it reads, and its output's relative size."""
 
     sources: tuple[int, ...]
     scale: float = 1.0
 
 
-def synthetic(family: str, nodes: int, seed: int = 0) -> CostGraph:
-    """A graph of one of `FAMILIES` with about that many nodes; the same for the same arguments."""
+def synthetic_graph(family: str, nodes: int, seed: int = 0) -> CostGraph:
+    """Return a graph of one of `FAMILIES` with about `nodes` nodes.
+
+    The same arguments give the same graph.
+    """
     random = Random(f"{family} {nodes} {seed}")
     operations = FAMILIES[family](nodes, random)
     consumers: list[list[str]] = [[] for _ in operations]
@@ -52,25 +59,34 @@ def synthetic(family: str, nodes: int, seed: int = 0) -> CostGraph:
 
 
 def _node(name: str, size: int, random: Random) -> Node:
-    """One that saves its output; a third of the nodes have parameters, and these are the heavy ones."""
-    weighty = random.random() < 1 / 3
-    forward = _between(300_000, 3_000_000, random) if weighty else _between(10_000, 300_000, random)
+    """Return a node that saves its output of `size` bytes.
+
+    A third of the nodes have parameters and take about ten times longer, as matrix products do
+    beside elementwise operations.
+    """
+    has_parameters = random.random() < 1 / 3
+    forward = (
+        _between(300_000, 3_000_000, random)
+        if has_parameters
+        else _between(10_000, 300_000, random)
+    )
     return Node(
         name=name,
         forward_ns=forward,
         backward_ns=int(forward * random.uniform(1.5, 2.3)),
-        parameter_bytes=_between(2**14, 2**25, random) if weighty else 0,
+        parameter_bytes=_between(2**14, 2**25, random) if has_parameters else 0,
         saved_bytes=size,
         group=None,
     )
 
 
 def _between(low: int, high: int, random: Random) -> int:
+    # Log-uniform: times and sizes of real models spread over orders of magnitude.
     return int(exp(random.uniform(log(low), log(high))))
 
 
 def _chain(operations: list[Operation], source: int, length: int, scale: float = 1.0) -> int:
-    """Appends operations one after another; the index of the last."""
+    """Append `length` operations one after another; return the index of the last one."""
     for _ in range(length):
         operations.append(Operation((source,), scale))
         source = len(operations) - 1
@@ -78,12 +94,18 @@ def _chain(operations: list[Operation], source: int, length: int, scale: float =
 
 
 def _join(operations: list[Operation], sources: Sequence[int], scale: float = 1.0) -> int:
+    """Append an operation that reads all `sources`; return its index."""
     operations.append(Operation(tuple(sources), scale))
     return len(operations) - 1
 
 
 def _unet(nodes: int, random: Random) -> list[Operation]:
-    """Each level, half the size of the one above, skips to the level of its size on the way up."""
+    """Return a U-Net: each level's output also goes to the level of its size on the way up.
+
+    level 0  o o ──────────────────► o o
+    level 1      o o ──────────► o o          half the size
+    level 2          o o ──► o o              a quarter
+    """
     levels = min(6, nodes // 8)
     length = nodes // (2 * levels + 1)
     operations, skips = [Operation(())], []
@@ -99,7 +121,7 @@ def _unet(nodes: int, random: Random) -> list[Operation]:
 
 
 def _inception(nodes: int, random: Random) -> list[Operation]:
-    """Modules of three to five branches of one to four operations, then a concatenation."""
+    """Return modules of three to five branches of one to four operations, then a concatenation."""
     operations, source = [Operation(())], 0
     while len(operations) < nodes:
         lengths = [random.randint(1, 4) for _ in range(random.randint(3, 5))]
@@ -108,14 +130,17 @@ def _inception(nodes: int, random: Random) -> list[Operation]:
 
 
 def _towers(nodes: int, random: Random) -> list[Operation]:
-    """Two to four chains that meet only at the end."""
+    """Return two to four chains that meet only at the end."""
     operations, towers = [Operation(())], random.randint(2, 4)
     _join(operations, [_chain(operations, 0, (nodes - 2) // towers) for _ in range(towers)])
     return operations
 
 
 def _moe(nodes: int, random: Random) -> list[Operation]:
-    """Layers of attention, then a router, eight experts and their sum; both halves have a residual connection."""
+    """Return layers of attention, then a router, eight experts and their sum.
+
+    Both halves of a layer have a residual connection.
+    """
     operations, source = [Operation(())], 0
     while len(operations) < nodes:
         source = _join(operations, (source, _chain(operations, source, 4)))
@@ -128,7 +153,10 @@ def _moe(nodes: int, random: Random) -> list[Operation]:
 
 
 def _random(nodes: int, random: Random) -> list[Operation]:
-    """Each node reads one to three of the twenty before it, and one in fifty also one from anywhere."""
+    """Return nodes that each read one to three of the twenty before them.
+
+    One node in fifty also reads one from anywhere before it.
+    """
     operations = [Operation(())]
     for index in range(1, nodes):
         sources = {random.randrange(max(0, index - 20), index) for _ in range(random.randint(1, 3))}
@@ -147,24 +175,28 @@ FAMILIES: dict[str, Callable[[int, Random], list[Operation]]] = {
 }
 
 
-def captured(name: str) -> CostGraph:
-    """One of `MODELS`, as examples/models.py gives it."""
+def captured_graph(name: str) -> CostGraph:
+    """Return the cost graph of one of `MODELS`, a factory in examples/models.py."""
     from examples import models
 
-    return _costed(getattr(models, name)(), name)
+    return _cost_graph_of(getattr(models, name)(), name)
 
 
-def deep(kind: str, nodes: int) -> CostGraph:
-    """A `llama` or a `gpt2` of so many layers that it has about `nodes` nodes; captured once, then read from a file."""
+def deep_graph(kind: str, nodes: int) -> CostGraph:
+    """Return a `llama` or a `gpt2` with as many layers as give about `nodes` nodes.
+
+    It is captured once and read from a file after that.
+    """
     path = CACHE / f"{kind}-{nodes}.json"
     if not path.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        write(path, encode(_costed(_layered(kind, round((nodes - AROUND) / LAYERS[kind])), kind)))
+        layers = round((nodes - OUTSIDE) / LAYERS[kind])
+        write(path, encode(_cost_graph_of(_language_model(kind, layers), kind)))
     return read(path, CostGraph)
 
 
-def _layered(kind: str, layers: int) -> tuple[Any, dict[str, Any]]:
-    """A language model of 128 channels, with its loss, and 8 × 32 tokens."""
+def _language_model(kind: str, layers: int) -> tuple[Any, dict[str, Any]]:
+    """Return a language model of 128 channels, with its loss inside, and 8 × 32 tokens."""
     import torch
 
     tokens = torch.zeros(8, 32, dtype=torch.int64)
@@ -205,15 +237,15 @@ def _gpt2(layers: int) -> Any:
     )
 
 
-def _costed(made: object, name: str) -> CostGraph:
-    """The cost graph of one microbatch by the `flops` model; the self-check would add a training step of the model."""
+def _cost_graph_of(example: object, name: str) -> CostGraph:
+    """Return the cost graph of one microbatch by the `flops` model."""
     from pipecompile.api.capture import capture_target
     from pipecompile.api.costs import cost_graph
     from pipecompile.api.options import options_for
     from pipecompile.api.target import Target
 
-    target: Target = Target.of(made, name)
+    target: Target = Target.of(example, name)
     options = options_for(target, k=1, microbatches=MICROBATCHES, costs="flops")
-    return cost_graph(
-        target, options.costs, options.microbatches, capture_target(target, options, verify=False)
-    )
+    # The self-check would take a training step of the model, which only costs time here.
+    captured = capture_target(target, options, verify=False)
+    return cost_graph(target, options.costs, options.microbatches, captured)

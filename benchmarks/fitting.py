@@ -1,6 +1,7 @@
-"""How many layers fit, and the plan of a deep model whose stages are given by their layers.
+"""How many layers fit into each stage, and the plan of a deep model with so many layers a stage.
 
-The shallow model's blocks are its layers; see tiling.py for what is made of it.
+`benchmarks.gpipe_memory` asks both. The deep model is a captured model of three layers, tiled by
+`benchmarks.tiling`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from benchmarks.tiling import LEAST, tiled
+from benchmarks.tiling import LEAST_LAYERS, tile
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.plan import scheduled
 from pipecompile.api.recompute import recompute_planner
@@ -23,53 +24,62 @@ from pipecompile.ir.plan import Options, Prediction, Stage
 from pipecompile.partition.problem import StageCandidate
 from pipecompile.schedule.selection import placements
 
-__all__ = ["Fitting", "Whole", "composed", "planned"]
+__all__ = ["DeepPlan", "Fitting", "plan_assignment", "plan_layers"]
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """The stages of a deep model under these options, each alone on its rank."""
+    """The stages of a deep model under these options, with one stage on each rank."""
 
     shallow: CostGraph
     options: Options
 
     @cached_property
-    def most(self) -> tuple[int, ...]:
-        """The most layers of each stage; of a single one less than `LEAST` if so few do not fit.
+    def most_layers(self) -> tuple[int, ...]:
+        """The most layers of each stage; less than `LEAST_LAYERS` if a single stage holds fewer.
 
-        Stages between the first and the last have ever fewer in flight.
+        From stage 1 to stage k − 2 ever fewer microbatches are in flight, so ever more layers fit.
+        The ends of that range are bisected first; `_rising` fills it.
         """
-        k = self.options.k
+        k, bound = self.options.k, self._too_many_layers
         if k == 1:
-            return (self._most(0, LEAST - 1, self._beyond),)
-        first, last = (self._most(stage, 0, self._beyond) for stage in (0, k - 1))
-        ends = [self._most(stage, 0, self._beyond) for stage in sorted({1, k - 2} - {0, k - 1})]
+            return (self._most_of(0, LEAST_LAYERS - 1, bound),)
+        first, last = (self._most_of(stage, 0, bound) for stage in (0, k - 1))
+        ends = [self._most_of(stage, 0, bound) for stage in sorted({1, k - 2} - {0, k - 1})]
         return (first, *ends[:1], *self._rising(1, k - 2, *ends[:1], *ends[-1:]), *ends[1:], last)
 
     def _rising(self, first: int, last: int, low: int = 0, high: int = 0) -> tuple[int, ...]:
-        """Of the stages between two that are known."""
+        """Return the most layers of the stages between `first`, with `low`, and `last`, with `high`.
+
+        Where both ends are equal, so is all between them: 128 stages take about 20 bisections.
+        """
         between, middle = max(0, last - first - 1), (first + last) // 2
         if low == high or not between:
             return (low,) * between
-        here = self._most(middle, low, high + 1)
+        here = self._most_of(middle, low, high + 1)
         return (
             *self._rising(first, middle, low, here),
             here,
             *self._rising(middle, last, here, high),
         )
 
-    def _most(self, stage: int, least: int, beyond: int) -> int:
-        """By bisection, as more layers hold more: not fewer than `least`, fewer than `beyond`."""
-        counts = range(least + 1, beyond)
+    def _most_of(self, stage: int, least: int, too_many: int) -> int:
+        """Return the most layers of a stage, at least `least` and less than `too_many`.
+
+        It is found by bisection, because a stage of more layers holds more.
+        """
+        counts = range(least + 1, too_many)
         return least + bisect_left(counts, True, key=lambda layers: not self.fits(stage, layers))
 
     @cached_property
-    def _beyond(self) -> int:
-        """So many layers are too many for their parameters and gradients alone."""
-        layer = sum(
-            each.bytes for each in self.shallow.parameters if block_of(each.name) == "layers.1"
+    def _too_many_layers(self) -> int:
+        """A number of layers whose parameters and gradients alone do not fit."""
+        layer_bytes = sum(
+            parameter.bytes
+            for parameter in self.shallow.parameters
+            if block_of(parameter.name) == "layers.1"
         )
-        return self._memory_bytes // (2 * layer) + 2
+        return self._memory_bytes // (2 * layer_bytes) + 2
 
     @property
     def _memory_bytes(self) -> int:
@@ -78,12 +88,19 @@ class Fitting:
         return min(caps)
 
     def fits(self, stage: int, layers: int) -> bool:
-        """Whether a stage of so many layers fits, by what the partitioner asks; others lie before and behind it."""
-        before, behind = int(stage > 0), int(stage < self.options.k - 1)
-        total = max(LEAST, before + layers + behind)
-        skipped = (total - layers - behind) * before
-        graph = tiled(self.shallow, total)
-        runs = _runs(graph, [skipped] * before + [layers] + [total - layers - skipped] * behind)
+        """Return whether `layers` layers fit into a stage, by the price that the partitioner asks for.
+
+        The model has as few other layers as possible: one before the stage and one after it, if it
+        has such neighbours.
+        """
+        before, after = int(stage > 0), int(stage < self.options.k - 1)
+        total = max(LEAST_LAYERS, before + layers + after)
+        earlier_layers = (total - layers - after) * before
+        later_layers = total - layers - earlier_layers
+        graph = tile(self.shallow, total)
+        runs = _nodes_of_stages(
+            graph, [earlier_layers] * before + [layers] + [later_layers] * after
+        )
         memory = problem_of(graph, self.options, FREE).memory
         assert memory is not None and memory.price is not None
         earlier = tuple(name for run in runs[:before] for name in run)
@@ -93,30 +110,29 @@ class Fitting:
         return memory.price(candidate).ns is not None
 
 
-class Whole(NamedTuple):
-    """A plan of a deep model: all that tells what it holds and how long it takes."""
+class DeepPlan(NamedTuple):
+    """The parts of a deep model's plan that say what its ranks hold and how long a step takes."""
 
     stages: tuple[Stage, ...]
     prediction: Prediction
 
     @property
-    def fullest(self) -> int:
-        """The most that a rank may hold, in bytes."""
+    def peak_bound_bytes(self) -> int:
+        """The largest bound on the peak of a rank."""
         return max(memory.total.bound for memory in self.prediction.memory)
 
     @property
-    def parameters(self) -> int:
+    def parameter_bytes(self) -> int:
         """Expected bytes of parameters, their gradients and the optimizer's state on all ranks."""
-        return sum(
-            (
-                stage.footprint.parameters + stage.footprint.gradients + stage.footprint.optimizer
-            ).expected
-            for stage in self.stages
-        )
+        total = 0
+        for stage in self.stages:
+            held = stage.footprint
+            total += (held.parameters + held.gradients + held.optimizer).expected
+        return total
 
     @property
-    def others(self) -> int:
-        """Expected bytes of all else at the peaks of all ranks: activations, buffers, scratch."""
+    def other_bytes(self) -> int:
+        """Expected bytes of all else at the peaks of all ranks: activations, buffers, workspace."""
         held = [
             memory.activations + memory.buffers + memory.workspace
             for memory in self.prediction.memory
@@ -124,33 +140,41 @@ class Whole(NamedTuple):
         return sum(amount.expected for amount in held)
 
     @property
-    def again(self) -> float:
-        """What is computed again as a share of a forward."""
-        return sum(stage.recompute_ns for stage in self.stages) / sum(
-            stage.forward_ns for stage in self.stages
-        )
+    def recompute_share(self) -> float:
+        """The time of recompute divided by that of all forwards."""
+        recompute_ns = sum(stage.recompute_ns for stage in self.stages)
+        return recompute_ns / sum(stage.forward_ns for stage in self.stages)
 
 
-def planned(shallow: CostGraph, options: Options, layers: Sequence[int]) -> Whole:
-    """The plan with so many layers in each stage; InfeasibleError if a rank does not fit its memory."""
-    graph = tiled(shallow, sum(layers))
-    runs = _runs(graph, layers)
-    return composed(graph, options, {name: stage for stage, run in enumerate(runs) for name in run})
+def plan_layers(shallow: CostGraph, options: Options, layers: Sequence[int]) -> DeepPlan:
+    """Return the plan with `layers[s]` layers in stage s.
+
+    InfeasibleError if a rank does not fit into its memory.
+    """
+    graph = tile(shallow, sum(layers))
+    assignment = {}
+    for stage, names in enumerate(_nodes_of_stages(graph, layers)):
+        assignment |= dict.fromkeys(names, stage)
+    return plan_assignment(graph, options, assignment)
 
 
-def composed(graph: CostGraph, options: Options, assignment: Mapping[str, int]) -> Whole:
-    """The plan of a cut that is given; InfeasibleError if a rank does not fit its memory."""
+def plan_assignment(graph: CostGraph, options: Options, assignment: Mapping[str, int]) -> DeepPlan:
+    """Return the plan of this cut; InfeasibleError if a rank does not fit into its memory."""
     placement = placements(options)[0]
-    made = scheduled(recompute_planner(graph, options, placement), FREE, assignment)
-    return Whole(made.stages, made.prediction)
+    plan = scheduled(recompute_planner(graph, options, placement), FREE, assignment)
+    return DeepPlan(plan.stages, plan.prediction)
 
 
-def _runs(graph: CostGraph, layers: Sequence[int]) -> list[tuple[str, ...]]:
-    """The nodes of stages of so many layers; what lies before all layers goes to the first, what behind to the last."""
-    runs: list[list[str]] = [[] for _ in layers]
-    ends, now = list(accumulate(layers)), 0
+def _nodes_of_stages(graph: CostGraph, layers: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return the nodes of each stage, where stage s has `layers[s]` layers.
+
+    Nodes before all layers are in the first stage, nodes after them in the last one.
+    """
+    names: list[list[str]] = [[] for _ in layers]
+    ends, stage = list(accumulate(layers)), 0
     for node in graph.nodes:
         number = block_of(node.module).rpartition(".")[2]
-        now = bisect_right(ends, int(number)) if number.isdigit() else now
-        runs[now].append(node.name)
-    return [tuple(run) for run in runs]
+        if number.isdigit():
+            stage = bisect_right(ends, int(number))
+        names[stage].append(node.name)
+    return [tuple(stage_names) for stage_names in names]

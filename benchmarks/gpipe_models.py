@@ -1,9 +1,14 @@
-"""What do the models of the GPipe paper (Huang et al., arXiv 1811.06965) take on its devices, and on a recent one?
+"""How fast are the models of the GPipe paper (Huang et al., arXiv 1811.06965), simulated?
 
-Transformer-48 and AmoebaNet-D (18, 256) of its table 2, on the meta device: nothing is allocated. The schedule is
-GPipe's with recompute, transfers are free. Prints the forward of one microbatch, the step divided by the microbatches
-for k = 1, 2, 4, 8, and the speedup over k = 2 beside the paper's
-(measured on TPUs, M = 32, transfers included); writes benchmarks/results/gpipe_models.json.
+    python -m benchmarks.gpipe_models
+
+Transformer-48 and AmoebaNet-D (18, 256) of its table 2, on the paper's devices and on a recent one.
+The models are on the meta device, so nothing is allocated. The schedule is GPipe's with recompute,
+and transfers are free.
+
+Prints the forward of one microbatch, the step divided by the microbatches for k = 1, 2, 4, 8, and
+the speedup over k = 2 beside the paper's (measured on TPUs, M = 32, transfers included); writes
+results/gpipe_models.json.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
+from benchmarks.command_line import no_arguments
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
@@ -32,8 +38,8 @@ STAGES = (1, 2, 4, 8)
 VOCABULARY, TOKENS = 32_000, 1024
 
 
-class Layer(nn.Module):
-    """One layer of the paper's Transformer, its attention scores in memory as in 2018."""
+class TransformerLayer(nn.Module):
+    """A layer of the paper's Transformer, which keeps its attention scores in memory."""
 
     def __init__(self, width: int = 2048, hidden: int = 8192, heads: int = 32) -> None:
         super().__init__()
@@ -60,8 +66,8 @@ class Layer(nn.Module):
         return weights @ value
 
 
-class FusedLayer(Layer):
-    """The same with attention in one kernel, which keeps no scores."""
+class FusedLayer(TransformerLayer):
+    """The same layer with attention in one kernel, which keeps no scores."""
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mixed: Tensor = nn.functional.scaled_dot_product_attention(query, key, value)
@@ -69,10 +75,10 @@ class FusedLayer(Layer):
 
 
 class Transformer(nn.Module):
-    """The paper's Transformer of so many layers, with tied embeddings left out: input and output have their own."""
+    """The paper's Transformer, except that its embedding and its head are not tied."""
 
     def __init__(
-        self, layers: int, width: int = 2048, layer: Callable[[int], nn.Module] = Layer
+        self, layers: int, width: int = 2048, layer: Callable[[int], nn.Module] = TransformerLayer
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -92,12 +98,12 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A model of the paper, its minibatch, and the throughput that the paper gives for each k, over that of k = 2."""
+class PaperModel:
+    """A model of table 2, its microbatches, and the speedup over k = 2 that the paper gives for k."""
 
     name: str
     microbatches: int
-    paper: dict[int, float]
+    speedups: dict[int, float]
 
     def target(self) -> Target:
         with torch.device("meta"):
@@ -110,35 +116,36 @@ class Setting:
             return Target(model, arguments_of(model, inputs), nn.functional.cross_entropy, targets)
 
 
-# Table 2, M = 32.
-SETTINGS = (
-    Setting("transformer_48", 32, {2: 1.8 / 1.8, 4: 3.4 / 1.8, 8: 6.3 / 1.8}),
-    Setting("amoebanet_d_18_256", 32, {2: 1.21 / 1.21, 4: 1.84 / 1.21, 8: 3.48 / 1.21}),
+# Throughput in table 2 for M = 32, divided by that of k = 2.
+PAPER_MODELS = (
+    PaperModel("transformer_48", 32, {2: 1.8 / 1.8, 4: 3.4 / 1.8, 8: 6.3 / 1.8}),
+    PaperModel("amoebanet_d_18_256", 32, {2: 1.21 / 1.21, 4: 1.84 / 1.21, 8: 3.48 / 1.21}),
 )
 
 
 def main() -> None:
-    """Prints and writes the table."""
+    """Print and write the table."""
     columns = "  ".join(f"{f'k={k}':>9} {'over k=2':>8} {'paper':>5}" for k in STAGES)
     print(f"{'model':20} {'device':7} {'forward':>9}  {columns}")
-    rows = [row for setting in SETTINGS for row in measure(setting)]
+    rows = [row for model in PAPER_MODELS for row in measure(model)]
     RESULT.write_text(
         json.dumps({"schedule": "gpipe", "recompute": "stage", "rows": rows}, indent=1) + "\n"
     )
 
 
-def measure(setting: Setting) -> list[dict[str, Any]]:
-    """One model on every device; it is captured once."""
-    target = setting.target()
-    captured = capture_target(target, options(setting, target, 1, DEVICES[0]), verify=False)
-    return [priced(setting, target, captured, device) for device in DEVICES]
+def measure(paper_model: PaperModel) -> list[dict[str, Any]]:
+    """Return a row for each device; the model is captured once."""
+    target = paper_model.target()
+    first = options(paper_model, target, 1, DEVICES[0])
+    captured = capture_target(target, first, verify=False)
+    return [measure_on(device, paper_model, target, captured) for device in DEVICES]
 
 
-def options(setting: Setting, target: Target, k: int, device: str) -> Options:
+def options(paper_model: PaperModel, target: Target, k: int, device: str) -> Options:
     return options_for(
         target,
         k=k,
-        microbatches=setting.microbatches,
+        microbatches=paper_model.microbatches,
         schedule="gpipe",
         recompute="stage",
         costs=f"roofline:{device}",
@@ -146,13 +153,15 @@ def options(setting: Setting, target: Target, k: int, device: str) -> Options:
     )
 
 
-def priced(setting: Setting, target: Target, captured: Captured, device: str) -> dict[str, Any]:
-    """One model on one device, cut for every k."""
-    graph = cost_graph(target, f"roofline:{device}", setting.microbatches, captured)
+def measure_on(
+    device: str, paper_model: PaperModel, target: Target, captured: Captured
+) -> dict[str, Any]:
+    """Print and return the figures of one model on one device, planned for each k."""
+    graph = cost_graph(target, f"roofline:{device}", paper_model.microbatches, captured)
     shapes = [tuple(tensor.shape) for tensor in captured.capture.inputs.flatten(captured.sample)]
     steps: dict[int, int] = {}
     for k in STAGES:
-        chosen = options(setting, target, k, device)
+        chosen = options(paper_model, target, k, device)
         plan = draft(
             graph,
             chosen,
@@ -160,29 +169,31 @@ def priced(setting: Setting, target: Target, captured: Captured, device: str) ->
             capture=Provenance(verified=False),
             microbatch_shapes=shapes,
         )
-        steps[k] = plan.prediction.step_ns // setting.microbatches
+        steps[k] = plan.prediction.step_ns // paper_model.microbatches
     forward = sum(node.forward_ns for node in graph.nodes)
     print(
-        f"{setting.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, setting.paper)}",
+        f"{paper_model.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, paper_model.speedups)}",
         flush=True,
     )
     return {
-        "model": setting.name,
+        "model": paper_model.name,
         "device": device,
-        "microbatches": setting.microbatches,
+        "microbatches": paper_model.microbatches,
         "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
         "forward_ns": forward,
         "step_ns_per_microbatch": steps,
     }
 
 
-def cells(steps: dict[int, int], paper: dict[int, float]) -> str:
-    """For each k the step, the speedup over k = 2, and the paper's."""
-    return "  ".join(
-        f"{steps[k] / 1e6:7.2f}ms {steps[2] / steps[k]:8.2f} {f'{paper[k]:.2f}' if k in paper else '':>5}"
-        for k in STAGES
-    )
+def cells(steps: dict[int, int], published: dict[int, float]) -> str:
+    """Return for each k the step in ms, the speedup over k = 2, and the published one."""
+    parts = []
+    for k in STAGES:
+        speedup = f"{published[k]:.2f}" if k in published else ""
+        parts.append(f"{steps[k] / 1e6:7.2f}ms {steps[2] / steps[k]:8.2f} {speedup:>5}")
+    return "  ".join(parts)
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -1,9 +1,13 @@
-"""What does it cost to cut between modules or blocks only, and how much of that does opening a few blocks save?
+"""What does it cost to cut only between modules or blocks, and how much of it does `auto` save?
 
-k = 4, free links: a plan's own setting. Costs are counted (`flops`), the same on every machine: the question is how
-finely time is spread over a model's tree, for which they are as good as measured ones. Prints for each level the units
-that it leaves (for `auto`: in the last search), imbalance and the gap to the bound, and writes
-benchmarks/results/granularity.json.
+    python -m benchmarks.granularity
+
+Four stages and free links, as a plan has them by default. Costs are counted (`flops`), which are
+the same on every machine: the question is how finely time is spread over a model's modules, for
+which they are as good as measured ones.
+
+Prints for each granularity the units (for `auto`, those of its last search), the imbalance and the
+gap to the lower bound; writes results/granularity.json.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import no_arguments
 from examples import models
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
@@ -32,15 +37,14 @@ from pipecompile.partition.solver import solve
 NAMES = ("gpt2", "gpt2_small", "bert", "llama", "resnet50", "t5", "unet")
 RESULT = Path(__file__).parent / "results" / "granularity.json"
 STAGES = 4
-SECONDS = 10.0  # of work, as a plan has
+SECONDS = 10.0  # of work, which is what a plan takes too
 
 
 def main() -> None:
-    """Prints and writes the table."""
+    """Print and write the table."""
     torch.set_num_threads(1)
-    print(
-        f"{'model':12} {'cut between':12} {'units':>6} {'imbalance':>9} {'at least':>9} {'gap':>8}  proof"
-    )
+    print(f"{'model':12} {'cut between':12} {'units':>6} {'imbalance':>9}", end=" ")
+    print(f"{'at least':>9} {'gap':>8}  proof")
     rows = [row for name in NAMES for row in measure(name)]
     RESULT.write_text(
         json.dumps({"torch": torch.__version__, "k": STAGES, "rows": rows}, indent=1) + "\n"
@@ -48,21 +52,21 @@ def main() -> None:
 
 
 def measure(name: str) -> list[dict[str, Any]]:
-    """One model at every granularity."""
+    """Return a row for each granularity of one model."""
     target = Target.of(getattr(models, name)(), name)
     options = options_for(target, k=STAGES, costs="flops")
     graph = cost_graph(
         target, options.costs, options.microbatches, capture_target(target, options, verify=True)
     )
-    asked = problem_of(graph, options, FREE)
-    return [_row(name, replace(asked, granularity=granularity)) for granularity in GRANULARITIES]
+    problem = problem_of(graph, options, FREE)
+    return [_row(name, replace(problem, granularity=granularity)) for granularity in GRANULARITIES]
 
 
 def _row(name: str, problem: PartitionProblem) -> dict[str, Any]:
     began = time.perf_counter()
-    found, units = _solved(problem)
+    partition, units = _solved(problem)
     seconds = time.perf_counter() - began
-    loads, search = found.loads_ns, found.search
+    loads, search = partition.loads_ns, partition.search
     row = {
         "model": name,
         "cut_between": problem.granularity,
@@ -76,26 +80,30 @@ def _row(name: str, problem: PartitionProblem) -> dict[str, Any]:
     }
     proof = f"{'proven' if search.proven else 'not proven'} ({search.method}, {seconds:.2f} s)"
     print(
-        f"{name:12} {problem.granularity:12} {units:6} {row['imbalance']:9.3f} {row['imbalance_of_bound']:9.3f} "
-        f"{search.gap:8.3%}  {proof}",
+        f"{name:12} {problem.granularity:12} {units:6} {row['imbalance']:9.3f} "
+        f"{row['imbalance_of_bound']:9.3f} {search.gap:8.3%}  {proof}",
         flush=True,
     )
     return row
 
 
 def _solved(problem: PartitionProblem) -> tuple[Partition, int]:
-    """The cut, and how many units the last search was among."""
+    """Return the cut and the number of units in the search that found it."""
     if problem.granularity != "auto":
         return solve(problem, seconds=SECONDS), len(problem.units)
-    found, closed = solve_multilevel(problem, SECONDS)
-    return found, len(with_groups(problem, closed).units)
+    partition, closed_groups = solve_multilevel(problem, SECONDS)
+    return partition, len(with_groups(problem, closed_groups).units)
 
 
 def _imbalance(problem: PartitionProblem) -> float:
-    """No cut at this level has a smaller largest load / mean load than the best for the largest load."""
+    """Return a lower bound on the imbalance (largest load / mean load) of all cuts of `problem`.
+
+    It is the bound for the objective `max-load`, whatever objective the problem itself has.
+    """
     bound = solve(replace(problem, objective="max-load")).search.bound
     return bound * problem.k / max(1, problem.compute_ns(problem.graph.by_name, last=True))
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -1,16 +1,17 @@
-"""Cuts and recompute chosen together, against every cut with every choice of regions, on graphs of up to 12 nodes.
-
-As tests/api/test_joint.py, on more and larger graphs: random ones of 8 to 12 nodes with skips, views and tied
-parameters, two stages, a budget between the least and the most that any stage holds. Prints how many were equal and
-writes benchmarks/results/joint.json.
+"""Are cut and recompute, chosen together, as good as the best of all cuts with all regions?
 
     python -m benchmarks.joint [GRAPHS]         (default 20)
+
+This is tests/api/test_joint.py on more and larger graphs: random ones of 8 to 12 nodes with skips,
+views and tied parameters, in two stages, with a budget between the least and the most that any
+stage holds. Brute force finds the best choice.
+
+Prints the outcome of each graph and stops at the first one that differs; writes results/joint.json.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,16 +20,20 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.command_line import parser_of
 from pipecompile.ir.graph import CostGraph
 from tests.api.test_joint import compared
 from tests.ir.cost_graphs import cost_graphs
 
 RESULT = Path(__file__).parent / "results" / "joint.json"
-GRAPHS, LEAST, MOST = 20, 8, 12
+GRAPHS, LEAST_NODES, MOST_NODES = 20, 8, 12
 
 
-def swept(graphs: int) -> tuple[Counter[int], Counter[str]]:
-    """How many graphs of each size, and how many outcomes of each kind; an AssertionError where any differs."""
+def sweep(graphs: int) -> tuple[Counter[int], Counter[str]]:
+    """Return the number of graphs by size, and the number of outcomes by kind.
+
+    AssertionError if the plan of a graph is not the best one.
+    """
     sizes, outcomes = Counter[int](), Counter[str]()
 
     @seed(0)
@@ -39,8 +44,12 @@ def swept(graphs: int) -> tuple[Counter[int], Counter[str]]:
         suppress_health_check=list(HealthCheck),
         database=None,
     )
-    @given(cost_graphs(MOST, least=LEAST), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
-    def one(graph: CostGraph, schedule: str, share: float) -> None:
+    @given(
+        cost_graphs(MOST_NODES, least=LEAST_NODES),
+        st.sampled_from(["1f1b", "gpipe"]),
+        st.floats(0, 1),
+    )
+    def compare_one(graph: CostGraph, schedule: str, share: float) -> None:
         began = time.perf_counter()
         outcome = compared(graph, schedule, share)
         sizes[len(graph.nodes)] += 1
@@ -49,15 +58,15 @@ def swept(graphs: int) -> tuple[Counter[int], Counter[str]]:
             f"{len(graph.nodes)} nodes: {outcome}, {time.perf_counter() - began:.1f} s", flush=True
         )
 
-    run: Callable[[], None] = one
+    run: Callable[[], None] = compare_one
     run()
     return sizes, outcomes
 
 
-def main() -> None:
-    """As the module says."""
+def main(graphs: int) -> None:
+    """Print and write the outcomes."""
     began = time.perf_counter()
-    sizes, outcomes = swept(int(sys.argv[1]) if len(sys.argv) > 1 else GRAPHS)
+    sizes, outcomes = sweep(graphs)
     result = {
         "graphs_by_nodes": {str(size): sizes[size] for size in sorted(sizes)},
         "outcomes": dict(sorted(outcomes.items())),
@@ -68,4 +77,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__)
+    parser.add_argument("graphs", nargs="?", type=int, default=GRAPHS)
+    main(parser.parse_args().graphs)

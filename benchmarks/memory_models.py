@@ -1,4 +1,7 @@
-"""Models of the recompute benchmarks that need no memory: their parameters and inputs are on the meta device."""
+"""The GPT blocks of the recompute benchmarks and tests.
+
+They are on the meta device, so they take no memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ WIDTH, HEADS, TOKENS = 2048, 16, 2048
 
 
 class Block(nn.Module):
-    """A block of a GPT: causal attention in one kernel, then two layers of which the inner one is four times wider."""
+    """A block of a GPT: causal attention in one kernel, then a feed-forward four times as wide."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ def gpt_blocks(
     tokens: int = TOKENS,
     costs: str = "roofline:h100",
 ) -> CostGraph:
-    """The costs of so many blocks in bfloat16, for one sequence; module i is block i."""
+    """Return the costs of `count` blocks in bfloat16 for one sequence; module i is block i."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block(width, heads) for _ in range(count))).to(torch.bfloat16)
         inputs = torch.zeros(1, tokens, width, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Models of a few million parameters, on which predictions are compared with what is measured.
+"""Models of a few million parameters, on which predictions are compared with measurements.
 
-Large enough that a rank's work outweighs what the runtime does between two actions, and small enough for eight ranks on
-one machine.
+They are large enough that a rank's work outweighs what the runtime does between two actions, and
+small enough for eight ranks on one machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _tokens(vocabulary: int, tokens: int) -> Tensor:
 
 
 def _language_model(model: nn.Module, tokens: int = 64) -> dict[str, Any]:
-    given = _tokens(2000, tokens)
+    text = _tokens(2000, tokens)
     return {
         "model": model,
-        "sample_input": {"input_ids": given[:, :-1].contiguous()},
-        "targets": given[:, 1:].contiguous(),
+        "sample_input": {"input_ids": text[:, :-1].contiguous()},
+        "targets": text[:, 1:].contiguous(),
         "loss_fn": token_loss,
     }
 
@@ -45,18 +45,29 @@ def gpt2() -> dict[str, Any]:
 def llama() -> dict[str, Any]:
     """Eight blocks of 256."""
     config = transformers.LlamaConfig(
-        vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=4, use_cache=False,
-    )  # fmt: skip
+        vocab_size=2000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
     return _language_model(transformers.LlamaForCausalLM(config))
 
 
 def opt() -> dict[str, Any]:
     """Eight blocks of 256, ReLU."""
     config = transformers.OPTConfig(
-        vocab_size=2000, hidden_size=256, ffn_dim=1024, num_hidden_layers=8, num_attention_heads=4, use_cache=False,
-        word_embed_proj_dim=256, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=2000,
+        hidden_size=256,
+        ffn_dim=1024,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        use_cache=False,
+        word_embed_proj_dim=256,
+        max_position_embeddings=128,
+    )
     return _language_model(transformers.OPTForCausalLM(config))
 
 
@@ -89,9 +100,14 @@ def t5() -> dict[str, Any]:
 def vit() -> dict[str, Any]:
     """Eight blocks of 256 on 64 × 64 images."""
     config = transformers.ViTConfig(
-        image_size=64, patch_size=8, hidden_size=256, num_hidden_layers=8, num_attention_heads=4,
-        intermediate_size=512, num_labels=10,
-    )  # fmt: skip
+        image_size=64,
+        patch_size=8,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=512,
+        num_labels=10,
+    )
     return _images(transformers.ViTForImageClassification(config))
 
 
@@ -143,6 +159,7 @@ def unet() -> dict[str, Any]:
 
 
 MODELS: dict[str, Callable[[], dict[str, Any]]] = {
-    made.__name__: made for made in (gpt2, llama, opt, bert, t5, vit, mlp, resnet, convnext, unet)
+    factory.__name__: factory
+    for factory in (gpt2, llama, opt, bert, t5, vit, mlp, resnet, convnext, unet)
 }
 CONVOLUTIONAL = ("resnet", "convnext", "unet")

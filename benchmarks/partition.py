@@ -1,10 +1,13 @@
-"""How good are our cuts, how do those of others compare, and how long does it take?
+"""How good are pipecompile's cuts, how do those of other tools compare, and how long do they take?
 
-    python -m benchmarks.partition [instances] [captured] [synthetic] [scale]
+    python -m benchmarks.partition [GROUP …]     instances, captured, synthetic or scale
 
-Everything is scored by the same evaluator in the same run, as a ratio to the best bound that is known. Cells are
-`-` where a partitioner finds no cut and `memory` where its cut does not fit. Fails if ours is above any other. Writes
-benchmarks/results/partition.json; groups that are not run keep their figures.
+The same evaluator scores all cuts in the same run, as a ratio to the best lower bound that is
+known. A cell is `-` where a partitioner finds no cut and `memory` where its cut does not fit. The
+run fails if a cut of pipecompile is worse than another one.
+
+Prints a table for each group and objective; writes results/partition.json. Groups that are not run
+keep their figures.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import json
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +26,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.baselines import BASELINES, Assignment, has_torchgpipe
-from benchmarks.cost_graphs import FAMILIES, MODELS, captured, deep, synthetic
+from benchmarks.command_line import chosen_names
+from benchmarks.cost_graphs import (
+    FAMILIES,
+    MODELS,
+    captured_graph,
+    deep_graph,
+    synthetic_graph,
+)
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
@@ -54,8 +63,8 @@ T = TypeVar("T")
 
 
 def main(names: list[str]) -> None:
-    """Prints and writes the tables of these groups, or of all."""
-    groups = names or [*GROUPS, "scale"]
+    """Print and write the tables of these groups, or of all."""
+    groups = names or [*CASES, "scale"]
     if not has_torchgpipe():
         print("torchgpipe is not installed, so its column is empty: pip install torchgpipe")
         del BASELINES["torchgpipe"]
@@ -66,17 +75,15 @@ def main(names: list[str]) -> None:
         "seconds_allowed": SECONDS,
     }
     for name in groups:
-        result[name] = scale() if name == "scale" else compare_all(name, list(GROUPS[name]()))
+        result[name] = scale() if name == "scale" else compare_all(name, list(CASES[name]()))
         RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    violations = [
-        text for name in groups for row in result[name] for text in row.get("violations", ())
-    ]
-    if violations:
-        raise SystemExit("\n".join(["ours is above others:", *violations]))
+    worse = [text for name in groups for row in result[name] for text in row.get("violations", ())]
+    if worse:
+        raise SystemExit("\n".join(["these cuts are worse than others:", *worse]))
 
 
 def instances() -> Iterator[tuple[str, PartitionProblem, int]]:
-    """The published placement problems, each with its best known largest load."""
+    """Yield the published placement problems, each with its best known largest load."""
     known = INSTANCES / "best_known.json"
     if not known.exists():
         print("the placement instances are not here; skipped")
@@ -96,23 +103,24 @@ def instances() -> Iterator[tuple[str, PartitionProblem, int]]:
 
 
 def captured_models() -> Iterator[tuple[str, PartitionProblem, int]]:
-    """The example models."""
+    """Yield the example models."""
     for name in MODELS:
-        graph = captured(name)
+        graph = captured_graph(name)
         yield from ((name, PartitionProblem(graph, k, links=LINK), 0) for k in STAGES)
 
 
 def synthetic_graphs() -> Iterator[tuple[str, PartitionProblem, int]]:
-    """Each family in each size."""
+    """Yield each family of synthetic graphs in each size."""
     for family in FAMILIES:
         for nodes in SIZES:
-            graph = synthetic(family, nodes)
+            graph = synthetic_graph(family, nodes)
             yield from (
                 (f"{family} {nodes}", PartitionProblem(graph, k, links=LINK), 0) for k in STAGES
             )
 
 
-GROUPS: dict[str, Callable[[], Iterator[tuple[str, PartitionProblem, int]]]] = {
+# What the problems of a group are; `scale` makes its own, in processes of their own.
+CASES: dict[str, Callable[[], Iterator[tuple[str, PartitionProblem, int]]]] = {
     "instances": instances,
     "captured": captured_models,
     "synthetic": synthetic_graphs,
@@ -120,7 +128,7 @@ GROUPS: dict[str, Callable[[], Iterator[tuple[str, PartitionProblem, int]]]] = {
 
 
 def compare_all(group: str, cases: list[tuple[str, PartitionProblem, int]]) -> list[Row]:
-    """One table per objective."""
+    """Print a table for each objective; return its rows."""
     rows = []
     for objective, meaning in OBJECTIVES.items():
         print(f"\n{group}: {meaning} over its bound")
@@ -135,7 +143,7 @@ def compare_all(group: str, cases: list[tuple[str, PartitionProblem, int]]) -> l
 
 
 def compare(name: str, problem: PartitionProblem, known: int) -> Row:
-    """Ours and the others on one problem; `known` is a value that is proven to be the best."""
+    """Return the row of one problem; `known` is a lower bound from elsewhere, or 0."""
     others = {label: _value(problem, baseline) for label, baseline in BASELINES.items()}
     started = time.perf_counter()
     row = {
@@ -145,7 +153,7 @@ def compare(name: str, problem: PartitionProblem, known: int) -> Row:
         "objective": problem.objective,
     }
     try:
-        found = solve(problem, seconds=SECONDS)
+        partition = solve(problem, seconds=SECONDS)
     except InfeasibleError as error:
         feasible = [label for label, value in others.items() if isinstance(value, int)]
         return row | {
@@ -153,23 +161,26 @@ def compare(name: str, problem: PartitionProblem, known: int) -> Row:
             "violations": [f"{name}, k={problem.k}: {label}" for label in feasible],
         }
     seconds = time.perf_counter() - started
-    return row | _ratios(name, problem, found, known, others) | {"seconds": round(seconds, 2)}
+    return row | _ratios(name, problem, partition, known, others) | {"seconds": round(seconds, 2)}
 
 
 def _ratios(
-    name: str, problem: PartitionProblem, found: Partition, known: int, others: dict[str, int | str]
+    name: str,
+    problem: PartitionProblem,
+    partition: Partition,
+    known: int,
+    others: dict[str, int | str],
 ) -> Row:
-    value, bound = found.search.value, max(found.search.bound, known)
-    assert value == _score(problem, found.assignment), "ours is scored like the others"
+    value, bound = partition.search.value, max(partition.search.bound, known)
+    assert value == _score(problem, partition.assignment), "ours is scored like the others"
     assert value >= bound, f"{name}: {value} is below {bound}, which was said to be a bound"
-    ratios = {
-        label: v if isinstance(v, str) else round(v / bound, 4)
-        for label, v in {"ours": value, **others}.items()
-    }
+    ratios = {}
+    for label, other in {"ours": value, **others}.items():
+        ratios[label] = other if isinstance(other, str) else round(other / bound, 4)
     return {
         "bound": bound,
         "ratios": ratios,
-        "method": found.search.method,
+        "method": partition.search.method,
         "proven": value == bound,
         "violations": [
             f"{name}, k={problem.k}, {problem.objective}: ours {value}, {label} {other}"
@@ -182,7 +193,7 @@ def _ratios(
 def _value(
     problem: PartitionProblem, baseline: Callable[[PartitionProblem], Assignment | None]
 ) -> int | str:
-    """What the cut of a baseline is worth, or why it is worth nothing."""
+    """Return the objective of a baseline's cut, or why it has none: `-` or `memory`."""
     try:
         assignment = baseline(problem)
     except InfeasibleError:
@@ -218,14 +229,16 @@ def _cells(values: Any) -> str:
 
 
 def scale() -> list[Row]:
-    """Seconds and memory as graphs grow, each in a process of its own."""
+    """Print and return seconds and memory as graphs grow, each in a process of its own."""
     print(f"\nscale: {OBJECTIVES['max-load']} over its bound")
     print(f"{'':12} {'nodes':>6} {'k':>3} {'seconds':>8} {'peak MB':>8} {'ratio':>7}  method")
     rows = []
     for kind, nodes in SCALE:
-        _alone(_graph, kind, nodes)  # captures it, where it is a model
+        _run_alone(
+            _graph, kind, nodes
+        )  # A model is captured here, so that measure() only reads it.
         for k in SCALE_STAGES:
-            rows.append(row := _alone(measure, kind, nodes, k))
+            rows.append(row := _run_alone(measure, kind, nodes, k))
             proof = "proven" if row["proven"] else "not proven"
             figures = f"{row['seconds']:8.1f} {row['peak_mb']:8} {row['ratio']:7.3f}"
             print(
@@ -235,37 +248,40 @@ def scale() -> list[Row]:
 
 
 def measure(kind: str, nodes: int, k: int) -> Row:
-    """One cut by ours, and the peak of this process."""
+    """Return the seconds and the ratio of one cut, and the peak memory of this process."""
     graph = _graph(kind, nodes)
     started = time.perf_counter()
-    found = solve(PartitionProblem(graph, k, objective="max-load", links=LINK), seconds=SECONDS)
+    search = solve(
+        PartitionProblem(graph, k, objective="max-load", links=LINK), seconds=SECONDS
+    ).search
     return {
         "kind": kind,
         "nodes": len(graph.nodes),
         "k": k,
         "seconds": round(time.perf_counter() - started, 1),
         "peak_mb": _peak_bytes() // 10**6,
-        "ratio": round(found.search.value / found.search.bound, 4),
-        "method": found.search.method,
-        "proven": found.search.proven,
+        "ratio": round(search.value / search.bound, 4),
+        "method": search.method,
+        "proven": search.proven,
     }
 
 
 def _graph(kind: str, nodes: int) -> CostGraph:
-    return synthetic(kind, nodes) if kind in FAMILIES else deep(kind, nodes)
+    return synthetic_graph(kind, nodes) if kind in FAMILIES else deep_graph(kind, nodes)
 
 
 def _peak_bytes() -> int:
-    """Of this program alone: getrusage counts what the parent held when it forked."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    """Return the peak resident memory of this program alone."""
+    # getrusage would also count what the parent held when it forked.
+    high_water = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert high_water is not None
+    return int(high_water[1]) * 1024
 
 
-def _alone(function: Callable[..., T], *arguments: Any) -> T:
+def _run_alone(function: Callable[..., T], *arguments: Any) -> T:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(chosen_names(__doc__, "group", [*CASES, "scale"]))

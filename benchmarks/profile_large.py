@@ -1,9 +1,13 @@
-"""What does it take to cost a model that fits on no machine at hand?
+"""What does it take to find the costs of a model that does not fit on this machine?
 
-`pipecompile profile` on GPT-2 and on a 13B Llama with roofline:h100 and AdamW, each in a process of its own: seconds
-from start to end, and the largest resident memory above that of a process that only imports what both need. Then the
-measured profile of a narrow GPT of 96 layers. A model in memory is also proven, by two training steps. Prints a table
-and writes benchmarks/results/profile_large.json.
+    python -m benchmarks.profile_large
+
+Runs `pipecompile profile` with AdamW, each time in a process of its own: on GPT-2 and on a Llama of
+13B parameters with roofline:h100, then on a narrow GPT of 96 layers with measured costs. A model
+that is in memory is also checked by two training steps.
+
+Prints the seconds from start to end and the largest resident memory beyond that of a process that
+only imports what all of them need; writes results/profile_large.json.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.command_line import no_arguments
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "profile_large.json"
@@ -31,7 +37,7 @@ CASES = {
 
 
 def main() -> None:
-    """Prints and writes the table."""
+    """Print and write the table."""
     _, imports = _run(IMPORTS)
     print(f"{'model':14} {'costs':15} {'nodes':>6} {'distinct':>8} {'seconds':>8} {'extra MiB':>9}")
     rows = [_row(name, arguments, imports) for name, arguments in CASES.items()]
@@ -49,26 +55,27 @@ def _row(name: str, arguments: list[str], imports: float) -> dict[str, Any]:
     output, peak = _run(
         ["-m", "pipecompile", "profile", *arguments, "--optimizer", "adamw", "--format", "json"]
     )
-    seconds, found = time.perf_counter() - started, json.loads(output)
+    seconds, profile = time.perf_counter() - started, json.loads(output)
     row = {
         "model": name,
-        "costs": found["costs"],
-        "nodes": found["total"]["nodes"],
-        "distinct": found["distinct"],
-        "parameter_bytes": found["total"]["parameter_bytes"],
-        "optimizer_bytes": found["optimizer_bytes"],
+        "costs": profile["costs"],
+        "nodes": profile["total"]["nodes"],
+        "distinct": profile["distinct"],
+        "parameter_bytes": profile["total"]["parameter_bytes"],
+        "optimizer_bytes": profile["optimizer_bytes"],
         "seconds": round(seconds, 1),
         "extra_mib": round(peak - imports),
     }
     print(
-        f"{name:14} {row['costs']:15} {row['nodes']:6} {row['distinct']:8} {row['seconds']:8} {row['extra_mib']:9}",
+        f"{name:14} {row['costs']:15} {row['nodes']:6} {row['distinct']:8} {row['seconds']:8} "
+        f"{row['extra_mib']:9}",
         flush=True,
     )
     return row
 
 
 def _run(arguments: list[str]) -> tuple[str, float]:
-    """Standard output of this Python on `arguments`, and the most memory that it held, in MiB."""
+    """Return the output of Python with `arguments`, and its peak resident memory in MiB."""
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -81,4 +88,5 @@ def _run(arguments: list[str]) -> tuple[str, float]:
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

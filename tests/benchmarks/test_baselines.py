@@ -19,11 +19,11 @@ from benchmarks.baselines import (
     torchgpipe,
     uniform,
 )
-from benchmarks.cost_graphs import FAMILIES, synthetic
+from benchmarks.cost_graphs import FAMILIES, synthetic_graph
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
-from pipecompile.partition.violations import violations
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.violations import violations
 
 
 def _chain(*times: int, parameters: tuple[int, ...] = ()) -> CostGraph:
@@ -66,7 +66,7 @@ def _needs_torchgpipe() -> None:
 def test_every_baseline_gives_a_cut_into_k_stages(name: str, family: str, k: int) -> None:
     if name == "torchgpipe":
         _needs_torchgpipe()
-    problem = PartitionProblem(synthetic(family, 40), k)
+    problem = PartitionProblem(synthetic_graph(family, 40), k)
     assignment = BASELINES[name](problem)
     assert assignment is not None
     assert assignment.keys() == problem.graph.by_name.keys()
@@ -130,7 +130,7 @@ def test_more_stages_than_units_are_refused(baseline: Callable[[PartitionProblem
 def test_synthetic_graphs_are_acyclic_and_about_as_large_as_asked_for(
     family: str, nodes: int
 ) -> None:
-    graph = synthetic(family, nodes)
+    graph = synthetic_graph(family, nodes)
     assert 0.85 * nodes <= len(graph.nodes) <= nodes + 25
     edges = nx.DiGraph(
         (tensor.producer, name) for tensor in graph.tensors for name in tensor.consumers
@@ -141,5 +141,5 @@ def test_synthetic_graphs_are_acyclic_and_about_as_large_as_asked_for(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_synthetic_graphs_depend_on_their_arguments_alone(family: str) -> None:
-    assert synthetic(family, 60, 1) == synthetic(family, 60, 1)
-    assert synthetic(family, 60, 1) != synthetic(family, 60, 2)
+    assert synthetic_graph(family, 60, 1) == synthetic_graph(family, 60, 1)
+    assert synthetic_graph(family, 60, 1) != synthetic_graph(family, 60, 2)

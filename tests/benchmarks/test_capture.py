@@ -8,7 +8,12 @@ import pytest
 
 from benchmarks import capture
 from benchmarks.capture import CHECKS, DOCS, MARKS, OURS, RESULT, WAYS, attempt, table, totals
-from benchmarks.capture_rivals import Rival, exported, judged, pipelined
+from benchmarks.capture_rivals import (
+    Rival,
+    capture_by_export,
+    capture_by_pipelining,
+    differences_of_rival,
+)
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments
 from tests.zoo import first
@@ -25,10 +30,10 @@ def test_every_model_of_the_zoo_has_figures() -> None:
 
 
 def test_ours_is_exact_in_the_figures_or_refused_which_is_rare() -> None:
-    found = [row[OURS] for row in json.loads(RESULT.read_text())["models"].values()]
-    captured = [one["checks"] for one in found if one["captured"]]
+    answers = [row[OURS] for row in json.loads(RESULT.read_text())["models"].values()]
+    captured = [answer["checks"] for answer in answers if answer["captured"]]
     assert all(checks == dict.fromkeys(CHECKS, "exact") for checks in captured)
-    assert len(found) - len(captured) <= len(found) / 30
+    assert len(answers) - len(captured) <= len(answers) / 30
 
 
 def _captured(train: str, **checks: str) -> dict[str, Any]:
@@ -45,12 +50,14 @@ def test_totals_count_what_is_wrong_without_an_error_once() -> None:
         | {OURS: _captured("exact", eval="exact"), "torch.export": _captured("wrong: a")},
         dict.fromkeys(WAYS, nothing) | {"torch.export": _captured("wrong: a", batch="wrong: b")},
     ]
-    found = dict(zip(WAYS, totals({"one": rows[0], "two": rows[1]}), strict=True))
-    assert found[OURS].split(None, 1)[1] == (
-        "captured 1/2, train 1, another batch 1, after .eval() –, captured for eval 1, silently wrong 0"
+    lines = dict(zip(WAYS, totals({"one": rows[0], "two": rows[1]}), strict=True))
+    assert lines[OURS].split(None, 1)[1] == (
+        "captured 1/2, train 1, another batch 1, after .eval() –, captured for eval 1, "
+        "silently wrong 0"
     )
-    assert found["torch.export"].split(None, 1)[1] == (
-        "captured 2/2, train 0, another batch 1, after .eval() 0, captured for eval 0, silently wrong 2"
+    assert lines["torch.export"].split(None, 1)[1] == (
+        "captured 2/2, train 0, another batch 1, after .eval() 0, captured for eval 0, "
+        "silently wrong 2"
     )
 
 
@@ -68,11 +75,18 @@ def _model(name: str) -> tuple[Any, Arguments]:
 
 def test_rivals_are_judged_by_the_names_of_the_model() -> None:
     model, call = _model("skips")
-    assert judged(model, exported(model, call), call) == []
-    assert judged(model, pipelined(model, call), call) == []
+    assert differences_of_rival(model, capture_by_export(model, call), call) == []
+    assert differences_of_rival(model, capture_by_pipelining(model, call), call) == []
 
 
 def test_a_rival_that_is_wrong_is_found() -> None:
     model, call = _model("ties")
-    assert judged(model, Rival(model, lambda call: model(*call.args, **call.kwargs)), call) == []
-    assert "gradients" in " ".join(judged(model, pipelined(model, call), call))
+    assert (
+        differences_of_rival(
+            model, Rival(model, lambda call: model(*call.args, **call.kwargs)), call
+        )
+        == []
+    )
+    assert "gradients" in " ".join(
+        differences_of_rival(model, capture_by_pipelining(model, call), call)
+    )

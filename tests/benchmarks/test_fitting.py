@@ -6,8 +6,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.fitting import Fitting, planned
-from benchmarks.gpipe_memory import FORMATS, PAPER, Format, evenly
+from benchmarks.fitting import Fitting, plan_layers
+from benchmarks.gpipe_memory import FORMATS, PAPER, Format, even_layers
 from benchmarks.gpipe_models import Transformer, token_loss
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
@@ -18,7 +18,7 @@ from pipecompile.frontend.signature import arguments_of
 
 
 def small(recompute: str, mebibytes: int) -> Fitting:
-    """Three stages of a narrow Transformer, four microbatches."""
+    """Return three stages of a narrow Transformer, four microbatches."""
     with torch.device("meta"):
         model, tokens = Transformer(3, 64), torch.zeros(4, 128, dtype=torch.long)
     target = Target(model, arguments_of(model, tokens), token_loss, tokens)
@@ -38,7 +38,7 @@ def small(recompute: str, mebibytes: int) -> Fitting:
 
 def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
     try:
-        planned(fitting.shallow, fitting.options, layers)
+        plan_layers(fitting.shallow, fitting.options, layers)
     except InfeasibleError:
         return False
     return True
@@ -47,8 +47,8 @@ def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 90)])
 def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> None:
     fitting = small(recompute, mebibytes)
-    assert fits(fitting, fitting.most)
-    more = sum(fitting.most) + 1
+    assert fits(fitting, fitting.most_layers)
+    more = sum(fitting.most_layers) + 1
     cuts = [
         (first, middle, more - first - middle)
         for first in range(1, more)
@@ -61,10 +61,10 @@ def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> N
 def test_parameters_take_what_the_paper_says(format: Format) -> None:
     for k in (1, 8):
         options = replace(format.options(k, 32, "1f1b", "none"), memory_bytes=None)
-        whole = planned(format.graph(32), options, evenly(PAPER[k].layers, k))
-        assert whole.parameters / 2**30 == pytest.approx(PAPER[k].parameters, rel=0.005)
+        plan = plan_layers(format.graph(32), options, even_layers(PAPER[k].layers, k))
+        assert plan.parameter_bytes / 2**30 == pytest.approx(PAPER[k].parameter_gb, rel=0.005)
 
 
-def test_layers_are_spread_evenly() -> None:
-    assert evenly(103, 8) == [13] * 7 + [12]
-    assert evenly(9, 4) == [2, 3, 2, 2]
+def test_layers_are_spread_even_layers() -> None:
+    assert even_layers(103, 8) == [13] * 7 + [12]
+    assert even_layers(9, 4) == [2, 3, 2, 2]

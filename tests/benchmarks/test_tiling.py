@@ -9,8 +9,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from benchmarks.gpipe_models import FusedLayer, Layer, Transformer, token_loss
-from benchmarks.tiling import tiled
+from benchmarks.gpipe_models import FusedLayer, Transformer, TransformerLayer, token_loss
+from benchmarks.tiling import tile
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
@@ -28,15 +28,17 @@ class Shared(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        given = state = self.embedding(tokens)
+        first = state = self.embedding(tokens)
         for layer in self.layers:
-            state = layer(state) * given
+            state = layer(state) * first
         return state
 
 
 @cache
 def captured(
-    layers: int, layer: type[Layer] = Layer, dtype: torch.dtype = torch.float32
+    layers: int,
+    layer: type[TransformerLayer] = TransformerLayer,
+    dtype: torch.dtype = torch.float32,
 ) -> CostGraph:
     with torch.device("meta"):
         return costs(Transformer(layers, 64, layer).to(dtype), torch.zeros(4, 16, dtype=torch.long))
@@ -49,21 +51,25 @@ def costs(model: nn.Module, tokens: Tensor) -> CostGraph:
 
 
 def anonymous(graph: CostGraph) -> CostGraph:
-    """With nodes named by their place, storages numbered as they appear, and no digest of the capture."""
+    """Return `graph` without what a capture chooses freely.
+
+    Nodes are named by their position, storages are numbered as they appear, and the digest of the
+    capture is left out.
+    """
     names = {node.name: f"n{index}" for index, node in enumerate(graph.nodes)}
     known: dict[int, int] = {}
 
     def number(storage: int) -> int:
         return known.setdefault(storage, len(known))
 
-    def named(given: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(names[name] for name in given)
+    def renamed(old: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names[name] for name in old)
 
     tensors = tuple(
         replace(
             t,
             producer=names[t.producer],
-            consumers=named(t.consumers),
+            consumers=renamed(t.consumers),
             storage=None if t.storage is None else number(t.storage),
         )
         for t in graph.tensors
@@ -82,9 +88,9 @@ def anonymous(graph: CostGraph) -> CostGraph:
             g,
             producer=names[g.producer],
             last=names[g.last],
-            readers=named(g.readers),
-            captured_at=named(g.captured_at),
-            edges=tuple(named(pair) for pair in g.edges),
+            readers=renamed(g.readers),
+            captured_at=renamed(g.captured_at),
+            edges=tuple(renamed(pair) for pair in g.edges),
         )
         for g in graph.gradients
     )
@@ -95,22 +101,24 @@ def anonymous(graph: CostGraph) -> CostGraph:
         tensors=tensors,
         gradients=gradients,
         storages=tuple(graph.storages[storage] for storage in known),
-        recomputed_together=tuple(map(named, graph.recomputed_together)),
+        recomputed_together=tuple(map(renamed, graph.recomputed_together)),
     )
 
 
-@pytest.mark.parametrize(("layer", "dtype"), [(Layer, torch.float32), (FusedLayer, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [(TransformerLayer, torch.float32), (FusedLayer, torch.bfloat16)]
+)
 @pytest.mark.parametrize(("shallow", "deep"), [(3, 5), (5, 3)])
 def test_a_tiled_graph_is_the_captured_one(
-    shallow: int, deep: int, layer: type[Layer], dtype: torch.dtype
+    shallow: int, deep: int, layer: type[TransformerLayer], dtype: torch.dtype
 ) -> None:
-    found = tiled(captured(shallow, layer, dtype), deep)
-    assert anonymous(found) == anonymous(captured(deep, layer, dtype))
+    graph = tile(captured(shallow, layer, dtype), deep)
+    assert anonymous(graph) == anonymous(captured(deep, layer, dtype))
 
 
 def test_nodes_are_named_after_their_layer() -> None:
     names = [
-        node.name for node in tiled(captured(3), 12).nodes if node.module == "layers.10.project"
+        node.name for node in tile(captured(3), 12).nodes if node.module == "layers.10.project"
     ]
     assert names == ["layer_10_project"]
 
@@ -118,11 +126,11 @@ def test_nodes_are_named_after_their_layer() -> None:
 @pytest.mark.parametrize(("shallow", "deep"), [(2, 5), (3, 2)])
 def test_too_few_layers_are_refused(shallow: int, deep: int) -> None:
     with pytest.raises(ValueError, match=f"{shallow} layers cannot be tiled to {deep}"):
-        tiled(captured(shallow), deep)
+        tile(captured(shallow), deep)
 
 
-def test_what_many_layers_read_cannot_be_tiled() -> None:
+def test_a_tensor_that_many_layers_read_cannot_be_tiled() -> None:
     with torch.device("meta"):
         graph = costs(Shared(), torch.zeros(4, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="this cannot be tiled"):
-        tiled(graph, 6)
+        tile(graph, 6)

@@ -1,1 +1,1 @@
-"""What a node costs: the CostModel protocol and its implementations, one a file."""
+"""Cost models: what a node takes. The `CostModel` protocol and its implementations, one a file."""

@@ -1,8 +1,7 @@
-"""The cache of measured costs: what was measured for one graph on one device need not be measured
-anew.
+"""The cache of measured costs: one graph is measured only once on one device.
 
-Entries lie in $PIPECOMPILE_CACHE, or else in the user's cache folder (`~/.cache/pipecompile` on
-Linux), one file for each, named by the SHA-256 of all that the costs depend on. Called by
+Entries are files in $PIPECOMPILE_CACHE, or else in the user's cache folder (`~/.cache/pipecompile`
+on Linux). A file is named by the SHA-256 of everything that its costs depend on. Called by
 `api/costs.py`. Needs no PyTorch.
 """
 
@@ -25,8 +24,9 @@ logger = logging.getLogger("pipecompile.cost_models")
 
 
 class CachedCost(Value, frozen=True, kw_only=True):
-    """What was measured of a node: nanoseconds, and the bytes of its kernel scratch where the
-    device reports them.
+    """The measured cost of a node: nanoseconds, and the bytes of its kernel scratch.
+
+    The latter is None for a device whose allocator does not report it.
     """
 
     forward_ns: NonNegative
@@ -37,9 +37,9 @@ class CachedCost(Value, frozen=True, kw_only=True):
 
 
 class CacheEntry(Value, frozen=True, kw_only=True):
-    """The costs of nodes by name, all that they depend on, and the SHA-256 of the costs' bytes.
+    """A file of the cache: costs of nodes by name, what they depend on, and the costs' SHA-256.
 
-    It has nothing that a run on fake tensors gives: that is computed anew each time.
+    Sizes are not in it: they come from a run on fake tensors, which is repeated each time.
     """
 
     schema: Literal["pipecompile/measured-costs/2"] = "pipecompile/measured-costs/2"
@@ -50,15 +50,15 @@ class CacheEntry(Value, frozen=True, kw_only=True):
 
 def cache_folder() -> Path:
     """Return the folder of the entries; it need not exist."""
-    if given := os.environ.get("PIPECOMPILE_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("PIPECOMPILE_CACHE"):
+        return Path(folder)
     return user_cache_path("pipecompile", appauthor=False)
 
 
 def cached_costs(depends_on: Mapping[str, str]) -> dict[str, CachedCost] | None:
-    """Return the costs that were measured under these conditions; None if there are none.
+    """Return the costs that were measured under these conditions, or None.
 
-    An entry that is damaged, or that is not what its name says, counts as none.
+    An entry that is damaged, or that is not what its name says, is ignored.
     """
     path = _path(depends_on)
     if not path.exists():
@@ -73,19 +73,22 @@ def cached_costs(depends_on: Mapping[str, str]) -> dict[str, CachedCost] | None:
 
 
 def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, CachedCost]) -> None:
-    """Write `costs` in the place of older ones; the log says so if that is not possible."""
-    path, known = _path(depends_on), dict(costs)
+    """Write `costs` in the place of older ones; log a warning if that is not possible."""
+    path, stored = _path(depends_on), dict(costs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(
-            path, encode(CacheEntry(depends_on=dict(depends_on), digest=fingerprint(known), costs=known))
+            path,
+            encode(
+                CacheEntry(depends_on=dict(depends_on), digest=fingerprint(stored), costs=stored)
+            ),
         )
     except (OSError, FormatError) as error:
         logger.warning("measured costs are not cached: %s", error)
 
 
 def _checked(entry: CacheEntry, path: Path, depends_on: Mapping[str, str]) -> dict[str, CachedCost]:
-    """The costs of `entry`; FormatError if the file was renamed or edited."""
+    """Return the costs of `entry`; raise FormatError if its file was renamed or edited."""
     if entry.depends_on != depends_on:
         raise FormatError(f"{path}: its costs depend on other things than its name says")
     if entry.digest != fingerprint(entry.costs):

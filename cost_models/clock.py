@@ -1,4 +1,7 @@
-"""A clock of a device, wall time on a CPU and events in the stream of a GPU, and how often a work is timed with it."""
+"""The clock of a device, and how often a run is timed until its time is steady.
+
+Used by the measured cost model and by the timing of stages.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +17,39 @@ import torch
 
 __all__ = ["Clock", "TimeSample", "device_name", "steady_sample"]
 
-STEADY = 0.03  # by how much the median of a round may differ from that of the round before
-RUNS, LONG_RUNS = 5, 3  # of a round
+STEADY = 0.03  # the largest change of the median from round to round that counts as steady
+RUNS, LONG_RUNS = 5, 3  # in a round
 ROUNDS = 5
 LONG_NS = 50_000_000
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is: the name of the GPU or of the processor."""
+    """Return the name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 class Clock:
-    """Marks moments among the work that is queued on `device`, without waiting for it.
+    """Marks moments in the queue of work of `device`, without waiting for the work.
 
-    On a GPU the time between two marks is that between two events of the current stream: of work queued in a row, each
-    piece takes the longer of its kernels and their launches.
+    On a CPU a mark is wall time. On a GPU it is an event in the current stream. If several pieces
+    of work are queued in a row, the time of each is that of its kernels or that of launching them,
+    whichever is longer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> Any:
-        """This moment of the queue."""
+        """Return a mark at this moment of the queue."""
         if self.device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
@@ -51,36 +57,42 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Until all that is queued has ended."""
+        """Wait until all queued work has ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def between_ns(self, start: Any, end: Any) -> int:
-        """The nanoseconds between two marks; on a GPU after `wait`."""
-        return (
-            round(start.elapsed_time(end) * 1e6) if self.device.type == "cuda" else int(end - start)
-        )
+        """Return the nanoseconds between two marks; on a GPU, call `wait` before."""
+        if self.device.type == "cuda":
+            return round(start.elapsed_time(end) * 1e6)
+        return int(end - start)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSample:
-    """The times of some runs: their median, and the distance between their quartiles, in ns."""
+    """The times of some runs in ns: their median, and the distance between their quartiles."""
 
     median_ns: int
     spread_ns: int
 
     @staticmethod
     def of(times: list[int]) -> TimeSample:
-        """From the time of each run."""
+        """Return the sample of these times."""
         low, middle, high = quantiles(times, n=4, method="inclusive")
         return TimeSample(round(middle), round(high - low))
 
 
 def steady_sample(run: Callable[[int], list[int]]) -> TimeSample:
-    """Of `run(count)`, which times `count` runs, the round whose median is within 3 % of that of the round before.
+    """Return the times of a round of runs, once these are steady.
 
-    Caches, allocators and clock rates need a while under load before they are what a long run sees. After five rounds
-    the last one counts; of runs that take longer than 50 ms the first one, after a run to warm up.
+    `run(count)` returns the times of `count` runs. A round is steady if its median differs by at
+    most 3 % from that of the round before: caches, allocators and clock rates need some load until
+    they are as in a long run. After five rounds the last one counts.
+
+        times    900 | 200 200 200 200 200 | 110 … | 101 … | 100 …
+                 warm-up     round 1        round 2  round 3  round 4: within 3 % of 101
+
+    If a run takes longer than 50 ms, one round of three runs follows the warm-up.
     """
     (first,) = run(1)
     if first > LONG_NS:

@@ -1,4 +1,4 @@
-"""A named device: what it can do at best, and how much of that is reached. Needs no PyTorch."""
+"""Devices by name: what each can do at best, and how much of that is reached. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ FIGURES = (
 
 
 class Device(Value, frozen=True, kw_only=True):
-    """One device; `sources` says of every figure where it comes from: a datasheet, a calibration, an assumption.
+    """One device, as an entry of devices.json or a file of `pipecompile calibrate`.
 
-    `peak_flop_per_s` are dense matrix products by data type, "tf32" for float32 ones rounded to it; a type that is
-    not listed computes like float32. Of peak and bandwidth `compute_permille` and `bandwidth_permille` are reached.
-    No kernel takes less than `launch_ns`. `memory` says whose allocator the device has, `fused_attention` for which
-    data types a GPU fuses attention (see `CostModel`).
+    `peak_flop_per_s` has by data type the peak of dense matrix products; "tf32" is for float32 that
+    is rounded to TF32, and a type that is not listed computes like float32. `compute_permille` and
+    `bandwidth_permille` are the shares of peak and bandwidth that are reached. No kernel takes less
+    than `launch_ns`. `memory` says whose allocator the device has, and `fused_attention` for which
+    data types a GPU fuses attention (see `CostModel`). `sources` says of every figure where it
+    comes from: a datasheet, a calibration or an assumption.
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
@@ -51,7 +53,7 @@ class Device(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if "float32" not in self.peak_flop_per_s:
             raise ValueError(
-                f"device {self.name!r} has no peak for float32, by which others are judged"
+                f"device {self.name!r} has no peak for float32, which other types fall back to"
             )
         for figure in FIGURES:
             if not self.sources.get(figure):
@@ -62,18 +64,22 @@ class Device(Value, frozen=True, kw_only=True):
 
 @cache
 def named_devices() -> dict[str, Device]:
-    """The devices of devices.json by name."""
+    """Return the devices of devices.json by name."""
     devices = decode(DEVICES.read_bytes(), tuple[Device, ...], origin=DEVICES.name)
     return {device.name: device for device in devices}
 
 
 def load_device(text: str) -> Device:
-    """The device called `text`, or the one in the file at that path; InputError lists the names."""
+    """Return the device with the name `text`, or the one in the file at that path.
+
+    Raise InputError with the names if there is neither.
+    """
     if text in named_devices():
         return named_devices()[text]
     if Path(text).is_file():
         return read(text, Device)
     names = ", ".join(named_devices())
     raise InputError(
-        f"{text!r} is neither a device nor a device file; choose one of {names}, or run calibrate -o FILE"
+        f"{text!r} is neither a device nor a device file; choose one of {names}, or run "
+        "calibrate -o FILE"
     )

@@ -1,4 +1,7 @@
-"""Parameters and buffers on another device for a while, and without the hooks of their owner."""
+"""The transfer of parameters and buffers to another device for a while, without their hooks.
+
+Used where a node or a stage is measured on a GPU whose memory the whole model does not fit.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ __all__ = ["moved_to", "without_hooks"]
 def moved_to(
     state: Iterable[Tensor], device: torch.device, written: Collection[Tensor] = ()
 ) -> Iterator[None]:
-    """In the block `state` lies on `device`, has no gradients and no hooks; afterwards all is as it was.
+    """During the block, put `state` on `device`, without gradients and without hooks.
 
-    Random numbers too. The tensors stay the same objects: only what they hold is exchanged. What the block writes to
-    `written`, and to any tensor that lay on another device, is lost.
+    Afterwards the tensors, their gradients and the random generators are as they were. Tensors stay
+    the same objects; only their data are exchanged. What the block writes to `written`, and to any
+    tensor that was on another device, is lost.
     """
     copied = {id(value) for value in written}
-    before = [
-        (value, value.data, value.grad) for value in {id(value): value for value in state}.values()
-    ]
-    hookless = without_hooks(value for value, _, _ in before)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), hookless:
+    unique = {id(value): value for value in state}.values()
+    before = [(value, value.data, value.grad) for value in unique]
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), without_hooks(unique):
         try:
             for value, data, _ in before:
                 value.grad = None
@@ -41,7 +44,10 @@ def moved_to(
 
 @contextmanager
 def without_hooks(state: Iterable[Tensor]) -> Iterator[None]:
-    """In the block no hook on a tensor of `state` runs: one may be the user's optimizer, stepping in the backward."""
+    """During the block, run no hook on a tensor of `state`.
+
+    A hook may be the user's optimizer, which would step in the measured backward.
+    """
     unique = {id(value): value for value in state}.values()
     before = [(value, value._backward_hooks, value._post_accumulate_grad_hooks) for value in unique]
     try:
@@ -49,9 +55,8 @@ def without_hooks(state: Iterable[Tensor]) -> Iterator[None]:
             if hooks is not None:
                 value._backward_hooks = None
             if accumulated is not None:
-                value._post_accumulate_grad_hooks = (
-                    OrderedDict()
-                )  # given None, autograd keeps those it has
+                # If this is set to None, autograd keeps the hooks that it knows.
+                value._post_accumulate_grad_hooks = OrderedDict()
         yield
     finally:
         for value, hooks, accumulated in before:

@@ -1,4 +1,7 @@
-"""What a call launches: one kernel for each ATen operator that does more than make views."""
+"""The kernels that a call launches: one for each ATen operator that does more than make views.
+
+The roofline prices them, and a calibration lists them.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from pipecompile.cost_models.flops import CPU_ATTENTION
 from pipecompile.cost_models.protocol import DifferentiableRun, NodeCall
 from pipecompile.graph.pytrees import tensor_leaves
 
-__all__ = ["Kernel", "CallKernels", "call_kernels"]
+__all__ = ["CallKernels", "Kernel", "call_kernels"]
 
 _COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     **{operator: shape_wrapper(count) for operator, count in CPU_ATTENTION.items()},
 }
-# The first argument is read only where it is picked: as many bytes as are returned.
+# Of the first argument only the elements that are returned are read.
 _GATHERS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
-# The first argument is written and never read.
+# The first argument is written and not read.
 _OVERWRITES = {"bernoulli_", "copy_", "fill_", "normal_", "uniform_", "zero_"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch: what it computes, the bytes it reads and writes, and the type it computes in, such as "float32"."""
+    """One launch: its FLOPs, the bytes it reads and writes, and its type, such as "float32"."""
 
     operator: str
     flops: int
@@ -40,13 +43,13 @@ class Kernel:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether cuDNN runs it on a GPU, with TF32 allowed."""
+        """Whether it is a convolution: cuDNN runs these, and PyTorch allows TF32 for them."""
         return self.operator.startswith("convolution")
 
 
 @dataclass(frozen=True, slots=True)
 class CallKernels:
-    """The kernels of a call, in order: its forward, and its backward as in `Cost`."""
+    """The kernels of a call in order, of its forward and of the backwards as in `CallCost`."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -55,28 +58,35 @@ class CallKernels:
 
 
 def call_kernels(call: NodeCall) -> CallKernels:
-    """What `call`, whose tensors are fake CPU ones, launches; on a GPU, under `as_on_cuda` of profiling."""
+    """Return the kernels of `call`, whose tensors are fake CPU tensors.
+
+    Inside `as_on_cuda` (profiling/cuda.py) these are the kernels of a GPU.
+    """
     arguments = call.fresh_arguments()
     with _KernelRecorder() as forward:
         call.run(arguments)
-    trial = call.differentiable_run()
+    run = call.differentiable_run()
     return CallKernels(
         forward=tuple(forward.kernels),
-        backward=_backward(trial, (*trial.inputs, *trial.weights)),
-        backward_input=_backward(trial, trial.inputs),
-        backward_weight=_backward(trial, trial.weights),
+        backward=_backward_kernels(run, (*run.inputs, *run.weights)),
+        backward_input=_backward_kernels(run, run.inputs),
+        backward_weight=_backward_kernels(run, run.weights),
     )
 
 
-def _backward(trial: DifferentiableRun, sources: Sequence[GradientEdge]) -> tuple[Kernel, ...]:
+def _backward_kernels(
+    run: DifferentiableRun, sources: Sequence[GradientEdge]
+) -> tuple[Kernel, ...]:
     if not sources:
         return ()
     with _KernelRecorder() as recorder:
-        trial.backward(sources)
+        run.backward(sources)
     return tuple(recorder.kernels)
 
 
 class _KernelRecorder(TorchDispatchMode):
+    """Runs operators and lists the kernels that they launch."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
@@ -98,7 +108,10 @@ class _KernelRecorder(TorchDispatchMode):
 def _kernel(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any
 ) -> Kernel | None:
-    """What `func` launched; None where it allocates, or answers with views or no tensor at all."""
+    """Return the kernel of `func`, if it has one.
+
+    What only allocates, only makes views or returns no tensor has none.
+    """
     operator = func._overloadpacket.__name__
     read, written = tensor_leaves((args, kwargs)), tensor_leaves(value)
     makes_views = not func._schema.is_mutable and _storages(written) <= _storages(read)
@@ -107,20 +120,18 @@ def _kernel(
     count = _COUNTS.get(func._overloadpacket)
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=value))
     if _argument(func, args, kwargs, "is_causal"):
-        flops //= 2  # a fused kernel skips the half of the scores that is masked
-    return Kernel(
-        operator,
-        flops,
-        _read_bytes(operator, read, written) + _bytes(written),
-        _compute_type(written),
-    )
+        flops //= 2  # a fused kernel skips the masked half of the scores
+    moved = _read_bytes(operator, read, written) + _bytes(written)
+    dtype = str(written[0].dtype).removeprefix("torch.")
+    return Kernel(operator, flops, moved, dtype)
 
 
 def _argument(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    places = [
-        place for place, argument in enumerate(func._schema.arguments) if argument.name == name
-    ]
-    return args[places[0]] if places and places[0] < len(args) else kwargs.get(name)
+    """Return the argument that the operator's schema calls `name`; None if it was not passed."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name and position < len(args):
+            return args[position]
+    return kwargs.get(name)
 
 
 def _read_bytes(operator: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
@@ -130,16 +141,12 @@ def _read_bytes(operator: str, read: Sequence[Tensor], written: Sequence[Tensor]
 
 
 def _bytes(values: Iterable[Tensor]) -> int:
-    """What the elements take in memory, where an expanded tensor repeats what it has."""
+    """Return the bytes of distinct tensors; an expanded one counts as much as its storage."""
     distinct = {id(value): value for value in values}.values()
     return sum(
         min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
         for value in distinct
     )
-
-
-def _compute_type(written: Sequence[Tensor]) -> str:
-    return str(written[0].dtype).removeprefix("torch.")
 
 
 def _storages(values: Iterable[Tensor]) -> set[int]:

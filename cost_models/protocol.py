@@ -1,4 +1,8 @@
-"""What a cost model is: one call of a node in, its times out."""
+"""The protocol of cost models: from the call of a node to its times.
+
+Profiling makes one `NodeCall` for each node, in the order of the forward, and asks the cost model
+for its `CallCost`. docs/design/cost-models.md shows how to write a cost model.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.graph import FusedType
 
-__all__ = ["FREE_CALL", "NodeCall", "CallCost", "CostModel", "DifferentiableRun"]
+__all__ = ["FREE_CALL", "CallCost", "CostModel", "DifferentiableRun", "NodeCall"]
 
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """Nanoseconds of one call: its forward, and its backward for everything, for its inputs, for its parameters.
+    """The times of one call in nanoseconds: its forward, its whole backward and the halves of that.
 
-    `workspace_bytes` is the scratch that its kernels were seen to take beside tensors that fake ones show; None where
-    nobody looked, and profiling/kernel_scratch.py has to know.
+    `workspace_bytes` is the scratch of its kernels if that was measured, besides the tensors that a
+    run on fake tensors shows. If it is None, profiling/kernel_scratch.py supplies a margin.
     """
 
     forward_ns: int
@@ -35,41 +39,47 @@ FREE_CALL = CallCost(0, 0, 0, 0)
 
 
 class CostModel(Protocol):
-    """Prices calls one at a time, in the order of the forward."""
+    """Prices calls one by one, in the order of the forward."""
 
     @property
     def name(self) -> str:
-        """As a user writes it after `--costs`."""
+        """The name that a user writes after `--costs`."""
 
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
-        """Whose allocator and kernels decide what is held, as memory.py and profiling/cuda.py know them."""
+        """Whose allocator and kernels decide what is held (see profiling/cuda.py)."""
 
     @property
     def fused_attention(self) -> Sequence[FusedType]:
-        """The data types for which it fuses attention, where `memory` is "cuda"; a CPU always does."""
+        """The data types for which a GPU fuses attention; a CPU always does."""
 
     @property
     def real(self) -> bool:
-        """Whether calls must carry real tensors; else they carry fake ones, under an active FakeTensorMode."""
+        """Whether calls must have real tensors; else they have fake ones."""
 
     def cost(self, call: NodeCall) -> CallCost:
-        """The times of `call`; grad mode is on. It may run the call as often as it likes."""
+        """Return the times of `call`, which may be run any number of times.
+
+        Gradients are on. If tensors are fake, their FakeTensorMode is active.
+        """
 
 
 @dataclass(frozen=True)
 class DifferentiableRun:
-    """A call that has run on arguments of its own and can be differentiated, as often as needed."""
+    """A call that has run on arguments of its own, and can be differentiated any number of times.
+
+    `inputs` and `weights` are where the gradients of arguments and parameters come out.
+    """
 
     outputs: tuple[Tensor, ...]
     inputs: tuple[GradientEdge, ...]
     weights: tuple[GradientEdge, ...]
-    gradients: tuple[Tensor, ...]
+    output_gradients: tuple[Tensor, ...]
 
     def backward(self, sources: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
-        """The gradients of `sources`, of which there is at least one; no `.grad` is touched."""
+        """Return the gradients of `sources`, at least one; no `.grad` is changed."""
         return torch.autograd.grad(
-            self.outputs, sources, self.gradients, retain_graph=True, allow_unused=True
+            self.outputs, sources, self.output_gradients, retain_graph=True, allow_unused=True
         )
 
 
@@ -77,10 +87,11 @@ class DifferentiableRun:
 class NodeCall:
     """One node as a function of the tensors that flow into it.
 
-    `arguments` are the actual values, parameters and buffers apart; `differentiable` says which of them carry a
-    gradient in the model, `mutates` whether the node writes to any. `parameters` are the parameters and buffers it
-    reads. `bind` takes replacements of the arguments and gives what runs the node on them. `configuration` is all
-    else that decides what it does: the operator or the module's settings, the constants among its arguments.
+    `arguments` are its tensor arguments, without parameters and buffers. `differentiable` says
+    which of them have a gradient in the model, and `mutates` whether the node writes to any.
+    `parameters` are the parameters and buffers that it reads. `bind` takes other arguments and
+    returns a function that runs the node on them. `configuration` is everything else that decides
+    what the node does: the settings of the operator or module, and constants among the arguments.
     """
 
     node: fx.Node
@@ -94,7 +105,7 @@ class NodeCall:
 
     @property
     def signature(self) -> Hashable:
-        """Calls of equal signature cost the same: one operator, configured alike, on tensors that differ in values."""
+        """What decides the cost: calls of equal signature differ only in the values of tensors."""
         layouts = (tuple(map(_layout, self.arguments)), tuple(map(_layout, self.parameters)))
         weights = tuple(parameter.requires_grad for parameter in self.parameters)
         return (
@@ -109,9 +120,8 @@ class NodeCall:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The arguments that receive a gradient."""
-        return tuple(
-            a for a, wanted in zip(self.arguments, self.differentiable, strict=True) if wanted
-        )
+        pairs = zip(self.arguments, self.differentiable, strict=True)
+        return tuple(argument for argument, has_gradient in pairs if has_gradient)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -119,19 +129,26 @@ class NodeCall:
         return tuple(parameter for parameter in self.parameters if parameter.requires_grad)
 
     def fresh_arguments(self) -> tuple[Tensor, ...]:
-        """Arguments to run on: detached, differentiable as in the model, and copied where the node writes to them."""
+        """Return arguments to run on: detached, and with gradients as in the model.
+
+        They are copies if the node writes to its arguments.
+        """
         pairs = zip(self.arguments, self.differentiable, strict=True)
-        leaves = tuple(argument.detach().requires_grad_(wanted) for argument, wanted in pairs)
+        leaves = tuple(argument.detach().requires_grad_(flag) for argument, flag in pairs)
         return tuple(leaf.clone() for leaf in leaves) if self.mutates else leaves
 
     def run(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors the node returns; a node that returns none has written to its arguments."""
+        """Return the tensors that the node returns, or its arguments if it returns none.
+
+        A node that returns no tensor has written to its arguments.
+        """
         return tensor_leaves(self.bind(arguments)()) or tuple(arguments)
 
     def differentiable_run(self) -> DifferentiableRun:
-        """Runs the node once on fresh arguments, for its backward."""
+        """Run the node once on fresh arguments; return the run, ready for its backward."""
         arguments = self.fresh_arguments()
-        # Edges, not tensors: an in-place node moves its argument's history, the edge stays where the value entered.
+        # Edges instead of tensors: a node that works in place gives its argument a new history, and
+        # the edge stays where the value entered.
         inputs = tuple(
             get_gradient_edge(argument) for argument in arguments if argument.requires_grad
         )
@@ -139,7 +156,9 @@ class NodeCall:
         if not outputs:
             return DifferentiableRun((), (), (), ())
         weights = tuple(get_gradient_edge(weight) for weight in self.weights)
-        return DifferentiableRun(outputs, inputs, weights, tuple(torch.ones_like(output) for output in outputs))
+        return DifferentiableRun(
+            outputs, inputs, weights, tuple(torch.ones_like(output) for output in outputs)
+        )
 
 
 def _layout(value: Tensor) -> Hashable:

@@ -1,4 +1,4 @@
-"""Costs that are given: by a cost graph in a file, or by a function of the user's."""
+"""The cost models `table:FILE`, a cost graph in a file, and a function of the user's."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pipecompile.ir.serialization import read
 __all__ = ["CostFunction", "Function", "Table"]
 
 CostFunction = Callable[[fx.Node, NodeCall], int | CallCost]
-"""From a node, and its call on fake tensors, to its forward in nanoseconds or to all its times."""
+"""From a node and its call on fake tensors to its forward in ns, or to its whole cost."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The times and the scratch of `graph`, by names of nodes.
+    """The times and the kernel scratch of `graph`, by the names of nodes.
 
-    Other sizes come from the model, held as the graph says. A backward that the graph does not split counts half for
-    the inputs and half for the parameters.
+    Other sizes come from the model. A backward that the graph does not split counts half for the
+    inputs and half for the parameters.
     """
 
     graph: CostGraph
@@ -35,48 +35,53 @@ class Table:
 
     @property
     def memory(self) -> Literal["cpu", "cuda"]:
-        """As the graph has it."""
+        """As in the graph."""
         return self.graph.allocator
 
     @property
     def fused_attention(self) -> tuple[FusedType, ...]:
-        """As the graph has it."""
+        """As in the graph."""
         return self.graph.fused_attention
 
     @classmethod
     def of(cls, path: str) -> Table:
-        """The times in the cost graph at `path`; FormatError if it is none."""
+        """Return the table of the cost graph at `path`; raise FormatError if it is not one."""
         return cls(read(Path(path), CostGraph), f"table:{path}")
 
     def check(self, fingerprint: str, nodes: Iterable[str]) -> None:
-        """StaleProfileError unless the graph was made for the captured graph of this fingerprint and these nodes."""
-        known = self.graph.fingerprint
-        if known and known != fingerprint:
+        """Raise StaleProfileError if the cost graph is not of the model.
+
+        `fingerprint` and `nodes` are those of the model's captured graph.
+        """
+        expected = self.graph.fingerprint
+        if expected and expected != fingerprint:
             raise StaleProfileError(
-                f"{self.name} was made for another graph ({known[:12]}…) than this model has with these inputs "
-                f"({fingerprint[:12]}…); profile again, or bring back the model, its mode and its shapes"
+                f"{self.name} was made for another graph ({expected[:12]}…) than this model has "
+                f"with these inputs ({fingerprint[:12]}…); profile again, or bring back the model, "
+                "its mode and its shapes"
             )
         different = sorted(set(nodes) ^ self.graph.by_name.keys())
         if different:
             owner = self.name if different[0] in self.graph.by_name else "the model"
             raise StaleProfileError(
-                f"{self.name} and the model have different nodes: only {owner} has {different[0]!r}; profile again"
+                f"{self.name} and the model have different nodes: only {owner} has "
+                f"{different[0]!r}; profile again"
             )
 
     def cost(self, call: NodeCall) -> CallCost:
-        """What the node of that name costs; InputError if there is none."""
+        """Return the cost of the call's node by its name; raise InputError if there is none."""
         if call.node.name not in self.graph.by_name:
             raise InputError(
                 f"{self.name} has no node {call.node.name!r}; it is of another model, profile again"
             )
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
-        # A graph from elsewhere may leave scratch out, which then reads as 0.
+        # In a graph that pipecompile did not write (it has no fingerprint), 0 may mean unknown.
         scratch = node.workspace_bytes if self.graph.fingerprint else node.workspace_bytes or None
         return CallCost(node.forward_ns, node.backward_ns, inputs, weights, scratch)
 
     def finished(self, graph: CostGraph) -> CostGraph:
-        """`graph` with what a step takes once as the table's nodes of the same names have it."""
+        """Return `graph` with the times per step of the table's nodes."""
         known = self.graph.by_name
         nodes = (
             msgspec.structs.replace(node, per_step_ns=known[node.name].per_step_ns)
@@ -86,6 +91,7 @@ class Table:
 
 
 def _halves(node: Node) -> tuple[int, int]:
+    """Return the times of the input backward and the weight backward."""
     half = -(-node.backward_ns // 2)
     return (
         half if node.backward_input_ns is None else node.backward_input_ns,
@@ -95,9 +101,10 @@ def _halves(node: Node) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Function:
-    """Asks a function of the user's, GPipe's c_i (arXiv 1811.06965, section 2.2).
+    """A function of the user's: the c_i of GPipe (arXiv 1811.06965, section 2.2).
 
-    From a forward time alone: the whole backward takes twice as long, each of its halves as long as the forward.
+    If it returns only a forward time, the whole backward takes twice as long, and each of its
+    halves as long as the forward.
     """
 
     function: CostFunction
@@ -107,20 +114,24 @@ class Function:
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 
     def cost(self, call: NodeCall) -> CallCost:
-        """What the function says; InputError if it is neither whole nanoseconds nor a CallCost of such."""
-        given = self.function(call.node, call)
-        if not all(map(_is_whole, _figures(given))):
+        """Return the cost that the function returns.
+
+        Raise InputError if that is neither whole nanoseconds nor a CallCost of such.
+        """
+        cost = self.function(call.node, call)
+        if not all(map(_is_whole, _figures(cost))):
             raise InputError(
-                f"the cost function gave {given!r} for node {call.node.name!r}; "
-                "it must give the forward in whole nanoseconds, or a CallCost of whole nanoseconds and bytes"
+                f"the cost function returned {cost!r} for node {call.node.name!r}; it must return "
+                "the forward in whole nanoseconds, or a CallCost of whole nanoseconds and bytes"
             )
-        return given if isinstance(given, CallCost) else CallCost(given, 2 * given, given, given)
+        return cost if isinstance(cost, CallCost) else CallCost(cost, 2 * cost, cost, cost)
 
 
-def _figures(given: object) -> Sequence[object]:
-    if not isinstance(given, CallCost):
-        return [given]
-    *times, scratch = astuple(given)
+def _figures(cost: object) -> Sequence[object]:
+    """Return all numbers of what a cost function returned."""
+    if not isinstance(cost, CallCost):
+        return [cost]
+    *times, scratch = astuple(cost)
     return times if scratch is None else [*times, scratch]
 
 

@@ -217,7 +217,10 @@ class Parts(nn.Module):
 
 
 class Several(nn.Module):
-    """A table that is added twice and a weight that is read twice: a split backward makes their gradients at once."""
+    """A table that is added twice, and a weight that is read twice.
+
+    An input backward makes their gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +260,7 @@ class Scaling(nn.Module):
 
 
 class Straight(nn.Module):
-    """Rounded values whose gradient goes straight through; a codebook is read beside, through which none goes."""
+    """Rounded values whose gradient goes straight through; through the codebook none goes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,8 +299,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# In a backward a view of what arrives counts as memory of its own, and so does the copy of a gradient that is not in
-# order, which messages are. A node at a stage's end that copies first what came in frees it, but not a message.
+# In a backward, a view of an input counts as memory of its own. So does the contiguous copy of a
+# gradient, though a message is contiguous already. A node at a stage's end that first copies the
+# gradient it got frees that, but not a message.
 # A gradient that lies in a message counts beside a sum that it is part of.
 # A gradient that is laid out otherwise than its tensor is kept as it is, beside autograd's copy.
 MORE = {
@@ -331,7 +335,7 @@ UNORDERED = {
     "parts": VALUE,
     "lstm": 1 << 12,
 }
-# The gradient of an input that lies in what came from a later stage counts as a copy, one for each input.
+# An input gradient that lies in what came from a later stage counts as a copy, one for each input.
 RECEIVED = {
     "residuals": VALUE,
     "attention": 3 * VALUE,
@@ -361,7 +365,10 @@ Figures = dict[str, tuple[int, int]]
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
-    """Two microbatches through three stages, cut at many places; the first backward makes the parameters' gradients."""
+    """Two microbatches through three stages, cut at many places.
+
+    The first backward makes the gradients of parameters.
+    """
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
     predicted = predictions(graph, cuts, expected)
@@ -393,7 +400,10 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
 def test_a_rank_of_stages_that_follow_each_other_holds_what_is_expected(
     first: int, name: str, most: int
 ) -> None:
-    """The last two of three stages, as at the turn of a V, or all: they hand each other what they make."""
+    """The last two of three stages on one rank, as at the turn of a V, or all three.
+
+    They hand each other what they make.
+    """
     sample, captured, graph = profiled(MODELS[name]())
     cuts = cuts_of(graph, most)
     predicted = {str(number): (turning(graph, cut, first), 0) for number, cut in enumerate(cuts)}
@@ -463,7 +473,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
 
 
 def test_gradients_of_inputs_that_are_views_of_one_take_its_memory_alone() -> None:
-    """Of the last stage, which begins with a sum of values that lie in another order, or with a view before it."""
+    """A last stage that begins with a sum of permuted values, or with a view before that."""
     sample, captured, graph = profiled(
         nn.Sequential(nn.Linear(32, 32), Permuted(), nn.Tanh(), nn.Linear(32, 8))
     )
@@ -522,7 +532,10 @@ def is_near_halved(
 def is_near_turning(
     name: str, label: str, predicted: tuple[int, int], measured: tuple[int, int]
 ) -> bool:
-    """Never less than is held; more by what goes while second halves run, and what lies in one storage with others."""
+    """The prediction is never less than what is held.
+
+    It is more by what is freed while weight backwards run, and by shared storages.
+    """
     over, unordered = predicted[0] - measured[0], 2 * UNORDERED.get(name, 0)
     more = max(unordered, 2 * RECEIVED.get(name, 0))
     return -unordered - SMALL <= over <= 2 * VALUE + more + SMALL
@@ -576,7 +589,7 @@ def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
 
 
 def expected(footprint: Footprint) -> dict[str, tuple[int, int]]:
-    """The most that lives in each action, and what it leaves, above what there was when it began."""
+    """Return the most that lives in each action, and what it leaves, above what lived before."""
     kept = footprint.activations.expected
     left = (
         total_size(footprint.sent_by_backward).expected + footprint.outputs.expected - kept
@@ -671,7 +684,7 @@ WRITING: dict[str, tuple[range, ...]] = {
 
 @pytest.mark.parametrize("what", WRITING)
 def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(what: str) -> None:
-    """Of three microbatches in flight. Scratch of batch norms is taken to be there in their backwards too."""
+    """Three microbatches in flight; scratch of batch norms counts in their backwards too."""
     torch.manual_seed(0)
     layers = [kind for _ in range(3) for kind in (nn.Tanh(), nn.BatchNorm1d(4096), Queue())]
     sample = Arguments((torch.randn(4, 4096),), {})
@@ -779,7 +792,7 @@ def run(
 
 
 def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str) -> None:
-    """Two microbatches: the first halves of all stages, then the second ones. What is sent stays."""
+    """Two microbatches: all input backwards, then all weight backwards. What is sent stays."""
     runs = stages_of(captured, sample, cut)
     sent: list[Sequence[Tensor | None]] = []
     for microbatch in range(2):

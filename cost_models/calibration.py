@@ -51,6 +51,7 @@ def fit(samples: Sequence[CalibrationSample], device: Device) -> Device:
     for _ in range(ROUNDS):
         for rate, ratios in _ratios_by_rate(samples, rates, device).items():
             rates[rate] *= median(ratios)
+    # Only types that decide a sample tell which share of their peak is reached.
     ratios_by_rate = _ratios_by_rate(samples, rates, device)
     types = [rate for rate in ratios_by_rate if rate in device.peak_flop_per_s]
     compute = _permille(min(ratios_by_rate[rate]) for rate in types)

@@ -94,7 +94,7 @@ def steady_sample(run: Callable[[int], list[int]]) -> TimeSample:
 
     If a run takes longer than 50 ms, one round of three runs follows the warm-up.
     """
-    (first,) = run(1)
+    (first,) = run(1)  # warms up, and tells whether runs are long
     if first > LONG_NS:
         return TimeSample.of(run(LONG_RUNS))
     times = run(RUNS)

@@ -80,6 +80,7 @@ class Flops:
 def _cost(call: NodeCall) -> CallCost:
     arguments = call.fresh_arguments()
     forward_flops, outputs = _counted(lambda: call.run(arguments))
+    # A view returns storages that it was given, and writes nothing.
     if not call.mutates and _storages(outputs) <= _storages((*arguments, *call.parameters)):
         return FREE_CALL
     read = size_bytes(arguments) + _parameter_bytes(call, outputs)

@@ -114,6 +114,7 @@ def _kernel(
     """
     operator = func._overloadpacket.__name__
     read, written = tensor_leaves((args, kwargs)), tensor_leaves(value)
+    # A view returns storages that it was given, and writes nothing.
     makes_views = not func._schema.is_mutable and _storages(written) <= _storages(read)
     if not any(output.numel() for output in written) or makes_views or operator in _ALLOCATIONS:
         return None

@@ -73,6 +73,7 @@ class Measured:
     def cost(self, call: NodeCall) -> CallCost:
         """Return the cost of `call`, whose tensors are real; no `.grad` is changed."""
         if call.signature not in self.costs_by_signature:
+            # Measuring must not have effects: hooks may be the user's.
             with without_hooks(call.parameters), _call_on(self.device, call) as moved:
                 self.costs_by_signature[call.signature] = self._measure(moved)
         cost = self.costs_by_name[call.node.name] = self.costs_by_signature[call.signature]
@@ -160,6 +161,7 @@ def _flusher(device: torch.device) -> Callable[[], object]:
     """Return a function that overwrites the L2 cache of a GPU; on a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
+    # Twice the cache, so that nothing of what was there before stays.
     size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(size, dtype=torch.uint8, device=device).zero_
 
@@ -230,6 +232,7 @@ def _cast_as_on_cpu(device: torch.device, node: fx.Node) -> Iterator[None]:
 
     This holds for autocast around the node and for that of its region of the model.
     """
+    # Inside a region of the model the node's note decides, around it the current setting.
     context = node.meta.get("autograd_context")
     if context is not None:
         casts = tuple((device.type, *cast) for name, *cast in context.autocast if name == "cpu")

@@ -60,6 +60,7 @@ class Table:
                 f"with these inputs ({fingerprint[:12]}…); profile again, or bring back the model, "
                 "its mode and its shapes"
             )
+        # A graph without fingerprint, written by hand, is compared by the names of nodes only.
         different = sorted(set(nodes) ^ self.graph.by_name.keys())
         if different:
             owner = self.name if different[0] in self.graph.by_name else "the model"

@@ -118,6 +118,7 @@ def _samples(
 
     One that only makes views, or that is too short to be timed, is left out.
     """
+    # Both profiles run the same graph on the same inputs, so kernels and times belong together.
     graph = _graph_of(operator, device)
     inputs, lister = operator.inputs(device), _KernelLister(unfitted, [])
     profile(graph, inputs, lister)
@@ -149,6 +150,7 @@ def _unfitted_device(kind: Literal["cpu", "cuda"]) -> Device:
     It lists the data types that are measured on it.
     """
     types = ["float32", "bfloat16"] if kind == "cpu" else ["float32", "float16", "bfloat16"]
+    # TF32 exists from compute capability 8.0 on.
     if kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
         types.append("tf32")
     source = (

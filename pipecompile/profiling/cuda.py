@@ -131,7 +131,7 @@ def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -
 
 
 def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    alignment = 8 if query.dtype in _HALVES else 4
+    alignment = 8 if query.dtype in _HALVES else 4  # elements in 16 bytes
     head_sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     head_counts = {tensor.shape[1] for tensor in (query, key, value)}
     is_aligned = not any(size % alignment for size in head_sizes)
@@ -153,7 +153,7 @@ def _flash(
 ) -> Tensor:
     """Return the result of the flash kernel; heads are padded to a multiple of 8, then cut."""
     size = query.shape[-1]
-    missing = -size % 8
+    missing = -size % 8  # 60 → 4, so that heads of 64 are computed
     padded = [F.pad(tensor, (0, missing)) if missing else tensor for tensor in (query, key, value)]
     scale = size**-0.5 if scale is None else scale
     output: Tensor = aten._scaled_dot_product_flash_attention(

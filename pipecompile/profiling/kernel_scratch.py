@@ -1,8 +1,8 @@
-"""Memory of kernels that fake tensors do not show: a margin, by device, the same on every machine.
+"""Kernel scratch: a margin for the memory of kernels that fake tensors do not show.
 
-Users train on GPUs, and a CPU stands in for one. How a kernel chooses its layouts is its secret and
-differs between processors: so a few rules that are simple and large enough stand here, no model.
-docs/design/memory.md says how far they are from what was measured.
+The rules are the same on every machine, one set for GPUs and one for CPUs. Which layouts a kernel
+chooses is not documented and differs between processors. So these rules are no model of kernels,
+but simple and large enough. docs/design/memory.md compares them with measurements.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ __all__ = ["Scratch", "hidden_bytes", "scratch_on"]
 aten = torch.ops.aten
 
 Scratch = Callable[[Any, Sequence[Any], Any], int]
-"""From an operator, its arguments and its result to bytes."""
+"""From an operator, its arguments and its result to the bytes of its scratch."""
 
-BLOCK = 16  # oneDNN pads channels to whole blocks
+BLOCK = 16  # oneDNN pads channels to whole blocks of this size
 PAGE = 4096
+# On a CPU these copy the gradient into the layout of the input.
 COPYING = (
     aten.native_batch_norm_backward.default,
     aten.upsample_nearest2d_backward.default,
@@ -35,13 +36,14 @@ COPYING = (
 
 
 def scratch_on(memory: AllocatorName) -> Scratch:
-    """The rule for kernels of this device."""
+    """Return the rule for the kernels of this device."""
     return _on_cuda if memory == "cuda" else _on_cpu
 
 
 def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
-    """A convolution copies all that it reads and writes; not measured.
+    """Return the bytes of copies: a convolution copies everything that it reads and writes.
 
+    This has not been measured.
     cuDNN "may use padding, folding, and NCHW-to-NHWC transformations to call the Tensor Core
     operations" (docs.nvidia.com/deeplearning/cudnn/developer/legacy-api.html), and each transformed
     tensor is a copy. Its other algorithms may take more; PyTorch falls back to one that the
@@ -53,32 +55,40 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
 
 
 def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
-    """Some backwards copy the gradient; an LSTM's layer has the gates of all steps."""
+    """Return the scratch of some backwards, of convolutions and of LSTM layers."""
     if operator in COPYING:
         return size_bytes(arguments[:1])
     if operator is aten.convolution.default:
         value, weight, _, stride = arguments[:4]
+        # A copy of what it reads, or of what it writes if that is more.
         copied = max(size_bytes([value, weight]), size_bytes([result]))
         return _cpu_convolution(copied, value, weight, stride, arguments[8])
     if operator is aten.convolution_backward.default:
         gradient, value, weight, _, stride = arguments[:5]
-        twice = [value, value] if prod(stride) > 1 else []
-        copied = max(map(size_bytes, ([gradient, value], twice, [weight])))
+        # A copy of the images that it reads; twice the input with a stride; or of the weight.
+        input_gradients = [value, value] if prod(stride) > 1 else []
+        copied = max(map(size_bytes, ([gradient, value], input_gradients, [weight])))
         return _cpu_convolution(copied, value, weight, stride, arguments[9])
     if operator in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
         value, of_input, of_state = arguments[:3]
+        # The gates of all steps, and a copy of the weights; all in whole pages.
         gates = prod(value.shape[:2]) * of_state.shape[0] * value.element_size()
-        return _whole(gates, PAGE) + size_bytes([of_input, of_state]) + 4 * PAGE
+        return _rounded_up(gates, PAGE) + size_bytes([of_input, of_state]) + 4 * PAGE
     return 0
 
 
 def _cpu_convolution(
     copied: int, value: Tensor, weight: Tensor, stride: Sequence[int], groups: int
 ) -> int:
-    """One of 1 × 1 works in place, channels last need other weights only, all else is `copied`.
+    """Return the scratch of a convolution, by its layout.
 
-    A depthwise one with channels last has a block of weights for each channel. Of three copies of
-    other weights autograd makes one, which fakes show, where these are not channels last too.
+        1 × 1, without stride and groups      0, as it works in place
+        channels first                        `copied`
+        channels last, depthwise              the weights with a whole block for each channel
+        channels last                         three copies of the weights
+
+    Of these three copies autograd makes one itself if the weights are not channels last too. A run
+    on fake tensors shows that one.
     """
     if prod(weight.shape[2:]) == prod(stride) == groups == 1:
         return 0
@@ -95,20 +105,22 @@ def _is_channels_last(value: Tensor) -> bool:
 
 
 def hidden_bytes(operator: Any, arguments: Sequence[Any], result: Any) -> tuple[Tensor, int] | None:
-    """A result of which fakes say that it is empty, and what it takes; None if there is none.
+    """Return a result that is empty on fake tensors and its real bytes; None if there is none.
 
-    An LSTM's layer keeps a workspace for its backward: in oneDNN seven buffers in whole pages
-    (common/rnn.cpp); cuDNN's reserve is taken to be no larger.
+    An LSTM layer keeps a workspace for its backward. In oneDNN these are seven buffers in whole
+    pages (common/rnn.cpp). The reserve of cuDNN is assumed to be no larger.
     """
     if operator is not aten.mkldnn_rnn_layer.default:
         return None
     (steps, images, width), hidden = arguments[0].shape, result[0].shape[-1]
     states = 2 * (steps + 1) * images
     rows = [steps * images * 4 * hidden, steps * images * hidden]
-    rows += [states * _whole(max(width, hidden), BLOCK)] * 3 + [states * _whole(hidden, BLOCK)] * 2
-    return result[3], sum(_whole(arguments[0].element_size() * row, PAGE) for row in rows)
+    rows += [states * _rounded_up(max(width, hidden), BLOCK)] * 3 + [
+        states * _rounded_up(hidden, BLOCK)
+    ] * 2
+    return result[3], sum(_rounded_up(arguments[0].element_size() * row, PAGE) for row in rows)
 
 
-def _whole(number: int, block: int) -> int:
-    """Rounded up to whole blocks."""
+def _rounded_up(number: int, block: int) -> int:
+    """Return `number` rounded up to a multiple of `block`."""
     return -(-number // block) * block

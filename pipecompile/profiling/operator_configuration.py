@@ -33,6 +33,7 @@ def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hash
 
     It is the function, the settings of all modules inside, the constants and the autograd context.
     """
+    # An empty module has the same settings for every node that calls none.
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
     function = node.target if node.op == "call_function" else None
     constants = tuple("" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)

@@ -48,6 +48,7 @@ def profile(
             fake = workload.faked()
             observation = observe(fake, scratch_on(cost_model.memory))
             costs = {} if cost_model.real else price(fake, observation, cost_model)
+        # Real tensors are priced outside of the fake mode, on the device's own kernels.
         if cost_model.real:
             costs = price(workload, observation, cost_model)
     numbering = _storage_numbering(workload.graph, observation)

@@ -125,6 +125,7 @@ class _TorchStage(PipelineStage):
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
+        # Stages of one rank hand tensors over without a message: torch need not allocate for it.
         if not self.is_first and self._is_local(self.stage_index - 1):
             for receive_infos in self.args_recv_info.values():
                 _without_buffers(receive_infos)
@@ -151,6 +152,7 @@ class _TorchStage(PipelineStage):
             )
         else:
             outputs = self._core.evaluate(received, stream_key)
+        # torch sends from this table what the next stage receives.
         self.fwd_cache[fwd_chunk_id] = (outputs, [])
         if self.is_last:
             self.results[fwd_chunk_id] = outputs
@@ -279,7 +281,7 @@ class DistributedPipeline:
         that itself waits for a message of the first one.
         """
         for parameter, group in self._ties:
-            if parameter.grad is None:
+            if parameter.grad is None:  # every rank of the group must take part in the sum
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=group)
         divide_gradients(self._parameters, microbatches)

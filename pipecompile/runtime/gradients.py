@@ -18,7 +18,7 @@ def fresh_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     So gradients of earlier steps, which the user accumulates, are not divided a second time. If the
     block fails, the gradients from before are restored: a step happens as a whole or not at all.
     """
-    parameters = list(parameters)
+    parameters = list(parameters)  # an iterator could be read only once
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -31,7 +31,7 @@ def count_microbatches(
                 f"{name} has shape {shape}, but the plan was made for microbatches of {planned}: "
                 "only dimension 0 may differ; pad the batch, or plan again for this shape"
             )
-        if planned:
+        if planned:  # a tensor without dimensions says nothing about the batch
             if shape[0] == 0 or shape[0] % planned[0]:
                 raise InputError(
                     f"{name} has {shape[0]} samples, which are not whole microbatches of "

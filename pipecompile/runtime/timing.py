@@ -105,6 +105,7 @@ def _run_step(
     ends = [Action(index, Kind.REDUCE) for index in workloads]
     marks: dict[Action, tuple[Any, Any]] = {}
     clock.wait()
+    # Marks are put into the queue and read at the end: waiting in between would cost time.
     for action in (*order, *ends):
         start = clock.mark()
         steps[action.stage].perform(action)

@@ -1,4 +1,4 @@
-"""Models that do more than compute stay what they are wherever they are cut: effects of every kind, in one process."""
+"""Models with side effects of every kind train the same wherever they are cut, in one process."""
 
 from __future__ import annotations
 

@@ -324,8 +324,8 @@ LESS = {
     "stacked": VALUE,
     "lstm": 1 << 12,
 }
-# A gradient that is not in order is there, for a moment, beside the copy that is sent of it. In second halves a node's
-# gradient that goes into a sum is taken to be made once more.
+# A permuted gradient lives for a moment beside the contiguous copy that is sent. In weight
+# backwards, a gradient that goes into a sum is predicted as if it were made once more.
 UNORDERED = {
     "attention": 2 * VALUE,
     "permuted": VALUE,
@@ -568,9 +568,11 @@ def assert_held(
 
 
 def cuts_of(graph: CostGraph, most: int) -> list[tuple[list[str], ...]]:
-    """Up to so many, into three stages; none begins with what works in place on others, or is one of several.
+    """Return up to `most` cuts into three stages.
 
-    None parts the readers of a parameter: here all stages are of one process, and add to one gradient.
+    No stage begins with a node that works in place on others, or that is one of several outputs.
+    None parts the readers of a parameter: all stages here are in one process, and would add to one
+    gradient.
     """
     names = [node.name for node in graph.nodes]
     bound = {names.index(node.name) for node in graph.nodes if node.operator == "torch.nn.ReLU"}

@@ -51,8 +51,8 @@ IN_FLIGHT = {
     2: "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1",
 }
 ZOO_NAMES = (
-    "autocast", "in_place", "custom_function", "ties", "data_branch", "buffers", "hooks", "no_grad", "checkpointed",
-    "parametrized", "nested", "resnet",
+    "autocast", "in_place", "custom_function", "ties", "data_branch", "buffers", "hooks", "no_grad",
+    "checkpointed", "parametrized", "nested", "resnet",
 )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def differences(wanted: Outcome, got: Outcome) -> list[str]:
 
 
 def units(order: Sequence[str], limits: RecomputeLimits) -> Iterator[list[str]]:
-    """Runs of a stage's nodes that lie in a region together or not at all; what may lie in none is left out."""
+    """Return runs of nodes of which a region contains all or none, without excluded nodes."""
     place = {name: index for index, name in enumerate(order)}
     until, run = 0, list[str]()
     for index, name in enumerate(order):
@@ -360,7 +360,7 @@ def test_state_of_every_kind_in_regions_of_every_kind(name: str, autocast: bool)
 
 @pytest.mark.parametrize("name", STATE)
 def test_regions_copy_what_is_said_of_their_nodes(name: str) -> None:
-    """Each once for each of two microbatches, those within others too: nothing as they are computed again."""
+    """Each region runs twice for each of two microbatches, inner regions too."""
     torch.manual_seed(0)
     made = case_of(STATE[name](), Arguments((torch.randn(4, 8),), {}))
     assignment, sizes = assignment_of(made, ()), copied_bytes(instantiated(made))
@@ -381,7 +381,7 @@ def test_regions_copy_what_is_said_of_their_nodes(name: str) -> None:
 
 
 def test_a_backward_may_run_in_another_thread() -> None:
-    """As it does on a GPU: there the moment of the forward is not known, nor are autocast and grad mode."""
+    """On a GPU it does: its thread knows neither the stream key of the forward nor autocast."""
 
     def gradients(regions: Regions) -> list[Tensor | None]:
         (stage,), _ = eager(made, assignment_of(made, ()), regions)
@@ -401,7 +401,7 @@ def test_a_backward_may_run_in_another_thread() -> None:
 
 
 def test_after_the_backward_nothing_is_left() -> None:
-    """Not even until the garbage is collected: exceptions that end a run early could make cycles."""
+    """It is freed without the garbage collector: exceptions that end a run could make cycles."""
     made = case("residuals")
     runs: list[weakref.ref[object]] = []
 
@@ -479,7 +479,7 @@ def counted(
 
 
 def test_a_region_runs_twice_up_to_the_last_that_saves() -> None:
-    """A linear saves what comes in, before it computes: torch stops there. tanh saves what it gives."""
+    """A linear saves its input before it computes, and torch stops there. tanh saves its result."""
 
     def layers() -> list[nn.Module]:
         return [
@@ -551,7 +551,7 @@ def storages(values: Sequence[Any]) -> dict[int, int]:
 def expected_bytes(
     stage: StageModule, inputs: Sequence[Tensor], regions: Sequence[Sequence[str]]
 ) -> int:
-    """Saved outside of regions, read by regions that save anything and lie in no other, or sent on."""
+    """Saved outside of regions, read by outermost regions that save anything, or sent."""
     run = Keeping(stage.module)
     leaves = [
         value.detach().requires_grad_(needed)
@@ -778,7 +778,7 @@ class CastInParts(nn.Module):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_stage_receives_is_cast_as_in_the_whole_model(own: bool) -> None:
-    """A leaf would be cast once for all readers: between two of them lies the cut, or the end of a region."""
+    """A leaf would be cast once for all readers; here the cut or a region's end parts them."""
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not own):
         made = case_of(CastInParts(own=own), Arguments((torch.randn(16, 32),), {}))
@@ -862,7 +862,7 @@ def _stepped(parameter: Tensor) -> None:
 
 
 def test_statistics_move_once_also_after_buffers_were_moved() -> None:
-    """`.to` makes other tensors of buffers: those that a recompute of the whole stage works on copies of."""
+    """`.to` replaces the buffers, of which a recompute of the whole stage uses copies."""
 
     def average(*, recompute: bool) -> Tensor:
         torch.manual_seed(0)
@@ -903,7 +903,7 @@ def test_a_copy_of_a_stage_works_on_tensors_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["checkpointed", "buffers"])
 def test_regions_are_found_again_in_the_graph_of_another_mode(name: str) -> None:
-    """A step in eval mode (frozen statistics, no dropout), cut and recomputed like the training graph."""
+    """A step in eval mode (frozen statistics, no dropout) has the cut and regions of training."""
     made = case(name)
     assignment = assignment_of(made, (len(made.units) // 2,))
     regions = drawn_for(made, assignment, 0, nested=True)

@@ -1,4 +1,4 @@
-"""Stages that keep what runs of their nodes save in another form: they train as without, and hold what is predicted."""
+"""Stages with encoded runs train as without them, and hold what is predicted."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Case:
         }
 
     def train(self, runs: Runs) -> list[Tensor]:
-        """Gradients and buffers after two microbatches, one after the other; the model is as before."""
+        """Return gradients and buffers after two microbatches in turn; restore the model."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         stages = emit(self.module(), self.assignment, {}, runs)
         eager = [
@@ -187,9 +187,10 @@ def test_a_stage_holds_what_is_predicted_and_trains_the_same(
 
 
 def is_near(label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
-    """What is left is exact, and the most in a backward; in a forward scratch counts beside all that a node makes.
+    """What is left must be exact, and so must the peak of a backward.
 
-    That of a batch norm, which its backward takes, counts there too.
+    In a forward, scratch is predicted besides all that a node makes. The scratch of a batch norm,
+    which only its backward takes, is predicted there too.
     """
     more = SMALL + (max(SCRATCH, predicted[0] // 16) if "forward" in label else 0)
     return -SMALL <= predicted[0] - measured[0] <= more and abs(predicted[1] - measured[1]) <= SMALL

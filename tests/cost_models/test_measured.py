@@ -1,4 +1,4 @@
-"""Measuring: what it leaves behind (nothing), how often it runs a node, and how its parts relate."""
+"""Measuring leaves nothing behind; how often it runs a node, and how its parts relate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured(model: nn.Module, *inputs: Tensor) -> CostGraph:
 
 
 class Everything(nn.Module):
-    """Buffers that change, random numbers, an in-place write to the input, an embedding that needs real indices."""
+    """Changing buffers, random numbers, a write to the input, and an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_hooks_on_parameters_rest_while_nodes_are_measured() -> None:
 
 
 def runs_of(times: list[int]) -> tuple[list[int], TimeSample]:
-    """How many runs were asked for at a time, from a machine that takes these times, the last one for ever."""
+    """Return the sizes of the rounds on a machine with these times (the last one repeats)."""
     asked: list[int] = []
 
     def run(count: int) -> list[int]:

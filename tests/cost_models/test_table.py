@@ -164,7 +164,8 @@ def test_a_forward_alone_stands_for_the_backward() -> None:
 
 
 def test_a_function_may_give_all_times() -> None:
-    assert set(priced(lambda node, call: CallCost(1, 5, 3, 4)).values()) == {(0, 0, 0, 0), (1, 5, 3, 4)}
+    costs = priced(lambda node, call: CallCost(1, 5, 3, 4))
+    assert set(costs.values()) == {(0, 0, 0, 0), (1, 5, 3, 4)}
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, None, True])

@@ -69,7 +69,7 @@ def _verdict(found: list[Comparison]) -> Verdict:
 
 
 def measured_transformer(setting: Setting) -> tuple[int, int, int]:
-    """What a rank of a narrow copy of the GPipe paper's Transformer holds: expected, bound and measured."""
+    """Return the memory of a rank of a narrow GPipe Transformer: expected, bound and measured."""
     torch.manual_seed(0)
     model, tokens = Transformer(3, 64), torch.randint(0, 32_000, (8, 64))
     return measured(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)
@@ -119,7 +119,7 @@ def state_names(name: str, k: int) -> list[str]:
 
 
 def tied_values(name: str, k: int, tied: str) -> torch.Tensor | None:
-    """A tied parameter after every rank initialised its model differently; on the ranks that hold it."""
+    """Return a tied parameter on the ranks that hold it; each rank initialised its own model."""
     target = load(name)
     with torch.no_grad():
         for parameter in target.model.parameters():
@@ -150,7 +150,7 @@ def evaluation(name: str, k: int) -> bool | None:
 
 
 def switched(name: str, k: int) -> list[bool]:
-    """Whether steps in training mode, in eval mode and in training mode again are the unsplit model's."""
+    """Return whether steps in train, eval and again train mode equal the unsplit model's."""
     target = load(name)
     pipeline = pipecompile(
         target.model, target.call, k=k, microbatches=4, costs="flops", loss_fn=target.loss_fn
@@ -203,7 +203,7 @@ def head_of_evaluation() -> str:
 def several_stages(
     name: str, order: Order
 ) -> tuple[list[float] | None, list[float], list[str], bool | None]:
-    """Losses of three optimizer steps, pipelined and unsplit; names of this rank's state; whether `evaluate` agrees."""
+    """Return losses of three optimizer steps, this rank's state names, and if `evaluate` agrees."""
     target = load(name)
     pipeline = pipeline_under(order, target)
     reference = reference_for(target, pipeline.plan)
@@ -230,7 +230,7 @@ def several_stages(
 
 
 def plans(name: str, k: int) -> tuple[str, int]:
-    """The costs that each rank's plan is made for, and a short minibatch's worth of steps under it."""
+    """Return the costs of each rank's plan, and the results of a short minibatch under it."""
     target = load(name)
     pipeline = pipecompile(
         target.model, target.call, k=k, microbatches=4, costs="measured", loss_fn=target.loss_fn

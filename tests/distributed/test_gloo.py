@@ -61,7 +61,8 @@ def test_a_step_is_the_unsplit_step(
     for verdict in verdicts:
         assert verdict.passed, verdict
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
-    # With random numbers on, the unsplit graph under the same seeds; with them off, always the module itself.
+    # With random numbers the reference is the unsplit graph under the same seeds; without them it
+    # is always the module itself.
     assert verdicts[0].references[-1] == "the original module"
 
 

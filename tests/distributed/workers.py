@@ -1,4 +1,4 @@
-"""A persistent group of gloo workers that tests send jobs to: starting one per case takes longer than the cases."""
+"""A group of gloo workers for all tests: to start one for a case takes longer than the case."""
 
 from __future__ import annotations
 

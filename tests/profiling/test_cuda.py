@@ -1,4 +1,4 @@
-"""What CUDA keeps, on fake CPU tensors: counted by hand from PyTorch's kernels, and measured where there is a GPU."""
+"""CUDA's saved tensors on fake tensors: counted by hand, and measured if there is a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, HEADS, TOKENS, SIZE = 2, 4, 40, 16
 def kept(
     function: Callable[..., Any], *arguments: Tensor
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of what the backward of `function` keeps beside its arguments and scalars."""
+    """Return shapes and types of saved tensors of `function`, without arguments and scalars."""
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(held.append, lambda _: torch.empty(0)):
         function(*arguments)
@@ -241,11 +241,11 @@ def test_scores_are_kept_where_attention_is_not_fused(
     one, scores = BATCH * HEADS * 64 * SIZE, BATCH * HEADS * 64 * 64
     kept = saved_bytes(device, dtype, "scaled_dot_product_attention")
     if fused:
-        # Query, key, value, output, a logsumexp a row, a seed and an offset; flash has a spare number.
+        # Query, key, value, output, a logsumexp a row, a seed and an offset; flash has one more.
         flash = dtype == torch.bfloat16
         assert kept == 4 * one * dtype.itemsize + BATCH * HEADS * 64 * 4 + 16 + 8 * flash
     else:
-        # In float32: query, key and value, the probabilities, the mask of the dropout and what it leaves.
+        # Float32: query, key, value, the probabilities, the dropout mask and its result.
         assert kept == (3 * one + 3 * scores) * 4
 
 

@@ -17,7 +17,7 @@ from pipecompile.profiling.profile import profile
 
 
 class Gated(nn.Module):
-    """A parameter behind another node, one of a node's own, and a layer that returns what it is given."""
+    """A parameter behind another node, one of a node itself, and a layer that returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_the_gradient_of_what_a_layer_returns_as_it_was_given_is_that_of_both() 
 
 
 def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
-    """Not of what has another reader: the sum of both has each element once. One that gives none does not count."""
+    """A second reader makes a sum, which has each element; one without gradient does not count."""
 
     class Sums(nn.Module):
         def __init__(self) -> None:
@@ -73,7 +73,7 @@ def test_it_is_noted_where_a_gradient_repeats_elements() -> None:
 
 
 def test_it_is_noted_where_the_gradient_of_a_parameter_is_a_view() -> None:
-    """As that of a linear layer's weight is; that of a bias too, which is a sum brought into its shape."""
+    """The gradient of a linear layer's weight is a view, and that of its bias a reshaped sum."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -165,7 +165,8 @@ from pipecompile.api.plan import costs_digest
 from pipecompile.cost_models.flops import Flops
 from pipecompile.profiling.profile import profile
 layers = nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 7, padding=3)
-print(costs_digest(profile(fx.symbolic_trace(nn.Sequential(*layers)), [torch.zeros(2, 8, 4, 4)], Flops())))
+graph = fx.symbolic_trace(nn.Sequential(*layers))
+print(costs_digest(profile(graph, [torch.zeros(2, 8, 4, 4)], Flops())))
 """
 
 

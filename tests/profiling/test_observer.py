@@ -39,7 +39,7 @@ def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> l
 
 
 def kept_bytes(model: nn.Module, forward: Callable[[], Any], inputs: Iterable[Tensor]) -> list[int]:
-    """The storages that a real forward keeps for its backward; parameters, buffers and inputs aside."""
+    """Return storages that a real forward saves, without parameters, buffers and inputs."""
     held: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda value: held.append(value) or value, lambda value: value
@@ -73,7 +73,7 @@ def test_the_saved_storages_are_those_of_a_real_run_of_the_graph(name: str) -> N
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet50", "unet", "sequential"])
 def test_the_saved_storages_are_those_of_the_eager_model(name: str) -> None:
-    """Not Llama and T5: while they are captured, transformers takes another path through attention masks."""
+    """Without Llama and T5, for whose capture transformers builds attention masks differently."""
     model, sample = example(name)
     call = arguments_of(model, sample)
     inputs = [
@@ -176,7 +176,7 @@ def test_a_forward_rises_by_what_it_makes(chain: StepObservation) -> None:
 
 
 def test_one_gradient_lives_between_any_two_nodes(chain: StepObservation) -> None:
-    """What `add` hands to `cos` and to `hidden` is one storage, to which what `cos` gives is added in place."""
+    """`add` gives `cos` and `hidden` one storage, to which the gradient of `cos` is added."""
     names = list(chain.nodes)
     for place in range(names.index("first"), names.index("second")):
         flowing = [

@@ -63,7 +63,7 @@ def test_a_saved_tensor_lives_until_the_backward() -> None:
 
 
 def test_gradients_that_meet_are_added_in_place() -> None:
-    """Each of three readers of `hidden` gives a gradient, but two live at a time: the sum, and the one that comes."""
+    """`hidden` has three gradients, but two live at a time: the sum and the newest one."""
     image = torch.randn(1024, requires_grad=True)
     scales = torch.ones(3).unbind()  # no numbers: torch wraps them into tensors unseen
 

@@ -63,7 +63,7 @@ LATE, BEHIND = Order("late", 4), Order("behind", 2, 2, "v", recompute=True)
     ids=str,
 )
 def test_split_backwards_train_every_model(name: str, order: Order) -> None:
-    """With ties (gpt2, bert, t5), biases that many layers share (t5), buffers and random numbers."""
+    """With ties (gpt2, bert, t5), biases shared by layers (t5), buffers and random numbers."""
     assert_equal(order, name)
 
 

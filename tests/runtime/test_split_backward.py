@@ -96,7 +96,7 @@ def embedding(case: Case, x: Tensor, y: Tensor) -> Outputs:
 
 
 def beside_the_path(case: Case, x: Tensor, y: Tensor) -> Outputs:
-    """As in a decoder that begins in this stage: much is computed before an input is met, or none is met."""
+    """As in a decoder that begins in this stage: no input, or one that is read late."""
     beside = case.second(case.first(case.table.weight[:5]).relu())
     return case.third(x) + beside, beside * case.scale, x * case.first.bias, y + beside
 
@@ -185,7 +185,7 @@ def seeds(outputs: Sequence[Tensor]) -> list[Tensor | None]:
 def trained(
     model: nn.Module, whole: bool, carries: tuple[bool, bool], last: bool
 ) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
-    """The gradients of inputs and parameters after three microbatches, of which two wait for their second halves."""
+    """Return all gradients after three microbatches, two of which wait for their second half."""
     loss = (
         (lambda outputs, _: sum(v.square().sum() for v in outputs if v.is_floating_point()))
         if last

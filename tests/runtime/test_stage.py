@@ -241,7 +241,9 @@ def test_gradients_of_a_tied_parameter_are_handed_on_and_summed_as_autograd_does
     weight = nn.Parameter(torch.randn(6))
     xs = [torch.randn(4, 6) for _ in range(3)]
     first = EagerStage(Scale(weight), gradient_inputs=(False,), tied_to_later=[weight])
-    second = EagerStage(Scale(weight), gradient_inputs=(True,), loss=loss_of, tied_to_earlier=[weight])
+    second = EagerStage(
+        Scale(weight), gradient_inputs=(True,), loss=loss_of, tied_to_earlier=[weight]
+    )
     weight.grad = torch.ones(6)
     for x in xs:
         carried: TiedGradients = {}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpipe_models import Transformer, token_loss
-from benchmarks.memory_prediction import Setting, measured
+from benchmarks.memory_prediction import PlanSetting, measure
 from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.links import probe_links
@@ -68,11 +68,11 @@ def _verdict(found: list[Comparison]) -> Verdict:
     )
 
 
-def measured_transformer(setting: Setting) -> tuple[int, int, int]:
+def measured_transformer(setting: PlanSetting) -> tuple[int, int, int]:
     """Return the memory of a rank of a narrow GPipe Transformer: expected, bound and measured."""
     torch.manual_seed(0)
     model, tokens = Transformer(3, 64), torch.randint(0, 32_000, (8, 64))
-    return measured(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)
+    return measure(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)
 
 
 def probed() -> Links:

@@ -64,7 +64,8 @@ class Clock:
     def between_ns(self, start: Any, end: Any) -> int:
         """Return the nanoseconds between two marks; on a GPU, call `wait` before."""
         if self.device.type == "cuda":
-            return round(start.elapsed_time(end) * 1e6)
+            milliseconds: float = start.elapsed_time(end)
+            return round(milliseconds * 1e6)
         return int(end - start)
 
 

@@ -60,7 +60,7 @@ def _function_name(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return f"{_type_name(owner)}.{function.__name__}"
-    public_name = resolve_name(function)
+    public_name: str | None = resolve_name(function)
     if public_name is not None:
         return public_name
     return f"{function.__module__.lstrip('_')}.{function.__qualname__}"

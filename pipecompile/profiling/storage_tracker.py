@@ -141,7 +141,7 @@ class StorageTracker(TorchDispatchMode):
             if tick is not None and tick != self.tick:
                 self.enter(tick)
             self._note_reads(args)
-        # Whether the summand is alone must be asked before the operator runs and holds it too.
+        # Checked before the operator runs, which then holds the summand too.
         summand = self._summand(func, args)
         becomes_sum = summand is not None and self._becomes_sum(args[0])
         result = func(*args, **(kwargs or {}))

@@ -184,8 +184,10 @@ class _TorchStage(PipelineStage):
         # Stage 0 sends nothing back. The list is filled in place, so that each gradient is freed as
         # soon as its copy is there.
         for index, gradient in enumerate(gradients):
-            is_sent = not self.is_first and gradient is not None
-            gradients[index] = _own_storage(gradient) if is_sent else None
+            if self.is_first or gradient is None:
+                gradients[index] = None
+            else:
+                gradients[index] = _own_storage(gradient)
         self.bwd_cache[bwd_chunk_id] = () if self.is_first else tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

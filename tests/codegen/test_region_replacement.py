@@ -60,7 +60,7 @@ def test_regions_where_values_skip_stages() -> None:
 def test_any_regions_train_as_none(name: str) -> None:
     """Several in each stage, side by side and within each other."""
     region_case = case(name)
-    again = 0
+    inner_recomputes = 0
     for cuts, seeds in (
         ((len(region_case.units) // 2,), (1,)),
         *([((), (2, 3))] if name in KEPT else []),
@@ -72,9 +72,9 @@ def test_any_regions_train_as_none(name: str) -> None:
                 RecomputedRegion, "compute", autospec=True, side_effect=RecomputedRegion.compute
             ) as runs:
                 found = outcome(region_case, assignment, regions)
-            again += runs.call_count - 2 * sum(map(len, regions.values()))
+            inner_recomputes += runs.call_count - 2 * sum(map(len, regions.values()))
             assert differences(plain(name, cuts), found) == [], regions
-    assert again > 0
+    assert inner_recomputes > 0
 
 
 class Statistics(nn.Module):

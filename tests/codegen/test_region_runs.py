@@ -144,7 +144,7 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
 def test_parameters_written_to_before_the_backward_are_an_error(
     regions: Regions, error: type[Exception]
 ) -> None:
-    """Without regions autograd says so; what is computed again would silently be another step's."""
+    """Without regions autograd raises; a recompute would silently use the new weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     region_case = case_of(model, Arguments((torch.randn(4, 8),), {}))

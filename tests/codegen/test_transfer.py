@@ -1,4 +1,4 @@
-"""The stages of the training graph, found again in the graph of the evaluation."""
+"""The stages of the training graph, transferred to the graph of the evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_same_graph_keeps_its_stages() -> None:
 
 
 class Modes(nn.Module):
-    """In evaluation it reads its first parameter again, at the end."""
+    """In evaluation it reads its first parameter once more, at the end."""
 
     def __init__(self) -> None:
         super().__init__()

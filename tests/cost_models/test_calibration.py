@@ -58,9 +58,9 @@ def reached(device: Device) -> dict[str, float]:
 def test_timings_of_a_device_give_it_back(name: str) -> None:
     device = load_device(name)
     samples = timed(device, [1.0] * len(kernels()))
-    found = fit(samples, blank(device))
-    assert reached(found) == pytest.approx(reached(device), rel=0.01)
-    assert [predicted_ns(s, found) for s in samples] == pytest.approx(
+    fitted = fit(samples, blank(device))
+    assert reached(fitted) == pytest.approx(reached(device), rel=0.01)
+    assert [predicted_ns(s, fitted) for s in samples] == pytest.approx(
         [s.measured_ns for s in samples], rel=0.01
     )
 
@@ -69,8 +69,8 @@ def test_timings_of_a_device_give_it_back(name: str) -> None:
 @given(st.lists(st.floats(0.9, 1.1), min_size=len(kernels()), max_size=len(kernels())))
 def test_noise_moves_the_rates_no_further_than_itself(noise: list[float]) -> None:
     device = load_device("h100")
-    found = fit(timed(device, noise), blank(device))
-    assert reached(found) == pytest.approx(reached(device), rel=0.15)
+    fitted = fit(timed(device, noise), blank(device))
+    assert reached(fitted) == pytest.approx(reached(device), rel=0.15)
 
 
 def test_one_outlier_moves_nothing() -> None:
@@ -91,7 +91,7 @@ def test_kernels_of_one_sample_add_up() -> None:
 
 def test_shares_are_the_median_over_the_fastest() -> None:
     device = load_device("h100")
-    found = fit(
+    fitted = fit(
         timed(
             device,
             [
@@ -101,4 +101,4 @@ def test_shares_are_the_median_over_the_fastest() -> None:
         ),
         blank(device),
     )
-    assert (found.compute_permille, found.bandwidth_permille) == (1000, 500)
+    assert (fitted.compute_permille, fitted.bandwidth_permille) == (1000, 500)

@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 def test_attention_is_two_products_and_five_in_its_backward() -> None:
-    """The fused kernel computes the scores again, then four gradients."""
+    """The fused kernel recomputes the scores, then computes four gradients."""
     node = only(priced(Attention(), *(wanting(2, 8, 256, 64) for _ in range(3))))
     product = 2 * (2 * 8) * 256 * 256 * 64
     assert node.forward_ns == compute_ns(2 * product)

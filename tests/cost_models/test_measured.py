@@ -196,13 +196,13 @@ def test_hooks_on_parameters_rest_while_nodes_are_measured() -> None:
 
 def runs_of(times: list[int]) -> tuple[list[int], TimeSample]:
     """Return the sizes of the rounds on a machine with these times (the last one repeats)."""
-    asked: list[int] = []
+    counts: list[int] = []
 
     def run(count: int) -> list[int]:
-        asked.append(count)
+        counts.append(count)
         return [times.pop(0) if len(times) > 1 else times[0] for _ in range(count)]
 
-    return asked, steady_sample(run)
+    return counts, steady_sample(run)
 
 
 def test_it_runs_until_the_median_stays() -> None:
@@ -214,13 +214,13 @@ def test_it_runs_until_the_median_stays() -> None:
 
 
 def test_a_machine_that_never_settles_is_not_waited_for() -> None:
-    asked, _ = runs_of([1, *(time for level in range(1, 9) for time in [level * 100] * 5)])
-    assert asked == [1, 5, 5, 5, 5, 5]
+    counts, _ = runs_of([1, *(time for level in range(1, 9) for time in [level * 100] * 5)])
+    assert counts == [1, 5, 5, 5, 5, 5]
 
 
 def test_long_runs_are_few() -> None:
-    asked, sample = runs_of([60_000_000, 51_000_000, 52_000_000, 56_000_000])
-    assert asked == [1, 3]
+    counts, sample = runs_of([60_000_000, 51_000_000, 52_000_000, 56_000_000])
+    assert counts == [1, 3]
     assert sample == TimeSample(52_000_000, 2_500_000)
 
 

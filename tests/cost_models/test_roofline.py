@@ -34,10 +34,10 @@ class Lister:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.memory, self.fused_attention = device.memory, device.fused_attention
-        self.found: dict[str, CallKernels] = {}
+        self.recorded: dict[str, CallKernels] = {}
 
     def cost(self, call: NodeCall) -> CallCost:
-        self.found[call.node.name] = call_kernels(call)
+        self.recorded[call.node.name] = call_kernels(call)
         return FREE_CALL
 
 
@@ -45,7 +45,7 @@ def launched(model: nn.Module, *inputs: Tensor, device: Device = H100) -> CallKe
     """The kernels of the last node that computes."""
     lister = Lister(device)
     profile(fx.symbolic_trace(model), inputs, lister)
-    return list(lister.found.values())[-1]
+    return list(lister.recorded.values())[-1]
 
 
 def wanting(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,27 +53,27 @@ def wanting(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_a_linear_is_a_product_and_its_backward_two_and_the_sum_of_the_bias() -> None:
-    found = launched(nn.Sequential(nn.Linear(512, 1024)), wanting(128, 512))
+    recorded = launched(nn.Sequential(nn.Linear(512, 1024)), wanting(128, 512))
     flops = 2 * 128 * 512 * 1024
     x, w, y = 128 * 512 * FLOAT, 512 * 1024 * FLOAT, 128 * 1024 * FLOAT
-    assert found.forward == (Kernel("addmm", flops, x + w + y + 1024 * FLOAT, "float32"),)
-    assert found.backward_input == (Kernel("mm", flops, y + w + x, "float32"),)
-    assert sorted(kernel.operator for kernel in found.backward_weight) == ["mm", "sum"]
-    assert sorted(kernel.operator for kernel in found.backward) == ["mm", "mm", "sum"]
-    assert sum(kernel.flops for kernel in found.backward) == 2 * flops
+    assert recorded.forward == (Kernel("addmm", flops, x + w + y + 1024 * FLOAT, "float32"),)
+    assert recorded.backward_input == (Kernel("mm", flops, y + w + x, "float32"),)
+    assert sorted(kernel.operator for kernel in recorded.backward_weight) == ["mm", "sum"]
+    assert sorted(kernel.operator for kernel in recorded.backward) == ["mm", "mm", "sum"]
+    assert sum(kernel.flops for kernel in recorded.backward) == 2 * flops
 
 
 def test_a_convolution_is_one_kernel_each_way() -> None:
-    found = launched(
+    recorded = launched(
         nn.Sequential(nn.Conv2d(32, 64, 3, padding=1, bias=False)), wanting(4, 32, 16, 16)
     )
     flops = 2 * (4 * 64 * 16 * 16) * (32 * 9)
     x, w, y = 4 * 32 * 256 * FLOAT, 64 * 32 * 9 * FLOAT, 4 * 64 * 256 * FLOAT
-    assert found.forward == (Kernel("convolution", flops, x + w + y, "float32"),)
-    assert found.backward == (
+    assert recorded.forward == (Kernel("convolution", flops, x + w + y, "float32"),)
+    assert recorded.backward == (
         Kernel("convolution_backward", 2 * flops, (y + x + w) + (x + w), "float32"),
     )
-    assert found.backward_input[0].flops == found.backward_weight[0].flops == flops
+    assert recorded.backward_input[0].flops == recorded.backward_weight[0].flops == flops
 
 
 class Attention(nn.Module):
@@ -94,37 +94,37 @@ PRODUCT = 2 * (2 * 8) * 256 * 256 * 64
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_fused_attention_moves_no_scores(dropout: float) -> None:
-    found = launched(Attention(dropout), *(wanting(*HEADS) for _ in range(3)))
-    (forward,), (backward,) = found.forward, found.backward
+    recorded = launched(Attention(dropout), *(wanting(*HEADS) for _ in range(3)))
+    (forward,), (backward,) = recorded.forward, recorded.backward
     sums, seed = 2 * 8 * 256 * FLOAT, 2 * 8
     assert (forward.flops, forward.bytes) == (2 * PRODUCT, 4 * ELEMENTS * FLOAT + sums + seed)
     assert (backward.flops, backward.bytes) == (5 * PRODUCT, 8 * ELEMENTS * FLOAT + sums + seed)
 
 
 def test_causal_attention_computes_half() -> None:
-    found = launched(Attention(causal=True), *(wanting(*HEADS) for _ in range(3)))
-    assert [kernel.flops for kernel in found.forward] == [PRODUCT]
+    recorded = launched(Attention(causal=True), *(wanting(*HEADS) for _ in range(3)))
+    assert [kernel.flops for kernel in recorded.forward] == [PRODUCT]
 
 
 def test_attention_that_is_not_fused_moves_its_scores() -> None:
-    found = launched(Attention(), *(wanting(*HEADS) for _ in range(3)), device=TPU)
+    recorded = launched(Attention(), *(wanting(*HEADS) for _ in range(3)), device=TPU)
     scores = 2 * 8 * 256 * 256 * FLOAT
-    products = [kernel for kernel in found.forward if kernel.flops]
+    products = [kernel for kernel in recorded.forward if kernel.flops]
     assert [kernel.flops for kernel in products] == [PRODUCT, PRODUCT]
     assert [kernel.bytes for kernel in products] == [scores + 2 * ELEMENTS * FLOAT] * 2
-    assert [kernel.bytes for kernel in found.forward if "softmax" in kernel.operator] == [
+    assert [kernel.bytes for kernel in recorded.forward if "softmax" in kernel.operator] == [
         2 * scores
     ]
-    assert sum(kernel.flops for kernel in found.backward) == 4 * PRODUCT
+    assert sum(kernel.flops for kernel in recorded.backward) == 4 * PRODUCT
 
 
 def test_layer_norm_is_one_kernel_that_moves_its_tensors() -> None:
-    found = launched(nn.Sequential(nn.LayerNorm(1024)), wanting(64, 1024))
+    recorded = launched(nn.Sequential(nn.LayerNorm(1024)), wanting(64, 1024))
     size, weights, statistics = 64 * 1024 * FLOAT, 2 * 1024 * FLOAT, 2 * 64 * FLOAT
-    assert found.forward == (
+    assert recorded.forward == (
         Kernel("native_layer_norm", 0, 2 * size + weights + statistics, "float32"),
     )
-    assert found.backward == (
+    assert recorded.backward == (
         Kernel("native_layer_norm_backward", 0, 3 * size + 2 * weights + statistics, "float32"),
     )
 
@@ -160,10 +160,12 @@ def test_dropout_is_one_kernel_on_a_gpu_only() -> None:
 
 
 def test_an_embedding_reads_the_rows_it_returns() -> None:
-    found = launched(nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long))
+    recorded = launched(
+        nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long)
+    )
     indices, rows, table = 4 * 128 * 8, 4 * 128 * 64 * FLOAT, 50_000 * 64 * FLOAT
-    assert [kernel.bytes for kernel in found.forward] == [2 * rows + indices]
-    assert sum(kernel.bytes for kernel in found.backward) == rows + indices + table
+    assert [kernel.bytes for kernel in recorded.forward] == [2 * rows + indices]
+    assert sum(kernel.bytes for kernel in recorded.backward) == rows + indices + table
 
 
 def test_float32_convolutions_use_tf32_and_products_do_not() -> None:

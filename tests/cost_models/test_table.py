@@ -159,8 +159,8 @@ def priced(function: Any) -> dict[str, tuple[int | None, ...]]:
 
 
 def test_a_forward_alone_stands_for_the_backward() -> None:
-    found = priced(lambda node, call: 100 if call.operator == "torch.nn.Linear" else 3)
-    assert set(found.values()) == {(0, 0, 0, 0), (100, 200, 100, 100), (3, 6, 3, 3)}
+    costs = priced(lambda node, call: 100 if call.operator == "torch.nn.Linear" else 3)
+    assert set(costs.values()) == {(0, 0, 0, 0), (100, 200, 100, 100), (3, 6, 3, 3)}
 
 
 def test_a_function_may_give_all_times() -> None:

@@ -206,7 +206,7 @@ def test_regions_on_ranks_of_several_stages(
 
 
 def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> None:
-    """Only the rank that would hold too much computes anything again."""
+    """Only the rank that would hold too much recomputes anything."""
     target = jobs.load("unet")
     chosen = options_for(target, k=2, microbatches=4, costs="flops")
     plan = make_plan(target, chosen, capture_target(target, chosen, verify=False))

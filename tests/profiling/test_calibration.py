@@ -29,13 +29,13 @@ def test_forward_and_backward_of_every_operator_that_launches_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(calibrating, "_operators", few)
-    found = calibrate("cpu")
-    names = {sample.name for sample in found.samples}
+    calibration = calibrate("cpu")
+    names = {sample.name for sample in calibration.samples}
     assert {"product", "product backward", "stream", "lookup"} <= names
     assert not {"views", "views backward"} & names
-    assert all(sample.measured_ns and sample.kernels for sample in found.samples)
-    assert found.device.memory == "cpu"
-    assert "measured by pipecompile calibrate" in found.device.sources["peak_flop_per_s"]
+    assert all(sample.measured_ns and sample.kernels for sample in calibration.samples)
+    assert calibration.device.memory == "cpu"
+    assert "measured by pipecompile calibrate" in calibration.device.sources["peak_flop_per_s"]
 
 
 def test_the_file_is_a_device_for_roofline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

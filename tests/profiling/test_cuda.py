@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "design" / "cost-models.md"
 BATCH, HEADS, TOKENS, SIZE = 2, 4, 40, 16
 
 
-def kept(
+def saved_by(
     function: Callable[..., Any], *arguments: Tensor
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and types of saved tensors of `function`, without arguments and scalars."""
@@ -57,9 +57,9 @@ def heads(
 def test_a_dropout_keeps_one_byte_an_element(dropout: Callable[[Tensor], Tensor]) -> None:
     with FakeTensorMode():
         value = torch.empty(3, 5, requires_grad=True)
-        assert kept(dropout, value) == [((3, 5), torch.float32)]
+        assert saved_by(dropout, value) == [((3, 5), torch.float32)]
         with as_on_cuda():
-            assert kept(dropout, value) == [((3, 5), torch.bool)]
+            assert saved_by(dropout, value) == [((3, 5), torch.bool)]
 
 
 @pytest.mark.parametrize(
@@ -76,31 +76,31 @@ def test_a_dropout_keeps_one_byte_an_element(dropout: Callable[[Tensor], Tensor]
 def test_other_dropouts_keep_what_they_keep_on_the_cpu(dropout: Callable[[Tensor], Tensor]) -> None:
     with FakeTensorMode():
         value = torch.empty(3, 5, 7, requires_grad=True)
-        on_cpu = kept(dropout, value)
+        on_cpu = saved_by(dropout, value)
         with as_on_cuda():
-            assert kept(dropout, value) == on_cpu
+            assert saved_by(dropout, value) == on_cpu
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_half_precision_attention_is_flash(dropout_p: float) -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.bfloat16) for _ in range(3))
-        found = kept(
+        saved_tensors = saved_by(
             lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value
         )
     output = ((BATCH, HEADS, TOKENS, SIZE), torch.bfloat16)
-    assert found == sorted([output, ((BATCH, HEADS, TOKENS), torch.float32)], key=str)
+    assert saved_tensors == sorted([output, ((BATCH, HEADS, TOKENS), torch.float32)], key=str)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_single_precision_attention_is_efficient(dropout_p: float) -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.float32) for _ in range(3))
-        found = kept(
+        saved_tensors = saved_by(
             lambda *a: F.scaled_dot_product_attention(*a, dropout_p=dropout_p), query, key, value
         )
     output = ((BATCH, HEADS, TOKENS, SIZE), torch.float32)
-    assert found == sorted(
+    assert saved_tensors == sorted(
         [output, ((BATCH, HEADS, 64), torch.float32)], key=str
     )  # 40 rows, padded to 64
 
@@ -109,14 +109,17 @@ def test_a_mask_is_kept_as_it_is_added() -> None:
     with FakeTensorMode(), as_on_cuda():
         query, key, value = (heads(torch.bfloat16) for _ in range(3))
         mask = torch.empty(TOKENS, TOKENS, dtype=torch.bool)
-        found = kept(
+        saved_tensors = saved_by(
             lambda *a: F.scaled_dot_product_attention(*a[:3], attn_mask=a[3]),
             query,
             key,
             value,
             mask,
         )
-    assert ((BATCH, HEADS, TOKENS, TOKENS), torch.bfloat16) in found  # a view of TOKENS × TOKENS
+    assert (
+        (BATCH, HEADS, TOKENS, TOKENS),
+        torch.bfloat16,
+    ) in saved_tensors  # a view of TOKENS × TOKENS
 
 
 @pytest.mark.parametrize(
@@ -154,8 +157,8 @@ def test_attention_has_the_shapes_that_it_has_anyway(dtype: torch.dtype, size: i
     with FakeTensorMode():
         query = heads(dtype, size=size)
         with as_on_cuda():
-            found = gradients(query)
-        assert found == gradients(query)
+            saved_tensors = gradients(query)
+        assert saved_tensors == gradients(query)
 
 
 def test_attention_is_cast_under_autocast() -> None:
@@ -169,9 +172,9 @@ def test_the_dropout_inside_multi_head_attention_is_seen() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         value = torch.empty(BATCH, TOKENS, SIZE, requires_grad=True)
         scores = ((BATCH * 2, TOKENS, TOKENS), torch.bool)
-        assert scores not in kept(lambda v: attention(v, v, v), value)
+        assert scores not in saved_by(lambda v: attention(v, v, v), value)
         with as_on_cuda():
-            assert scores in kept(lambda v: attention(v, v, v), value)
+            assert scores in saved_by(lambda v: attention(v, v, v), value)
 
 
 class Block(nn.Module):
@@ -239,14 +242,14 @@ def test_scores_are_kept_where_attention_is_not_fused(
     device: str, dtype: torch.dtype, fused: bool
 ) -> None:
     one, scores = BATCH * HEADS * 64 * SIZE, BATCH * HEADS * 64 * 64
-    kept = saved_bytes(device, dtype, "scaled_dot_product_attention")
+    saved_by = saved_bytes(device, dtype, "scaled_dot_product_attention")
     if fused:
         # Query, key, value, output, a logsumexp a row, a seed and an offset; flash has one more.
         flash = dtype == torch.bfloat16
-        assert kept == 4 * one * dtype.itemsize + BATCH * HEADS * 64 * 4 + 16 + 8 * flash
+        assert saved_by == 4 * one * dtype.itemsize + BATCH * HEADS * 64 * 4 + 16 + 8 * flash
     else:
         # Float32: query, key, value, the probabilities, the dropout mask and its result.
-        assert kept == (3 * one + 3 * scores) * 4
+        assert saved_by == (3 * one + 3 * scores) * 4
 
 
 @pytest.mark.skipif(
@@ -262,8 +265,8 @@ def test_a_gpu_keeps_the_same(dtype: torch.dtype, dropout_p: float) -> None:
         return F.dropout(mixed, 0.1)
 
     def sizes(device: str) -> int:
-        found = kept(block, heads(dtype, device=device))
-        return sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in found)
+        saved_tensors = saved_by(block, heads(dtype, device=device))
+        return sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in saved_tensors)
 
     on_gpu = sizes("cuda")
     with FakeTensorMode(), as_on_cuda():

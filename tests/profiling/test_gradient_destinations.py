@@ -95,8 +95,8 @@ def test_nothing_outlives_a_profile() -> None:
     def loss(outputs: Any, targets: Any) -> Tensor:
         return outputs[0].sum()  # type: ignore[no-any-return]
 
-    kept = weakref.ref(loss)
+    reference = weakref.ref(loss)
     graph_of(Gated(), loss)
     del loss
     gc.collect()
-    assert kept() is None
+    assert reference() is None

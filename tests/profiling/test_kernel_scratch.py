@@ -70,16 +70,17 @@ CONVOLUTIONS = [
 def test_a_convolution_takes_no_more_than_its_margin(
     shape: Any, layout: torch.memory_format
 ) -> None:
-    made = Convolution(*shape).laid_out(layout)
+    convolution = Convolution(*shape).laid_out(layout)
     backward = aten.convolution_backward.default
-    found = max(
-        taken(partial(torch.convolution, *made.forward)), taken(partial(backward, *made.backward))
+    taken_bytes = max(
+        taken(partial(torch.convolution, *convolution.forward)),
+        taken(partial(backward, *convolution.backward)),
     )
-    said = max(
-        scratch_of("convolution", made.forward, made.result),
-        scratch_of("convolution_backward", made.backward),
+    predicted = max(
+        scratch_of("convolution", convolution.forward, convolution.result),
+        scratch_of("convolution_backward", convolution.backward),
     )
-    assert said * BOUND_SCRATCH + BUFFERS >= found
+    assert predicted * BOUND_SCRATCH + BUFFERS >= taken_bytes
 
 
 def test_channels_first_bring_images_or_weights_into_another_layout() -> None:
@@ -102,15 +103,17 @@ def test_channels_last_need_other_weights_only() -> None:
 
 
 def test_the_backward_of_one_with_a_stride_has_its_images_twice() -> None:
-    made = Convolution((64, 64), 16, 3, stride=2)
-    assert scratch_of("convolution_backward", made.backward) == 2 * made.value.nbytes
+    convolution = Convolution((64, 64), 16, 3, stride=2)
+    assert scratch_of("convolution_backward", convolution.backward) == 2 * convolution.value.nbytes
 
 
 def test_what_is_pointwise_works_in_place() -> None:
-    made = Convolution((32, 64), 16, 1)
-    assert scratch_of("convolution", made.forward, made.result) == 0
-    assert scratch_of("convolution_backward", made.backward) == 0
-    assert scratch_of("convolution", Convolution((32, 64), 16, 1, stride=2).forward, made.result)
+    convolution = Convolution((32, 64), 16, 1)
+    assert scratch_of("convolution", convolution.forward, convolution.result) == 0
+    assert scratch_of("convolution_backward", convolution.backward) == 0
+    assert scratch_of(
+        "convolution", Convolution((32, 64), 16, 1, stride=2).forward, convolution.result
+    )
 
 
 def test_backwards_of_batch_norms_and_upsampling_take_no_more_than_a_copy_of_the_gradient() -> None:
@@ -125,9 +128,9 @@ def test_backwards_of_batch_norms_and_upsampling_take_no_more_than_a_copy_of_the
         "upsample_nearest2d_backward": nearest,
         "upsample_bilinear2d_backward": bilinear,
     }
-    for name, given in cases.items():
-        found = taken(partial(getattr(aten, name).default, *given))
-        assert scratch_of(name, given) == pytest.approx(found, abs=1024), name
+    for name, arguments in cases.items():
+        taken_bytes = taken(partial(getattr(aten, name).default, *arguments))
+        assert scratch_of(name, arguments) == pytest.approx(taken_bytes, abs=1024), name
 
 
 @pytest.mark.parametrize(
@@ -138,14 +141,14 @@ def test_the_workspace_of_an_lstm_is_what_it_keeps(
     steps: int, images: int, inputs: int, hidden: int
 ) -> None:
     layer = nn.LSTM(inputs, hidden)
-    with Workspaces() as found:
+    with Workspaces() as workspaces:
         layer(torch.randn(steps, images, inputs))
-    ((said, kept),) = found.sizes
-    assert said == pytest.approx(kept, rel=0.04)
+    ((predicted, actual),) = workspaces.sizes
+    assert predicted == pytest.approx(actual, rel=0.04)
 
 
 class Workspaces(TorchDispatchMode):
-    """What is said of the workspaces of an LSTM, and what they take."""
+    """Collects the workspaces of LSTM layers: predicted and actual bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -153,8 +156,8 @@ class Workspaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if found := hidden_bytes(func, args, result):
-            self.sizes.append((found[1], found[0].untyped_storage().nbytes()))
+        if hidden := hidden_bytes(func, args, result):
+            self.sizes.append((hidden[1], hidden[0].untyped_storage().nbytes()))
         return result
 
 
@@ -186,8 +189,8 @@ def scratch_of(name: str, arguments: Sequence[Any], result: Tensor | None = None
 
 
 def taken(function: Callable[[], Any]) -> int:
-    """The most that the allocator gives beyond what `function` returns."""
-    found = function()
+    """Return the most that the allocator gives, without what `function` returns."""
+    result = function()
     most = highest(allocations(function))
-    returned = [found] if isinstance(found, Tensor) else [v for v in found if v is not None]
+    returned = [result] if isinstance(result, Tensor) else [v for v in result if v is not None]
     return most - sum(value.nbytes for value in returned)

@@ -21,10 +21,10 @@ def test_storages_live_until_their_last_holder_lets_go() -> None:
     """A view keeps its base, and what works in place makes nothing."""
     image = torch.randn(16)
     with StorageTracker([image], no_scratch) as tracker:
-        made = image * 2
+        doubled = image * 2
         tracker.enter(1)
-        view = made[:4].add_(1)
-        del made
+        view = doubled[:4].add_(1)
+        del doubled
         tracker.enter(2)
         short = view + 1
         tracker.enter(3)
@@ -41,9 +41,9 @@ def test_storages_live_until_their_last_holder_lets_go() -> None:
 def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
     image = torch.randn(16)
     with StorageTracker([image], no_scratch) as tracker:
-        kept = (image + 1) * 2
+        result = (image + 1) * 2
         tracker.enter(1)
-        del kept
+        del result
     assert tracker.peaks[0] == 128
     assert [life.died for life in tracker.live_ranges] == [0, 1]
 

@@ -1,4 +1,4 @@
-"""Regions that are computed again, under torch.distributed.pipelining."""
+"""Regions that are recomputed, under torch.distributed.pipelining."""
 
 from __future__ import annotations
 

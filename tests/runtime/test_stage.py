@@ -184,11 +184,11 @@ def restless(model: Restless, x: Tensor) -> EagerStage:
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_recompute_changes_nothing(microbatches: int) -> None:
     torch.manual_seed(0)
-    kept = Restless()
-    again = copy.deepcopy(kept)
+    plain = Restless()
+    recomputed = copy.deepcopy(plain)
     rows = [torch.randn(4, 6) for _ in range(microbatches)]
     results = []
-    for model, recompute in ((kept, False), (again, True)):
+    for model, recompute in ((plain, False), (recomputed, True)):
         stage = restless(model, rows[0])
         forwards = [
             stage.forward([x], StreamKey(1, 0, j), x, recompute=recompute)
@@ -203,7 +203,7 @@ def test_recompute_changes_nothing(microbatches: int) -> None:
         losses = [outputs[0] for outputs, _ in forwards]
         results.append([*losses, *inputs, *gradients(model), *model.buffers()])
     assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
-    assert again.layers[1].num_batches_tracked == microbatches
+    assert recomputed.layers[1].num_batches_tracked == microbatches
 
 
 def test_recompute_leaves_the_generator_and_the_buffers() -> None:

@@ -78,8 +78,8 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
     needed = int((unit_graph.resident + in_flight * unit_graph.saved).sum())
     return (
         f"the {problem.ranks} ranks may hold {size_text(sum(memory.caps))} together and all nodes "
-        f"need at least {size_text(needed)}, but no cut into k={problem.k} stages was found that shares "
-        f"them out within each rank's cap"
+        f"need at least {size_text(needed)}, but no cut into k={problem.k} stages was found that "
+        f"shares them out within each rank's cap"
     )
 
 
@@ -113,8 +113,8 @@ def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
     alone = memory.held_bytes(largest, tightest.stage)
     return (
         f"a rank may hold {size_text(cap)}, but the best cut into k={problem.k} stages that was "
-        f"found needs {size_text(cap + enough)}, {size_text(enough)} more, in stage {tightest.stage}, where {largest[0]} "
-        f"is the largest node ({size_text(alone)} alone)"
+        f"found needs {size_text(cap + enough)}, {size_text(enough)} more, in stage "
+        f"{tightest.stage}, where {largest[0]} is the largest node ({size_text(alone)} alone)"
     )
 
 

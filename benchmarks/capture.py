@@ -101,8 +101,8 @@ def table(models: dict[str, Row]) -> str:
             *(f"| {' | '.join((way, *map(str, _total(models, way).values())))} |" for way in WAYS),
             "",
             "Per model: in training with the batch it was captured at, with another batch, "
-            "in eval mode. "
-            "✓ bit for bit, ✗ wrong without an error, – refused with an error.",
+            "in eval mode. ✓ bit for bit, ✗ wrong",
+            "without an error, – refused with an error.",
             "",
             *_head(heads),
             *rows,

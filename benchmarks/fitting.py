@@ -49,7 +49,7 @@ class Fitting:
         return (first, *ends[:1], *self._rising(1, k - 2, *ends[:1], *ends[-1:]), *ends[1:], last)
 
     def _rising(self, first: int, last: int, low: int = 0, high: int = 0) -> tuple[int, ...]:
-        """Return the most layers of the stages between `first`, with `low`, and `last`, with `high`.
+        """Return the most layers of each stage between `first`, of `low`, and `last`, of `high`.
 
         Where both ends are equal, so is all between them: 128 stages take about 20 bisections.
         """
@@ -88,7 +88,7 @@ class Fitting:
         return min(caps)
 
     def fits(self, stage: int, layers: int) -> bool:
-        """Return whether `layers` layers fit into a stage, by the price that the partitioner asks for.
+        """Return whether so many layers fit into a stage, by the price that the partitioner sees.
 
         The model has as few other layers as possible: one before the stage and one after it, if it
         has such neighbours.

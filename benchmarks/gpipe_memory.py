@@ -6,8 +6,8 @@ Transformer-L on K accelerators of 16 GiB: batch 32, sequences of 1024 tokens, d
 8192, 32 heads, 32,000 words, RMSProp. It is planned in float32 with attention scores in memory, as
 in the paper, and in bfloat16 with fused attention. A parameter takes 12 bytes in both: in float32
 4 each for weight, gradient and RMSProp's mean of squares; in bfloat16 2 each for weight and
-gradient, 4 each for the float32 copy and the mean. (While it steps, `torch.optim` needs 4 and 8 more
-on a GPU.)
+gradient, 4 each for the float32 copy and the mean. (While it steps, `torch.optim` needs 4 and 8
+more on a GPU.)
 
 Three layers are captured on the meta device and tiled to any depth (tiling.py). For each stage the
 most layers are found whose bound fits, by the memory model that the partitioner asks; it counts the
@@ -16,8 +16,8 @@ have in flight, so no cut between layers holds more. The whole model with these 
 planned. For up to 8 accelerators the partitioner also has to find a cut of as many layers itself.
 
 AmoebaNet-D on one accelerator of 8 GiB, as in the table: (18, 208) without recompute and with 16
-images at once (32 would be too many), and (18, 416), which does not fit in that way: with recompute,
-and in smaller microbatches.
+images at once (32 would be too many), and (18, 416), which does not fit in that way: with
+recompute, and in smaller microbatches.
 
 Prints the tables; writes results/gpipe_memory.json. It takes about half an hour.
 """
@@ -274,7 +274,7 @@ def even_layers(layers: int, k: int) -> list[int]:
 
 
 class RecomputeCase(NamedTuple):
-    """Recompute to fit into `memory_gib`, None for no recompute; and the paper's GB of activations."""
+    """Recompute to fit into `memory_gib` (None: none at all), and the paper's GB of activations."""
 
     memory_gib: int | None
     published_gb: float | None = None

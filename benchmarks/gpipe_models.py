@@ -99,7 +99,7 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PaperModel:
-    """A model of table 2, its microbatches, and the speedup over k = 2 that the paper gives for k."""
+    """A model of table 2, its microbatches, and the paper's speedups over k = 2 for each k."""
 
     name: str
     microbatches: int
@@ -171,10 +171,8 @@ def measure_on(
         )
         steps[k] = plan.prediction.step_ns // paper_model.microbatches
     forward = sum(node.forward_ns for node in graph.nodes)
-    print(
-        f"{paper_model.name:20} {device:7} {forward / 1e6:7.2f}ms  {cells(steps, paper_model.speedups)}",
-        flush=True,
-    )
+    print(f"{paper_model.name:20} {device:7} {forward / 1e6:7.2f}ms", end="  ")
+    print(cells(steps, paper_model.speedups), flush=True)
     return {
         "model": paper_model.name,
         "device": device,

@@ -1,20 +1,23 @@
-"""Does each rank hold what the plan predicts? Expected and bound against the allocator's own events.
-
-Every rank is a process with gloo and one thread. It runs two steps with the optimizer under torch.profiler, which
-reports each allocation of torch's CPU allocator: receive buffers, optimizer state, activations, gradients, scratch of
-kernels. A run of which it lost events is made again, and so is one that is far from the plan until two agree, since
-the profiler loses more than can be seen. The highest running sum, with the stage's parameters and buffers
-and its part of the minibatch, is what is measured. Prints a table, names the worst case, writes the models' rows to
-benchmarks/results/memory_prediction.json.
+"""Does each rank hold as many bytes as the plan predicts, by the allocator's own events?
 
     python -m benchmarks.memory_prediction [MODEL …]
+
+Every rank is a process with gloo and one thread. It runs two steps with the optimizer under
+torch.profiler, which reports each allocation of torch's CPU allocator: receive buffers, optimizer
+state, activations, gradients, kernel scratch. What is measured is the highest running sum, plus the
+stage's parameters and buffers and its part of the minibatch.
+
+The profiler loses events on a busy machine. A run that visibly lost some is repeated. A run that is
+far from the plan is repeated until two runs agree, since not every loss can be seen.
+
+Prints a table and the worst cases; writes results/memory_prediction.json. Models that are not named
+keep their figures.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +30,7 @@ import transformers
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.command_line import chosen_names
 from benchmarks.models import CONVOLUTIONAL, MODELS
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
@@ -37,15 +41,15 @@ from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "memory_prediction.json"
 SETTLING_SECONDS = 0.3
-HOLDING_SECONDS = (
-    0.05  # gloo's threads hold what they sent; what they free the profiler does not see
-)
-TRIALS, LOST = 4, 1 << 12  # runs at the most, until no more bytes are lost
-FAR = 0.005  # what is farther from the plan has to be measured twice
+# gloo's threads hold what they send for a moment, and the profiler does not see what they free.
+GLOO_SECONDS = 0.05
+TRIALS = 4  # runs at the most
+LOST_BYTES = 1 << 12  # A run that lost more does not count.
+FAR_SHARE = 0.005  # A result that is farther from the plan has to be measured twice.
 
 
-class Setting(NamedTuple):
-    """A plan to make and run."""
+class PlanSetting(NamedTuple):
+    """The choices of a plan that is made and run."""
 
     schedule: str
     k: int
@@ -53,55 +57,54 @@ class Setting(NamedTuple):
     optimizer: str
     recompute: str = "none"
     memory: int | None = None  # bytes of each rank
-    half_way: bool = (
-        False  # budgets half way between what whole stages computed again need and what none does
-    )
+    # The budget of a rank is the mean of what it needs with whole stages recomputed and with none.
+    mean_budget: bool = False
     stages_per_rank: int = 1
     saving: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
-        """How many run it."""
+        """How many ranks run it."""
         return self.k // self.stages_per_rank
 
     @property
     def label(self) -> str:
-        """What it is called in the table."""
+        """The name of the plan in the table."""
         words = [self.schedule, f"k={self.k}", f"m={self.microbatches}", self.optimizer]
         words += ["recompute", self.recompute] if self.recompute != "none" else []
-        words += ["half way"] if self.half_way else []
+        words += ["half way"] if self.mean_budget else []
         return " ".join([*words, *self.saving])
 
 
 SETTINGS = (
-    Setting("gpipe", 2, 1, "adamw"),
-    Setting("gpipe", 2, 2, "sgd"),
-    Setting("1f1b", 2, 4, "momentum"),
-    Setting("gpipe", 2, 8, "rmsprop"),
-    Setting("1f1b", 4, 8, "adamw"),
-    Setting("1f1b", 8, 8, "adafactor"),
-    Setting("1f1b", 4, 4, "adam", "stage"),
-    Setting("1f1b", 4, 4, "sgd", "except-last"),
-    Setting("gpipe", 2, 1, "adamw", "block"),
-    Setting("gpipe", 2, 4, "sgd", "block"),
-    Setting("1f1b", 4, 8, "adam", "block"),
-    Setting("gpipe", 2, 8, "sgd", "sqrt"),
-    Setting("1f1b", 4, 4, "momentum", "sqrt"),
-    Setting("1f1b", 4, 8, "adamw", "auto", half_way=True),
-    Setting("gpipe", 2, 4, "sgd", "auto", half_way=True, saving=("mask", "relu", "pool")),
-    Setting("interleaved-1f1b", 8, 8, "adamw", stages_per_rank=2),
-    Setting("interleaved-1f1b", 4, 4, "sgd", "auto", half_way=True, stages_per_rank=2),
-    Setting("looped-bfs", 4, 4, "sgd", "stage", stages_per_rank=2),
-    Setting("zb-h1", 4, 8, "adamw"),
-    Setting("zb-h1", 2, 4, "sgd", "stage"),
-    Setting("zb-h1", 2, 4, "adam", "auto", half_way=True),
-    Setting("zb-h2", 2, 4, "momentum"),
-    Setting("zb-v", 8, 8, "adamw", stages_per_rank=2),
-    Setting("zb-v", 4, 4, "sgd", "stage", stages_per_rank=2),
-    Setting("v-half", 4, 4, "adam", stages_per_rank=2),
-    Setting("v-min", 4, 4, "sgd", stages_per_rank=2),
-    Setting("dualpipe-v", 4, 4, "momentum", stages_per_rank=2),
-    Setting("search", 2, 4, "sgd"),
+    PlanSetting("gpipe", 2, 1, "adamw"),
+    PlanSetting("gpipe", 2, 2, "sgd"),
+    PlanSetting("1f1b", 2, 4, "momentum"),
+    PlanSetting("gpipe", 2, 8, "rmsprop"),
+    PlanSetting("1f1b", 4, 8, "adamw"),
+    PlanSetting("1f1b", 8, 8, "adafactor"),
+    PlanSetting("1f1b", 4, 4, "adam", "stage"),
+    PlanSetting("1f1b", 4, 4, "sgd", "except-last"),
+    PlanSetting("gpipe", 2, 1, "adamw", "block"),
+    PlanSetting("gpipe", 2, 4, "sgd", "block"),
+    PlanSetting("1f1b", 4, 8, "adam", "block"),
+    PlanSetting("gpipe", 2, 8, "sgd", "sqrt"),
+    PlanSetting("1f1b", 4, 4, "momentum", "sqrt"),
+    PlanSetting("1f1b", 4, 8, "adamw", "auto", mean_budget=True),
+    PlanSetting("gpipe", 2, 4, "sgd", "auto", mean_budget=True, saving=("mask", "relu", "pool")),
+    PlanSetting("interleaved-1f1b", 8, 8, "adamw", stages_per_rank=2),
+    PlanSetting("interleaved-1f1b", 4, 4, "sgd", "auto", mean_budget=True, stages_per_rank=2),
+    PlanSetting("looped-bfs", 4, 4, "sgd", "stage", stages_per_rank=2),
+    PlanSetting("zb-h1", 4, 8, "adamw"),
+    PlanSetting("zb-h1", 2, 4, "sgd", "stage"),
+    PlanSetting("zb-h1", 2, 4, "adam", "auto", mean_budget=True),
+    PlanSetting("zb-h2", 2, 4, "momentum"),
+    PlanSetting("zb-v", 8, 8, "adamw", stages_per_rank=2),
+    PlanSetting("zb-v", 4, 4, "sgd", "stage", stages_per_rank=2),
+    PlanSetting("v-half", 4, 4, "adam", stages_per_rank=2),
+    PlanSetting("v-min", 4, 4, "sgd", stages_per_rank=2),
+    PlanSetting("dualpipe-v", 4, 4, "momentum", stages_per_rank=2),
+    PlanSetting("search", 2, 4, "sgd"),
 )
 
 
@@ -115,67 +118,75 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def measured_rank(name: str, setting: Setting) -> tuple[int, int, int]:
-    """On one rank: bytes expected, bound and measured."""
+def measure_rank(name: str, setting: PlanSetting) -> tuple[int, int, int]:
+    """On one rank: return the bytes expected, bound and measured."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    return measured(Target.of(MODELS[name](), name), setting)
+    return measure(Target.of(MODELS[name](), name), setting)
 
 
-def measured(target: Target, setting: Setting) -> tuple[int, int, int]:
-    """The same of a model at hand."""
-    choices = _half_way(target, setting) if setting.half_way else {"memory": setting.memory}
+def measure(target: Target, setting: PlanSetting) -> tuple[int, int, int]:
+    """On one rank: return the bytes expected, bound and measured of this model.
+
+    RuntimeError where `TRIALS` runs do not agree.
+    """
+    choices = _mean_budgets(target, setting) if setting.mean_budget else {"memory": setting.memory}
     pipeline = _compiled(target, setting, **choices)
     if setting.recompute not in ("none", "stage", "except-last"):
         stages = pipeline.plan.stages
         assert any(stage.recompute != "none" or stage.encoded_runs for stage in stages), (
-            "everything is kept as it is"
+            "the plan neither recomputes nor encodes anything"
         )
     rank = torch.distributed.get_rank()
-    total, found = pipeline.plan.prediction.memory[rank].total, list[int]()
+    total, peaks = pipeline.plan.prediction.memory[rank].total, list[int]()
     for _ in range(TRIALS):
         held = resident(pipeline, target, rank)
-        peak, lost = _highest(pipeline, target, setting)
-        found += [held + peak] if lost <= LOST else []
-        settled = _settled(found, total.expected)
-        if not _anywhere(settled is None):
-            assert settled is not None
-            return total.expected, total.bound, settled
+        peak, lost = _peak_and_loss(pipeline, target, setting)
+        if lost <= LOST_BYTES:
+            peaks.append(held + peak)
+        agreed = _agreed(peaks, total.expected)
+        # All ranks run a step together, so they repeat it together too.
+        if not _is_true_anywhere(agreed is None):
+            assert agreed is not None
+            return total.expected, total.bound, agreed
         pipeline = pipecompile(
             target.model, target.call, plan=pipeline.plan, loss_fn=target.loss_fn, self_check=False
         )
     raise RuntimeError(
-        f"rank {rank}: {TRIALS} runs do not agree: {found} bytes; expected are {total.expected:,}"
+        f"rank {rank}: {TRIALS} runs do not agree: {peaks} bytes; expected are {total.expected:,}"
     )
 
 
-def _settled(found: Sequence[int], expected: int) -> int | None:
-    """Of what was measured that which is near to what is expected, or was measured twice."""
-    near = (size for size in found if abs(expected - size) <= FAR * size)
-    twice = (one for one, other in combinations(found, 2) if abs(one - other) <= LOST)
+def _agreed(peaks: Sequence[int], expected: int) -> int | None:
+    """Return the measured peak that is near the expected one, or that was measured twice."""
+    near = (peak for peak in peaks if abs(expected - peak) <= FAR_SHARE * peak)
+    twice = (one for one, other in combinations(peaks, 2) if abs(one - other) <= LOST_BYTES)
     return next(chain(near, twice), None)
 
 
-def _anywhere(here: bool) -> bool:
-    """Whether it is so on any rank."""
+def _is_true_anywhere(here: bool) -> bool:
+    """Return whether `here` is true on any rank."""
     flag = torch.tensor(int(here))
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
     return bool(flag)
 
 
-def _half_way(target: Target, setting: Setting) -> dict[str, Any]:
-    """The cut without recompute, and budgets between what its ranks need then and with whole stages computed again."""
+def _mean_budgets(target: Target, setting: PlanSetting) -> dict[str, Any]:
+    """Return a plan's cut and budgets, each the mean of two needs of a rank.
+
+    They are what it needs without recompute and with whole stages recomputed, under the cut that is
+    planned without recompute.
+    """
     plain = _compiled(target, setting._replace(recompute="none", saving=())).plan
     pin = plain.assignment
-    again = _compiled(target, setting._replace(recompute="stage", saving=()), pin=pin).plan
-    needed = ([rank.total.bound for rank in plan.prediction.memory] for plan in (plain, again))
-    return {
-        "pin": pin,
-        "memory": [(most + min(most, least)) // 2 for most, least in zip(*needed, strict=True)],
-    }
+    recomputing = _compiled(target, setting._replace(recompute="stage", saving=()), pin=pin).plan
+    budgets = []
+    for most, least in zip(plain.prediction.memory, recomputing.prediction.memory, strict=True):
+        budgets.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
+    return {"pin": pin, "memory": budgets}
 
 
-def _compiled(target: Target, setting: Setting, **choices: Any) -> Pipeline:
+def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:
     return pipecompile(
         target.model,
         target.call,
@@ -195,7 +206,10 @@ def _compiled(target: Target, setting: Setting, **choices: Any) -> Pipeline:
 
 
 def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
-    """What the rank holds before its first step: parameters, buffers, and the minibatch where it is read."""
+    """Return the bytes that the rank holds before its first step.
+
+    These are parameters, buffers, and the minibatch on the ranks that read it.
+    """
     tensors = [*pipeline.parameters(), *(buffer for _, buffer in pipeline.named_buffers())]
     if rank == pipeline.plan.schedule.placement[0]:
         tensors += _leaves((target.call.args, target.call.kwargs))
@@ -211,67 +225,64 @@ def _leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _highest(pipeline: Pipeline, target: Target, setting: Setting) -> tuple[int, int]:
-    """The highest sum of allocations during two steps, the first of which makes what stays; and what was lost of them.
+def _peak_and_loss(pipeline: Pipeline, target: Target, setting: PlanSetting) -> tuple[int, int]:
+    """Return the highest sum of allocations during two steps, and the bytes that went missing.
 
-    On a busy machine the profiler drops events. What the second step takes it gives back, if all of it was seen.
+    The first step also makes what stays, such as receive buffers and optimizer state. The second
+    one frees all that it allocates, so what it seems to leave are events that the profiler lost.
     """
     optimizer = OPTIMIZERS[setting.optimizer](list(pipeline.parameters()))
-    gc.collect()  # what planning left is not let go meanwhile
-    with events():  # a process's first profile may miss some
+    gc.collect()  # Otherwise garbage of planning could be freed during the steps.
+    with events():  # The first profile of a process may miss events.
         torch.empty(1)
-    with events() as found:
+    with events() as sizes:
         for step in ("first", "second"):
             with record_function(step):
                 pipeline.step(target.call, target.targets)
-                time.sleep(HOLDING_SECONDS)
+                time.sleep(GLOO_SECONDS)
                 optimizer.step()
                 optimizer.zero_grad()
-    return max(accumulate(found[""])), abs(sum(found["second"]))
+    return max(accumulate(sizes[""])), abs(sum(sizes["second"]))
 
 
-def highest(run: Callable[[], object]) -> int:
-    """The highest sum of allocations of torch's CPU allocator during `run`."""
-    gc.collect()  # what planning left is not let go meanwhile
+def peak_allocation(run: Callable[[], object]) -> int:
+    """Return the highest sum of allocations of torch's CPU allocator during `run`, in bytes."""
+    gc.collect()  # Otherwise garbage of planning could be freed during the run.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        torch.empty(1)  # a process's first profile may miss events
+        torch.empty(1)  # The first profile of a process may miss events.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        time.sleep(SETTLING_SECONDS)  # events at the very begin and end are dropped
+        time.sleep(SETTLING_SECONDS)  # Events at the very begin and end of a profile are dropped.
         run()
         time.sleep(SETTLING_SECONDS)
-    events = (
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    )
-    return max(
-        accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    )
+    memory = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    memory.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in memory))
 
 
-def main() -> None:
-    """Prints and writes the table."""
+def main(names: list[str]) -> None:
+    """Print and write the table of these models, or of all."""
     rows = list[dict[str, Any]]()
-    for name in sys.argv[1:] or list(MODELS):
+    for name in names or list(MODELS):
         rows += _rows(name)
         _write(rows)
     others = MODELS.keys() - set(CONVOLUTIONAL)
-    for kind, names, most in (
+    for kind, models, most in (
         ("transformers and MLPs", others, 0.01),
         ("convnets", CONVOLUTIONAL, 0.03),
     ):
-        for beyond in (False, True):
-            chosen = [row for row in rows if row["model"] in names and _is_beyond(row) == beyond]
-            _say_worst(kind + ", recompute and split backwards" * beyond, chosen, most)
+        for harder in (False, True):
+            chosen = [row for row in rows if row["model"] in models and _is_harder(row) == harder]
+            _print_worst(kind + ", recompute and split backwards" * harder, chosen, most)
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    """These, and what the file has of other models."""
+    """Write these rows, and those that the file has of other models."""
     models = {row["model"] for row in rows}
     known = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else []
-    every = [*(row for row in known if row["model"] not in models), *rows]
-    every.sort(key=lambda row: list(MODELS).index(row["model"]))
-    RESULT.write_text(
-        json.dumps({"torch": torch.__version__, "device": "cpu", "rows": every}, indent=1) + "\n"
-    )
+    all_rows = [*(row for row in known if row["model"] not in models), *rows]
+    all_rows.sort(key=lambda row: list(MODELS).index(row["model"]))
+    result = {"torch": torch.__version__, "device": "cpu", "rows": all_rows}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
@@ -287,45 +298,50 @@ def _rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _measured(
-    workers: Workers, name: str, setting: Setting, folder: str
+    workers: Workers, name: str, setting: PlanSetting, folder: str
 ) -> Iterator[dict[str, Any]]:
     plan = setting.label
-    for rank, row in enumerate(
-        workers.run(setting.ranks, measured_rank, name, setting, folder=folder)
-    ):
-        expected, bound, measured = row
+    rows = workers.run(setting.ranks, measure_rank, name, setting, folder=folder)
+    for rank, (expected, bound, measured) in enumerate(rows):
         error, above = expected / measured - 1, bound / measured - 1
-        print(
-            f"{name:9} {plan:50} {rank:4} {expected:11,} {measured:11,} {error:+7.2%} {bound:11,} {above:+6.1%}",
-            flush=True,
-        )
-        yield {
-            "model": name, "plan": plan, "rank": rank, "expected": expected, "measured": measured, "bound": bound,
-        }  # fmt: skip
+        print(f"{name:9} {plan:50} {rank:4} {expected:11,} {measured:11,}", end=" ")
+        print(f"{error:+7.2%} {bound:11,} {above:+6.1%}", flush=True)
+        sizes = {"expected": expected, "measured": measured, "bound": bound}
+        yield {"model": name, "plan": plan, "rank": rank, **sizes}
 
 
-def _is_beyond(row: dict[str, Any]) -> bool:
-    """Whether its plan recomputes or splits backwards: what these hold is known less exactly."""
+def _is_harder(row: dict[str, Any]) -> bool:
+    """Return whether its plan recomputes or splits backwards, which is harder to predict."""
     return "recompute" in row["plan"] or row["plan"].split()[0] in MAY_SPLIT
 
 
-def _say_worst(kind: str, rows: list[dict[str, Any]], most: float) -> None:
-    """The worst of these, and whether all are within `most` and no bound is below what was measured."""
+def _print_worst(kind: str, rows: list[dict[str, Any]], most: float) -> None:
+    """Print the worst of these, and whether the predictions hold.
+
+    They hold if every expected peak is within `most` of the measured one and no bound is below it.
+    """
     if not rows:
         return
-    errors = [abs(row["expected"] / row["measured"] - 1) for row in rows]
-    beyond = sum(error > most for error in errors)
-    worst = max(rows, key=lambda row: abs(row["expected"] / row["measured"] - 1))
-    loosest = max(rows, key=lambda row: row["bound"] / row["measured"])
-    broken = [row for row in rows if row["bound"] < row["measured"]]
+    worst = max(rows, key=lambda row: abs(_excess(row, "expected")))
+    loosest = max(rows, key=lambda row: _excess(row, "bound"))
+    too_far = sum(abs(_excess(row, "expected")) > most for row in rows)
+    too_low = sum(row["bound"] < row["measured"] for row in rows)
     print(
-        f"{kind}: {len(rows)} ranks; expected at worst {worst['expected'] / worst['measured'] - 1:+.2%} "
-        f"({worst['model']}, {worst['plan']}, rank {worst['rank']}); bound at most "
-        f"{loosest['bound'] / loosest['measured'] - 1:+.1%} ({loosest['model']}, {loosest['plan']}, rank "
-        f"{loosest['rank']}), below what was measured on {len(broken)}; beyond {most:.0%} on {beyond}: "
-        f"{'holds' if not beyond and not broken else 'DOES NOT HOLD'}"
+        f"{kind}: {len(rows)} ranks; "
+        f"expected at worst {_excess(worst, 'expected'):+.2%} ({_where(worst)}); "
+        f"bound at most {_excess(loosest, 'bound'):+.1%} ({_where(loosest)}), "
+        f"below the measured peak on {too_low}; beyond {most:.0%} on {too_far}: "
+        f"{'DOES NOT HOLD' if too_far or too_low else 'holds'}"
     )
 
 
+def _excess(row: dict[str, Any], key: str) -> float:
+    return float(row[key] / row["measured"] - 1)
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['model']}, {row['plan']}, rank {row['rank']}"
+
+
 if __name__ == "__main__":
-    main()
+    main(chosen_names(__doc__, "model", MODELS))

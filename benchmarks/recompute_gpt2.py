@@ -1,11 +1,14 @@
-"""A GPT-2 with 30 % less memory than it needs: does each of four ranks hold what its plan says, and train as before?
-
-Plans by the command line, first without recompute, then with --recompute auto and a budget of 70 % of what the largest
-rank needed, both with costs measured here; then four gloo ranks of one thread each run both plans. Prints what each
-rank holds by the allocator's own events beside plan and budget, whether all gradients are those of the plan without
-recompute, bit for bit, and the step's time beside the predicted one; writes benchmarks/results/recompute_gpt2.json.
+"""Does a GPT-2 train in 30 % less memory, with each rank holding what its plan says?
 
     python -m benchmarks.recompute_gpt2 [TARGET]         (default benchmarks/models.py:gpt2)
+
+`pipecompile plan` makes two plans with costs measured here: one without recompute, and one with
+`--recompute auto` and a budget of 70 % of what the fullest rank of the first one needs. Then four
+gloo ranks of one thread each run both plans.
+
+Prints what each rank holds, by the allocator's own events, beside plan and budget; whether the
+gradients under both plans are equal bit for bit; and the time of a step beside the predicted one.
+Writes results/recompute_gpt2.json, unless there is a TARGET.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from benchmarks.memory_prediction import HOLDING_SECONDS, highest, resident
+from benchmarks.command_line import parser_of
+from benchmarks.memory_prediction import GLOO_SECONDS, peak_allocation, resident
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target, load_target
@@ -35,23 +39,24 @@ from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "recompute_gpt2.json"
 DEFAULT = str(Path(__file__).parent / "models.py") + ":gpt2"
-RANKS, MICROBATCHES, SHARE = 4, 8, 70  # of the budget, in %
+RANKS, MICROBATCHES = 4, 8
+BUDGET_PERCENT = 70  # of the bound of the fullest rank without recompute
 STEPS = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a rank did: bytes at its peak, a digest of each gradient, and when each step began and ended."""
+class RankRun:
+    """A run on one rank: its peak, a digest of each gradient, when each step began and ended."""
 
-    held: int
+    peak_bytes: int
     gradients: dict[str, str]
     moments: list[tuple[int, int]]
 
 
-def run(target_name: str, path: str) -> Outcome:
-    """On one rank: the plan in this file."""
+def run(target_name: str, path: str) -> RankRun:
+    """On one rank: run the plan in the file `path`."""
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(0)  # every rank and both plans begin with the same model
+    torch.manual_seed(0)  # Every rank and both plans begin with the same model.
     target = load_target(target_name)
     pipeline = pipecompile(
         target.model,
@@ -62,7 +67,7 @@ def run(target_name: str, path: str) -> Outcome:
         self_check=False,
     )
     before = resident(pipeline, target, dist.get_rank())
-    held = before + highest(lambda: _steps(pipeline, target))
+    peak = before + peak_allocation(lambda: _steps(pipeline, target))
     gradients = {
         name: _digest(p.grad) for name, p in pipeline.named_parameters() if p.grad is not None
     }
@@ -72,14 +77,14 @@ def run(target_name: str, path: str) -> Outcome:
         began = time.perf_counter_ns()
         _step(pipeline, target)
         moments.append((began, time.perf_counter_ns()))
-    return Outcome(held, gradients, moments)
+    return RankRun(peak, gradients, moments)
 
 
 def _steps(pipeline: Pipeline, target: Target) -> None:
-    """Two, of which the first makes receive buffers."""
+    """Run two steps, of which the first one makes receive buffers."""
     for _ in range(2):
         _step(pipeline, target)
-        time.sleep(HOLDING_SECONDS)
+        time.sleep(GLOO_SECONDS)
 
 
 def _step(pipeline: Pipeline, target: Target) -> None:
@@ -89,17 +94,16 @@ def _step(pipeline: Pipeline, target: Target) -> None:
 
 
 def _digest(gradient: torch.Tensor) -> str:
-    gradient = gradient + 0.0  # zeros are equal whatever their sign
+    gradient = gradient + 0.0  # So that −0 and 0 have the same digest.
     return hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()
 
 
-def main() -> None:
-    """Prints and writes the table."""
-    target = sys.argv[1] if sys.argv[1:] else DEFAULT
+def main(target: str) -> None:
+    """Print the table; write it if `target` is the default one."""
     with tempfile.TemporaryDirectory() as folder:
         plain = _planned(target, Path(folder) / "plain.json")
         needed = max(rank.total.bound for rank in plain.prediction.memory)
-        budget = needed * SHARE // 100
+        budget = needed * BUDGET_PERCENT // 100
         fitting = _planned(
             target, Path(folder) / "fitting.json", "--recompute", "auto", "--memory", str(budget)
         )
@@ -107,21 +111,18 @@ def main() -> None:
         workers = Workers(RANKS)
         try:
             names = ("plain", "fitting")
-            found = [
+            runs = [
                 workers.run(RANKS, run, target, f"{folder}/{name}.json", folder=folder)
                 for name in names
             ]
         finally:
             workers.close()
-    rows = [*_rows("none", plain, found[0], None), *_rows("auto", fitting, found[1], budget)]
-    plain_gradients, gradients = map(_gradients, found)
+    rows = [*_rows("none", plain, runs[0], None), *_rows("auto", fitting, runs[1], budget)]
+    plain_gradients, gradients = map(_gradients, runs)
     unequal = [name for name, digests in plain_gradients.items() if digests != gradients[name]]
-    print(
-        f"gradients of both plans equal bit for bit: {'all' if not unequal else 'all but ' + ', '.join(unequal)}"
-    )
-    steps = [
-        _say_step(*case) for case in zip(("none", "auto"), (plain, fitting), found, strict=True)
-    ]
+    equal = "all" if not unequal else f"all except {', '.join(unequal)}"
+    print(f"gradients of both plans equal bit for bit: {equal}")
+    steps = [_step_row("none", plain, runs[0]), _step_row("auto", fitting, runs[1])]
     result = {
         "torch": torch.__version__,
         "target": target.rpartition(":")[2],
@@ -129,48 +130,35 @@ def main() -> None:
         "budget": budget,
     }
     result |= {"rows": rows, "unequal_gradients": unequal, "steps": steps}
-    if not sys.argv[1:]:
+    if target == DEFAULT:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _planned(target: str, path: Path, *options: str) -> Plan:
-    """What `pipecompile plan` writes."""
-    words = [
-        "plan",
-        target,
-        "-k",
-        str(RANKS),
-        "--microbatches",
-        str(MICROBATCHES),
-        "-o",
-        str(path),
-        *options,
-    ]
+    """Return the plan that `pipecompile plan` writes to `path`."""
+    words = ["plan", target, "-k", str(RANKS), "--microbatches", str(MICROBATCHES)]
     began = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "pipecompile", *words], check=True, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "pipecompile", *words, "-o", str(path), *options],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
-    print(
-        f"pipecompile {' '.join(words[:6])} {' '.join(options)}: {time.perf_counter() - began:.0f} s",
-        flush=True,
-    )
+    seconds = time.perf_counter() - began
+    print(f"pipecompile {' '.join([*words, *options])}: {seconds:.0f} s", flush=True)
     return read(path, Plan)
 
 
-def _rows(
-    policy: str, plan: Plan, found: list[Outcome], budget: int | None
-) -> list[dict[str, Any]]:
+def _rows(policy: str, plan: Plan, runs: list[RankRun], budget: int | None) -> list[dict[str, Any]]:
     header = ("recompute", "rank", "regions", "expected", "measured", "error", "bound")
     print("\n{:9} {:>4} {:>7} {:>12} {:>12} {:>7} {:>12} in budget".format(*header))
     rows = []
-    for rank, (memory, outcome) in enumerate(zip(plan.prediction.memory, found, strict=True)):
-        regions, measured = len(plan.regions.get(rank, ())), outcome.held
+    for rank, (memory, run_of_rank) in enumerate(zip(plan.prediction.memory, runs, strict=True)):
+        regions, measured = len(plan.regions.get(rank, ())), run_of_rank.peak_bytes
         expected, bound = memory.total.expected, memory.total.bound
         fits = "" if budget is None else "yes" if measured <= budget else "NO"
         error = expected / measured - 1
-        print(
-            f"{policy:9} {rank:4} {regions:7} {expected:12,} {measured:12,} {error:+7.2%} {bound:12,} {fits}"
-        )
+        print(f"{policy:9} {rank:4} {regions:7} {expected:12,} {measured:12,}", end=" ")
+        print(f"{error:+7.2%} {bound:12,} {fits}")
         row = {
             "recompute": policy,
             "rank": rank,
@@ -182,32 +170,37 @@ def _rows(
     return rows
 
 
-def _gradients(found: list[Outcome]) -> dict[str, set[str]]:
-    """By parameter the digests of its gradient on the ranks that hold it."""
-    names = {name for outcome in found for name in outcome.gradients}
-    return {name: {o.gradients[name] for o in found if name in o.gradients} for name in names}
+def _gradients(runs: list[RankRun]) -> dict[str, set[str]]:
+    """Return for each parameter the digests of its gradient on the ranks that hold it."""
+    digests: dict[str, set[str]] = {}
+    for run_of_rank in runs:
+        for name, digest in run_of_rank.gradients.items():
+            digests.setdefault(name, set()).add(digest)
+    return digests
 
 
-def _say_step(policy: str, plan: Plan, found: list[Outcome]) -> dict[str, Any]:
-    """A step lasts from its first beginning to its last end: the ranks of one machine share a clock."""
-    steps = zip(*(outcome.moments for outcome in found), strict=True)
+def _step_row(policy: str, plan: Plan, runs: list[RankRun]) -> dict[str, Any]:
+    """Print and return how long a step takes, predicted and measured."""
+    # The ranks of one machine share a clock, so a step lasts from the first begin to the last end.
+    steps = zip(*(run_of_rank.moments for run_of_rank in runs), strict=True)
     measured = statistics.median(
         max(end for _, end in step) - min(began for began, _ in step) for step in steps
     )
-    again = sum(stage.recompute_ns for stage in plan.stages) / sum(
-        stage.forward_ns for stage in plan.stages
-    )
+    recompute_ns = sum(stage.recompute_ns for stage in plan.stages)
+    share = recompute_ns / sum(stage.forward_ns for stage in plan.stages)
     print(
-        f"recompute {policy}: step predicted {plan.prediction.step_ns / 1e6:.1f} ms, measured {measured / 1e6:.1f} ms; "
-        f"{again:.1%} of the forwards are computed again"
+        f"recompute {policy}: step predicted {plan.prediction.step_ns / 1e6:.1f} ms, "
+        f"measured {measured / 1e6:.1f} ms; {share:.1%} of the forwards are recomputed"
     )
     return {
         "recompute": policy,
         "predicted_ns": plan.prediction.step_ns,
         "measured_ns": measured,
-        "again": round(again, 4),
+        "recompute_share": round(share, 4),
     }
 
 
 if __name__ == "__main__":
-    main()
+    parser = parser_of(__doc__)
+    parser.add_argument("target", nargs="?", metavar="TARGET", default=DEFAULT)
+    main(parser.parse_args().target)

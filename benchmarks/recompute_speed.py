@@ -1,11 +1,13 @@
-"""How long does it take to choose what is computed again? Menus of blocks, budgets after them, a GPT of 96 layers.
-
-For the stages of benchmarks.recompute: the time of the first budget, in which the menu of each unique block is made,
-and of others after it. Then the plan of a GPT-2 of 96 layers of width 2048 in eight stages under a budget that most of
-them fit only with recompute, cut and regions together, from the costs on: without capture. Prints a table with what is
-asked of each figure, writes benchmarks/results/recompute_speed.json.
+"""How long does it take to choose what is recomputed?
 
     python -m benchmarks.recompute_speed
+
+For the stages of `benchmarks.recompute`: the seconds for a first budget, which include the menus of
+all unique blocks, and for other budgets after it. Then the plan of a GPT-2 of 96 layers of width
+2048 in eight stages, under a budget that most of them meet only with recompute. Cut and regions are
+chosen together; the time counts from the costs on, without the capture.
+
+Prints each figure with its limit; writes results/recompute_speed.json.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.recompute import STAGES, Stage, held
+from benchmarks.command_line import no_arguments
+from benchmarks.recompute_stages import STAGES, CostedStage, held_bytes
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
@@ -31,30 +34,30 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.recompute.choice import cheapest
 
 RESULT = Path(__file__).parent / "results" / "recompute_speed.json"
-BUDGETS = range(95, 25, -5)  # in % of what saving everything takes
+BUDGETS = range(95, 25, -5)  # % of the peak without recompute
 LAYERS, RANKS, MICROBATCHES, MEMORY, COSTS = 96, 8, 16, "8GiB", "roofline:h100"
-MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = (
-    2.0,
-    0.02,
-    60.0,
-)  # the first is asked of one block: all take no more
+# Limits. The first one is meant for one block, but all blocks together keep it.
+MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = 2.0, 0.02, 60.0
 
 
 def main() -> None:
-    """Prints and writes the table."""
+    """Print and write the table."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    rows = [row for name, make in STAGES.items() for row in _queries(name, make())]
-    rows.append(_planned())
+    rows = [row for name, make in STAGES.items() for row in _query_times(name, make())]
+    rows.append(_plan_time())
     RESULT.write_text(
         json.dumps({"torch": torch.__version__, "rows": rows}, indent=1, ensure_ascii=False) + "\n"
     )
 
 
-def _queries(name: str, stage: Stage) -> Iterator[dict[str, Any]]:
-    """Of the DP over menus, at four in flight; CP-SAT, which refines a settled cut, has a limit of its own."""
+def _query_times(name: str, stage: CostedStage) -> Iterator[dict[str, Any]]:
+    """Yield the seconds of the dynamic program over menus, with four microbatches in flight.
+
+    CP-SAT, which refines the regions of a finished cut, has a limit of its own and is not measured.
+    """
     blocks = len(set(stage.blocks))
-    everything = held(stage.policies["none"], 4)
+    everything = held_bytes(stage.policies["none"], 4)
     seconds = []
     for budget in BUDGETS:
         began = time.perf_counter()
@@ -78,8 +81,8 @@ def _loss(output: Any, tokens: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(output["logits"].flatten(0, 1), tokens.flatten())
 
 
-def _planned() -> dict[str, Any]:
-    """From the costs to the plan, as `pipecompile plan` does."""
+def _plan_time() -> dict[str, Any]:
+    """Return the seconds from the costs to the plan, as `pipecompile plan` takes them."""
     config = transformers.GPT2Config(
         n_positions=1024, n_embd=2048, n_layer=LAYERS, n_head=16, use_cache=False
     )
@@ -109,17 +112,17 @@ def _planned() -> dict[str, Any]:
     )
     seconds = time.perf_counter() - began
     recomputing = sum(bool(stage.regions) for stage in plan.stages)
-    text = f"GPT-2 of {LAYERS} layers, {len(graph.nodes)} nodes, k={RANKS}, {MEMORY}, regions in {recomputing} stages"
+    text = f"GPT-2 of {LAYERS} layers, {len(graph.nodes)} nodes, k={RANKS}, {MEMORY}, "
+    text += f"regions in {recomputing} stages"
     return _verdict(text, seconds, PLAN_SECONDS)
 
 
 def _verdict(text: str, seconds: float, most: float) -> dict[str, Any]:
-    print(
-        f"{text}: {seconds:.3f} s, at most {most}: {'holds' if seconds <= most else 'DOES NOT HOLD'}",
-        flush=True,
-    )
+    answer = "holds" if seconds <= most else "DOES NOT HOLD"
+    print(f"{text}: {seconds:.3f} s, at most {most}: {answer}", flush=True)
     return {"what": text, "seconds": round(seconds, 4), "at_most": most}
 
 
 if __name__ == "__main__":
+    no_arguments(__doc__)
     main()

@@ -1,11 +1,14 @@
-"""How good are our schedules, do they reproduce published ones, and how long do they take?
+"""How good are pipecompile's schedules, do they reproduce published ones, how long do they take?
 
-    python -m benchmarks.schedules [instances] [table-5] [placements] [scale]
+    python -m benchmarks.schedules [GROUP …]     instances, table-5, placements or scale
 
-All are simulated by the same rules in the same run. Instances are problems with a best known makespan: ours may be
-0.5 % above it at most, above no named schedule that fits, and take 10 s; that is checked. Seconds are of this
-process on one processor, so that others on the machine do not count. Writes benchmarks/results/schedules.json; groups
-that are not run keep their figures.
+One simulator plays all schedules in the same run. Instances are problems with a best known
+makespan: the run fails if the search is more than 0.5 % above it, above a named schedule that fits,
+or takes longer than 10 s. Seconds are processor time of this process, so other processes on the
+machine do not count.
+
+Prints a table for each group; writes results/schedules.json. Groups that are not run keep their
+figures.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import json
 import os
 import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.command_line import chosen_names
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check_schedule
@@ -40,10 +43,8 @@ SECONDS = 5.0  # of work
 ALLOWED_SECONDS = 10.0
 ALLOWED_OVER_KNOWN = 1.005
 NAMED = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
-SEARCHED = {
-    "ZB-1p": 2,
-    "ZB-2p": 4,
-}  # units of memory for each rank, where a forward takes 2 and half a backward leaves 1
+# Units of memory for each rank, where a forward takes 2 and an input gradient leaves 1.
+SEARCHED = {"ZB-1p": 2, "ZB-2p": 4}
 SCALE = (64, 512)  # ranks, microbatches
 
 Row = dict[str, Any]
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 def main(names: list[str]) -> None:
-    """Prints and writes the tables of these groups, or of all."""
+    """Print and write the tables of these groups, or of all."""
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     result |= {
         "python": platform.python_version(),
@@ -61,12 +62,8 @@ def main(names: list[str]) -> None:
     for name in names or list(GROUPS):
         result[name] = GROUPS[name]() or result.get(name, [])
         RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
-    violations = [
-        text
-        for name in names or GROUPS
-        for row in result[name]
-        for text in row.get("violations", ())
-    ]
+    rows = [row for name in names or GROUPS for row in result[name]]
+    violations = [text for row in rows for text in row.get("violations", ())]
     if violations:
         raise SystemExit("\n".join(violations))
 
@@ -77,13 +74,17 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def instances() -> list[Row]:
-    """Named and searched makespans over the lower bound; what does not fit in memory is in brackets."""
+    """Print and return named and searched makespans over the lower bound.
+
+    A schedule that does not fit into memory is in brackets.
+    """
     print("\ninstances: makespan over the lower bound, (too much memory)")
     print(f"{'':26} {'bound ms':>8} {'searched':>8} {'known':>7} {'seconds':>7}  named")
     rows = []
     for name, problem, best in _published():
         rows.append(row := _compare(name, problem, best))
-        figures = f"{row['bound_ns'] / 1e6:8.2f} {row['searched']:8.4f} {row['best_known']:7.4f} {row['seconds']:7.1f}"
+        figures = f"{row['bound_ns'] / 1e6:8.2f} {row['searched']:8.4f}"
+        figures += f" {row['best_known']:7.4f} {row['seconds']:7.1f}"
         named = " ".join(
             _cell(other, entry["ratio"], entry["fits"]) for other, entry in row["named"].items()
         )
@@ -110,33 +111,34 @@ def _solved(problem: PlacedProblem) -> tuple[SearchResult, float]:
 
 
 def _compare(name: str, problem: PlacedProblem, known: int) -> Row:
-    found, seconds = _solved(problem)
-    best = best_named(found.named)
+    result, seconds = _solved(problem)
+    best = best_named(result.named)
     return {
         "name": name,
-        "bound_ns": found.bound_ns,
-        "searched_ns": found.value_ns,
-        "searched": round(found.value_ns / found.bound_ns, 4),
-        "best_known": round(known / found.bound_ns, 4),
-        "named": {order.schedule.name: _entry(order, found) for order in found.named},
+        "bound_ns": result.bound_ns,
+        "searched_ns": result.value_ns,
+        "searched": round(result.value_ns / result.bound_ns, 4),
+        "best_known": round(known / result.bound_ns, 4),
+        "named": {order.schedule.name: _entry(order, result) for order in result.named},
         "seconds": seconds,
-        "violations": list(_violations(name, found, best, known, seconds)),
+        "violations": list(_violations(name, result, best, known, seconds)),
     }
 
 
-def _entry(order: NamedResult, found: SearchResult) -> Row:
-    return {"ratio": round(order.value_ns / found.bound_ns, 4), "fits": order.fits}
+def _entry(order: NamedResult, result: SearchResult) -> Row:
+    return {"ratio": round(order.value_ns / result.bound_ns, 4), "fits": order.fits}
 
 
 def _violations(
-    name: str, found: SearchResult, best: NamedResult | None, known: int, seconds: float
+    name: str, result: SearchResult, best: NamedResult | None, known: int, seconds: float
 ) -> Iterator[str]:
-    if best is not None and found.value_ns > best.value_ns:
-        yield f"{name}: searched {found.value_ns}, but {best.schedule.name} has {best.value_ns}"
-    if found.value_ns > known * ALLOWED_OVER_KNOWN:
-        yield f"{name}: searched {found.value_ns}, but {known} is known"
-    if found.value_ns < found.bound_ns:
-        yield f"{name}: searched {found.value_ns}, below the bound {found.bound_ns}"
+    searched = result.value_ns
+    if best is not None and searched > best.value_ns:
+        yield f"{name}: searched {searched}, but {best.schedule.name} has {best.value_ns}"
+    if searched > known * ALLOWED_OVER_KNOWN:
+        yield f"{name}: searched {searched}, but {known} is known"
+    if searched < result.bound_ns:
+        yield f"{name}: searched {searched}, below the bound {result.bound_ns}"
     if seconds > ALLOWED_SECONDS:
         yield f"{name}: {seconds} s"
 
@@ -146,7 +148,10 @@ def _cell(name: str, ratio: float, fits: bool) -> str:
 
 
 def table_5() -> list[Row]:
-    """Bubble rates of the Zero Bubble paper, by its metric: of the largest span of a rank."""
+    """Print and return the bubble rates of the Zero Bubble paper's table 5.
+
+    Its metric is 1 − useful time / the largest span of a rank.
+    """
     print("\ntable 5 of Zero Bubble (arXiv 2401.10241): bubble rate, published | ours | difference")
     print(f"{'':16} " + " ".join(f"{label:>23}" for label in (*NAMED, *SEARCHED)))
     rows = []
@@ -156,15 +161,11 @@ def table_5() -> list[Row]:
             {key: setting[key] for key in ("model", "p", "m")}
             | {"published": published, "ours": ours}
         )
-        cells = (
-            f"{published[label]:.4f} {ours[label]:.4f} {ours[label] - published[label]:+.4f}"
-            for label in ours
-        )
-        print(
-            f"{setting['model']:6} {setting['p']:4} {setting['m']:4} "
-            + " ".join(f"{c:>23}" for c in cells),
-            flush=True,
-        )
+        print(f"{setting['model']:6} {setting['p']:4} {setting['m']:4}", end="")
+        for label, rate in ours.items():
+            cell = f"{published[label]:.4f} {rate:.4f} {rate - published[label]:+.4f}"
+            print(f" {cell:>23}", end="")
+        print(flush=True)
     return rows
 
 
@@ -183,7 +184,8 @@ def _rates(setting: Row) -> Iterator[tuple[str, float]]:
 
 
 def _of_table_5(setting: Row, chunks: int) -> PlacedProblem:
-    """Times in ns; those of a rank are divided over its chunks."""
+    """Return the problem of a row of table 5; the times of a rank are divided over its chunks."""
+    # The paper gives milliseconds.
     forward, inputs, weights, hop = (
         round(setting[key] * 1e6) for key in ("TF", "TB", "TW", "Tcomm")
     )
@@ -209,15 +211,18 @@ def _bubble_rate(setting: Row, span_ns: int) -> float:
 
 
 def placements() -> list[Row]:
-    """Which placement is best for the same kind of costs; linear has one stage a rank, loop and V have two."""
+    """Print and return which placement is best for the same kind of costs.
+
+    Linear has one stage on each rank, loop and V have two.
+    """
     print("\nplacements: searched makespan over the best of the three")
     print(f"{'':26} {'linear':>8} {'loop':>8} {'v':>8}  best")
-    found: dict[str, dict[str, int]] = {}
+    makespans: dict[str, dict[str, int]] = {}
     for name, problem, _ in _published():
         family, shape = name.rsplit("-", 1)
-        found.setdefault(family, {})[shape] = _solved(problem)[0].value_ns
+        makespans.setdefault(family, {})[shape] = _solved(problem)[0].value_ns
     rows = []
-    for family, values in found.items():
+    for family, values in makespans.items():
         best = min(values.values())
         rows.append(
             {"name": family} | {shape: round(value / best, 4) for shape, value in values.items()}
@@ -228,11 +233,10 @@ def placements() -> list[Row]:
 
 
 def scale() -> list[Row]:
-    """Large problems with one stage a rank: how far from the bound, and how long everything takes."""
+    """Print and return gaps and seconds of large problems with one stage on each rank."""
     ranks, microbatches = SCALE
-    print(
-        f"\nscale: {ranks} ranks, {microbatches} microbatches; the best named one and searched over the bound; seconds"
-    )
+    print(f"\nscale: {ranks} ranks, {microbatches} microbatches;", end=" ")
+    print("best named schedule and searched one over the bound; seconds")
     heads = ("search", "simulate", "lower", "check")
     print(
         f"{'costs':10} {'memory':7} {'named':>8} {'searched':>8} "
@@ -262,17 +266,17 @@ def _large(costs: str, memory: str) -> PlacedProblem:
 
 
 def _measure(problem: PlacedProblem) -> Row:
-    found, searching = _timed(lambda: search(problem, seconds=SECONDS))
-    _, simulating = _timed(lambda: simulate(problem, found.schedule))
-    lowered, lowering = _timed(lambda: add_transfers(problem, found.schedule))
+    result, searching = _timed(lambda: search(problem, seconds=SECONDS))
+    _, simulating = _timed(lambda: simulate(problem, result.schedule))
+    lowered, lowering = _timed(lambda: add_transfers(problem, result.schedule))
     faults, checking = _timed(lambda: check_schedule(lowered, problem))
-    best = best_named(found.named)
+    best = best_named(result.named)
     assert not faults, faults
     assert best is not None, "1F1B fits"
     return {
-        "bound_ns": found.bound_ns,
-        "named": round(best.value_ns / found.bound_ns, 4),
-        "searched": round(found.value_ns / found.bound_ns, 4),
+        "bound_ns": result.bound_ns,
+        "named": round(best.value_ns / result.bound_ns, 4),
+        "searched": round(result.value_ns / result.bound_ns, 4),
         "seconds": {
             "search": searching,
             "simulate": simulating,
@@ -291,4 +295,4 @@ GROUPS: dict[str, Callable[[], list[Row]]] = {
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(chosen_names(__doc__, "group", GROUPS))

@@ -182,7 +182,7 @@ class _Tiling:
         return {_Place(to, places[i].index): new for new, (i, to) in enumerate(self._new_gradients)}
 
     def _shifted(self, place: _Place, layer: int, to: int) -> _Place:
-        """Return what the place `place`, as seen from `layer`, becomes when seen from layer `to`."""
+        """Return what `place`, as seen from `layer`, becomes when seen from layer `to`."""
         if abs(place.layer - layer) > 1:
             raise ValueError(
                 f"something in layer {layer} refers to layer {place.layer}: this cannot be tiled"

@@ -1,9 +1,13 @@
-"""Does a step take what its plan predicts? In one process, and on two gloo ranks of one thread each.
+"""Does a step take as long as its plan predicts?
 
-One process runs the stages one after another, so its step is the sum of what all ranks do. The unsplit model runs the
-same microbatches in the same process, in turns with the pipeline: what the pipeline costs over it. Two ranks plan with
-the links that they probe, and their step is the simulated one. Prints a table and writes
-benchmarks/results/time_prediction.json.
+    python -m benchmarks.time_prediction
+
+In one process the stages run one after another, so a step should take the sum of what all ranks do.
+The unsplit model runs the same microbatches in the same process, in turns with the pipeline, which
+shows what the pipeline adds. Two gloo ranks of one thread each plan with the links that they probe,
+and their step should take as long as the simulated one.
+
+Prints a table; writes results/time_prediction.json.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command_line import no_arguments
 from benchmarks.models import MODELS
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
@@ -33,27 +38,27 @@ from pipecompile.runtime.probe import probe_links
 from pipecompile.schedule.simulator import simulate_plan
 from tests.distributed.workers import Workers
 
-NAMES = ("mlp", "gpt2", "bert", "t5", "llama", "vit", "resnet", "unet")
+MODEL_NAMES = ("mlp", "gpt2", "bert", "t5", "llama", "vit", "resnet", "unet")
 SCHEDULES = ("1f1b", "gpipe")
 RESULT = Path(__file__).parent / "results" / "time_prediction.json"
 MICROBATCHES = 4
 WARM_UPS, REPEATS = 2, 15
-ONE = "one process"
+ONE_PROCESS = "one process"
 
 
-# Freed memory stays with the process. Otherwise the system takes it back, or does not, depending on all that a process
-# has done before, and fills it with zeros again when it is wanted: one step takes up to twice as long as another.
-KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# glibc's settings that keep freed memory with the process. Otherwise the system may take it back,
+# depending on all that the process did before, and has to fill it with zeros when it is allocated
+# next: one step would take up to twice as long as another.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def main() -> None:
-    """Prints and writes the table."""
+    """Print and write the table."""
     torch.set_num_threads(1)
-    print(
-        f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10} {'measured':>10} {'error':>7} over unsplit"
-    )
+    print(f"{'model':10} {'nodes':>5} {'runs on':16} {'predicted':>10}", end=" ")
+    print(f"{'measured':>10} {'error':>7} over unsplit")
     with _two_ranks() as ranks:
-        rows = [row for name in NAMES for row in (one_process(name), *ranks(name))]
+        rows = [row for name in MODEL_NAMES for row in (one_process(name), *ranks(name))]
     summary = {
         runs_on: _summary(runs_on, rows)
         for runs_on in dict.fromkeys(row["runs_on"] for row in rows)
@@ -85,7 +90,7 @@ def _summary(runs_on: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def one_process(name: str) -> dict[str, Any]:
-    """All stages in this process, k = 2, 1F1B, in turns with the unsplit model."""
+    """Return the row of one process: k = 2, 1F1B, in turns with the unsplit model."""
     target = _target(name)
     twin = Target(copy.deepcopy(target.model), target.call, target.loss_fn, target.targets)
     pipeline = _pipeline(target, "1f1b")
@@ -94,11 +99,11 @@ def one_process(name: str) -> dict[str, Any]:
     turns = _alternating(
         lambda: _step(pipeline, target), lambda: reference.step(twin, MICROBATCHES)
     )
-    return _row(name, ONE, pipeline.plan, sum_of_ranks_ns(pipeline.plan), own, turns)
+    return _row(name, ONE_PROCESS, pipeline.plan, sum_of_ranks_ns(pipeline.plan), own, turns)
 
 
 def sum_of_ranks_ns(plan: Plan) -> int:
-    """What all ranks do in a step, one after another."""
+    """Return how long the actions of all ranks in a step take, one after another."""
     timeline = simulate_plan(plan)
     return sum(timeline.busy_ns) + sum(stage.per_step_ns for stage in plan.stages)
 
@@ -109,7 +114,7 @@ def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             yield lambda name: [
-                _of_ranks(workers.run(2, two_ranks, name, s, folder=folder), name, s)
+                _row_of_ranks(workers.run(2, two_ranks, name, s, folder=folder), name, s)
                 for s in SCHEDULES
             ]
         finally:
@@ -117,7 +122,7 @@ def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 
 
 def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
-    """This rank's plan, and when each step began and ended on it."""
+    """On a rank: return its plan, and when each step began and ended there."""
     target = _target(name)
     links = probe_links()
     pipeline = _pipeline(target, schedule, links=links)
@@ -130,12 +135,13 @@ def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
     return pipeline.plan, moments[WARM_UPS:]
 
 
-def _of_ranks(
-    found: list[tuple[Plan, list[tuple[int, int]]]], name: str, schedule: str
+def _row_of_ranks(
+    results: list[tuple[Plan, list[tuple[int, int]]]], name: str, schedule: str
 ) -> dict[str, Any]:
-    """A step lasts from its first beginning to its last end: the ranks of one machine share a clock."""
-    plan = found[0][0]
-    steps = zip(*(moments for _, moments in found), strict=True)
+    """Return the row of a run on two ranks."""
+    # The ranks of one machine share a clock, so a step lasts from the first begin to the last end.
+    plan = results[0][0]
+    steps = zip(*(moments for _, moments in results), strict=True)
     times = [max(end for _, end in step) - min(began for began, _ in step) for step in steps]
     return _row(
         name, f"2 ranks, {schedule}", plan, plan.prediction.step_ns, statistics.median(times), None
@@ -152,11 +158,9 @@ def _row(
 ) -> dict[str, Any]:
     nodes = sum(len(stage.nodes) for stage in plan.stages)
     ratio = None if turns is None else turns[0] / turns[1]
-    print(
-        f"{name:10} {nodes:5} {runs_on:16} {predicted / 1e6:8.1f}ms {own / 1e6:8.1f}ms {predicted / own - 1:+7.1%} "
-        f"{'' if ratio is None else format(ratio, '8.2f')}",
-        flush=True,
-    )
+    over_unsplit = "" if ratio is None else format(ratio, "8.2f")
+    print(f"{name:10} {nodes:5} {runs_on:16} {predicted / 1e6:8.1f}ms", end=" ")
+    print(f"{own / 1e6:8.1f}ms {predicted / own - 1:+7.1%} {over_unsplit}", flush=True)
     row = {
         "model": name,
         "nodes": nodes,
@@ -201,7 +205,7 @@ def _median_ns(function: Callable[[], object]) -> float:
 
 
 def _alternating(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Median ns of both, run in turns."""
+    """Return the median ns of both functions, run in turns so that both see the same machine."""
     times: tuple[list[int], list[int]] = ([], [])
     for repeat in range(WARM_UPS + REPEATS):
         for function, row in zip((first, second), times, strict=True):
@@ -213,10 +217,12 @@ def _alternating(first: Callable[[], object], second: Callable[[], object]) -> t
 
 
 if __name__ == "__main__":
-    if not KEPT_MEMORY.items() <= os.environ.items():  # they are read when a process begins
+    no_arguments(__doc__)
+    # glibc reads these settings when a process begins, so this one begins anew.
+    if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(
             sys.executable,
             [sys.executable, "-m", "benchmarks.time_prediction"],
-            {**os.environ, **KEPT_MEMORY},
+            {**os.environ, **KEEP_MEMORY},
         )
     main()

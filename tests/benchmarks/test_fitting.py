@@ -1,4 +1,4 @@
-"""The most layers that fit, against every cut; and the parameter memory of the GPipe paper's table 1."""
+"""The most layers that fit, against every cut; and the parameters of the GPipe paper's table 1."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ def test_rates_of_table_5_are_those_published(
     assert ours["1F1B-I"] == pytest.approx(published["1F1B-I"], abs=0.004)
 
 
-def test_what_is_worse_than_named_or_known_is_a_violation() -> None:
+def test_a_makespan_above_a_named_or_known_one_is_a_violation() -> None:
     problem = schedules._linked((0, 1), 4, [schedules.StageCosts(3, 6, 3, 3)] * 2, 1)
-    found = search(problem, seconds=0.1)
-    best = best_named(found.named)
+    result = search(problem, seconds=0.1)
+    best = best_named(result.named)
     assert best is not None
-    assert not list(schedules._violations("x", found, best, found.value_ns, 1.0))
-    assert len(list(schedules._violations("x", found, best, found.value_ns // 2, 11.0))) == 2
+    assert not list(schedules._violations("x", result, best, result.value_ns, 1.0))
+    assert len(list(schedules._violations("x", result, best, result.value_ns // 2, 11.0))) == 2
 
 
 @pytest.mark.parametrize("costs", ["equal", "±20 %"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-__all__ = ["CHUNK_ELEMENTS", "ELEMENT_BYTES", "POLICIES", "POLICY_OF", "Memory", "Policy", "Use"]
+from pipecompile.ir.amount import AllocatorName
+
+__all__ = ["CHUNK_ELEMENTS", "ELEMENT_BYTES", "POLICIES", "POLICY_OF", "Policy", "Use"]
 
 Policy = Literal["mask", "relu", "pool", "offload", "half"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 Use = Literal["relu", "pool input", "pool indices", "other"]
 POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
-Memory = Literal["cpu", "cuda"]
-CHUNK_ELEMENTS: Mapping[Memory, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
+CHUNK_ELEMENTS: Mapping[AllocatorName, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
 """How many elements are packed into bits, or unpacked, at a time; a multiple of 8."""
 
 ELEMENT_BYTES: Mapping[str, int] = {

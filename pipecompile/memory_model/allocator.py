@@ -12,12 +12,13 @@ __all__ = ["ALLOCATORS", "Allocator"]
 
 @dataclass(frozen=True)
 class Allocator:
-    """What is taken for what is asked for.
+    """What an allocator takes for the bytes that are asked for.
 
-    Each storage is rounded up to blocks of `block_bytes`. A bound adds one part in `share` of itself, for scratch that
-    kernels take unseen and for fragmentation, `fixed_bytes` per rank, and `peer_bytes` per rank that this one
-    exchanges tensors with, for the buffers of the communication library. `steps_over_lists` says that optimizers
-    update all parameters at once, as `torch.optim` does on a GPU, rather than one after another.
+    Each storage is rounded up to blocks of `block_bytes`. A bound adds one part in `share` of
+    itself, for fragmentation and for kernel scratch that nobody sees. It also adds `fixed_bytes`,
+    and `peer_bytes` for each rank that this one exchanges tensors with: the buffers of the
+    communication library. `steps_over_lists` says that optimizers update all parameters at once, as
+    `torch.optim` does on a GPU, and not one after another.
     """
 
     block_bytes: int
@@ -27,32 +28,39 @@ class Allocator:
     steps_over_lists: bool
 
     def rounded(self, size: int) -> int:
-        """What one storage takes."""
+        """Return what one storage takes: with blocks of 64 bytes, 65 bytes take 128."""
         return -(-size // self.block_bytes) * self.block_bytes
 
     def amount(self, sizes: Iterable[int]) -> Amount:
-        """Storages of these sizes."""
+        """Return the amount of storages of these sizes."""
         sizes = tuple(sizes)
         return Amount(expected=sum(sizes), bound=sum(map(self.rounded, sizes)))
 
     def padded(self, size: int, peers: int) -> int:
-        """The bound for a rank whose storages take `size` and which exchanges tensors with so many `peers`."""
+        """Return the bound of a rank whose storages take `size`, with so many `peers`."""
         return size + size // self.share + self.fixed_bytes + peers * self.peer_bytes
 
     def unpadded(self, size: int, peers: int) -> int:
-        """The most that storages may take so that the bound is at most `size`; negative if nothing may."""
+        """Return the most that storages may take so that their bound is at most `size`.
+
+        It is negative if not even an empty rank fits.
+        """
+        # x bytes are padded by ⌊x / share⌋: of each full span of `share` + 1 bytes, one is padding.
+        # With share = 4, spans of 5: 9 bytes = 5 + 4 leave 4 + 3, as 8 would be padded by 2.
         whole, rest = divmod(size - self.fixed_bytes - peers * self.peer_bytes, self.share + 1)
         return whole * self.share + min(rest, self.share - 1)
 
 
 ALLOCATORS: Mapping[AllocatorName, Allocator] = {
-    # c10/core/CPUAllocator: as asked for, aligned to 64 bytes (c10/core/alignment.h). Generator states are 5 kB each.
+    # c10/core/CPUAllocator: as asked for, aligned to 64 bytes (c10/core/alignment.h). Generator
+    # states are 5 kB each.
     "cpu": Allocator(
         block_bytes=64, share=40, fixed_bytes=1 << 16, peer_bytes=0, steps_over_lists=False
     ),
-    # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and of each pool one segment that is filled in part
-    # (kSmallBuffer 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each channel and direction; four channels
-    # are assumed, and a twentieth for fragmentation: neither is proven.
+    # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and in each pool one segment that is filled
+    # only in part (kSmallBuffer 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each
+    # channel and direction. Four channels are assumed, and a twentieth for fragmentation: neither
+    # is proven.
     "cuda": Allocator(
         block_bytes=512, share=20, fixed_bytes=22 << 20, peer_bytes=32 << 20, steps_over_lists=True
     ),

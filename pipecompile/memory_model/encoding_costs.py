@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 
-from pipecompile.ir.encodings import CHUNK_ELEMENTS, ELEMENT_BYTES, POLICY_OF, Memory, Policy, Use
+from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.encodings import CHUNK_ELEMENTS, ELEMENT_BYTES, POLICY_OF, Policy, Use
 
 __all__ = ["EncodingCost", "SavedStorage", "cost_by_policy", "costs_by_use"]
 
@@ -58,7 +59,7 @@ class EncodingCost:
 
 
 def costs_by_use(
-    policies: Collection[Policy], storage: SavedStorage, memory: Memory
+    policies: Collection[Policy], storage: SavedStorage, allocator: AllocatorName
 ) -> list[EncodingCost] | None:
     """Return the cost of each saved tensor, encoded for what its backward reads of it.
 
@@ -66,7 +67,7 @@ def costs_by_use(
     """
     costs = []
     for use in storage.uses:
-        cost = _cost_by_use(use, storage, memory) if POLICY_OF.get(use) in policies else None
+        cost = _cost_by_use(use, storage, allocator) if POLICY_OF.get(use) in policies else None
         if cost is None:
             return None
         costs.append(cost)
@@ -74,28 +75,30 @@ def costs_by_use(
 
 
 def cost_by_policy(
-    policies: Collection[Policy], storage: SavedStorage, memory: Memory
+    policies: Collection[Policy], storage: SavedStorage, allocator: AllocatorName
 ) -> tuple[Policy, EncodingCost] | None:
     """Return the first of the policies that fits for any use, and its cost; None if none does."""
     for policy in policies:
-        cost = _cost_by_policy(policy, storage, memory)
+        cost = _cost_by_policy(policy, storage, allocator)
         if cost is not None:
             return policy, cost
     return None
 
 
-def _cost_by_use(use: Use, storage: SavedStorage, memory: Memory) -> EncodingCost | None:
+def _cost_by_use(use: Use, storage: SavedStorage, allocator: AllocatorName) -> EncodingCost | None:
     """Return the cost for this use; None for indices that no smaller integer holds."""
     size, count = storage.bytes, storage.elements
     if use == "pool input":
         return EncodingCost(0)  # the backward reads only its shape
     if use == "relu":  # the backward reads only the sign
-        return _bits_cost(count, memory, packing=size + 3 * count, unpacking=count + size)
+        return _bits_cost(count, allocator, packing=size + 3 * count, unpacking=count + size)
     width = next((width for limit, width in _INTEGER_BYTES if storage.bound <= limit), None)
     return None if width is None else _cast_cost(size, count * width)
 
 
-def _cost_by_policy(policy: Policy, storage: SavedStorage, memory: Memory) -> EncodingCost | None:
+def _cost_by_policy(
+    policy: Policy, storage: SavedStorage, allocator: AllocatorName
+) -> EncodingCost | None:
     """Return the cost for any use; None where the storage is not what the policy encodes."""
     size, count = storage.bytes, storage.elements
     if policy == "offload":
@@ -103,17 +106,17 @@ def _cost_by_policy(policy: Policy, storage: SavedStorage, memory: Memory) -> En
     if policy == "half" and storage.dtype == "float32":
         return _cast_cost(size, size // 2)
     if policy == "mask" and storage.dtype == "bool":
-        return _bits_cost(count, memory, packing=2 * count, unpacking=0)
+        return _bits_cost(count, allocator, packing=2 * count, unpacking=0)
     width = ELEMENT_BYTES[storage.dtype]
     # Whether a float tensor is a mask is only checked on a CPU: on a GPU the check would wait.
-    if policy == "mask" and storage.is_mask and memory == "cpu" and width <= 8:
+    if policy == "mask" and storage.is_mask and allocator == "cpu" and width <= 8:
         packing, unpacking = 9 * size + 2 * count, 3 * size + count
-        return _bits_cost(count, memory, packing=packing, unpacking=unpacking, width=width)
+        return _bits_cost(count, allocator, packing=packing, unpacking=unpacking, width=width)
     return None
 
 
 def _bits_cost(
-    count: int, memory: Memory, *, packing: int, unpacking: int, width: int = 1
+    count: int, allocator: AllocatorName, *, packing: int, unpacking: int, width: int = 1
 ) -> EncodingCost:
     """Return the cost of one bit per element.
 
@@ -125,7 +128,7 @@ def _bits_cost(
         kept,
         packing_bytes=packing + _BYTES_TO_PACK_A_BIT * count + kept,
         unpacking_bytes=unpacking + _BYTES_TO_UNPACK_A_BIT * count + kept,
-        scratch_bytes=min(count, CHUNK_ELEMENTS[memory]) * (1 + width),
+        scratch_bytes=min(count, CHUNK_ELEMENTS[allocator]) * (1 + width),
     )
 
 

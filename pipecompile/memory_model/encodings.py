@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from pipecompile.ir.encodings import Memory, Policy, Use
+from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.encodings import Policy, Use
 from pipecompile.memory_model.encoding_costs import (
     EncodingCost,
     SavedStorage,
@@ -44,9 +45,9 @@ class EncodedPlaces(NamedTuple):
 class StorageEncoding(NamedTuple):
     """A storage of `storage_bytes` in another form, or one of its saved tensors in such a form.
 
-    It is made in the forward of the node at `encoded_at`: when that saves the storage, or when it is
-    done if `waits_for_end` of the run. The storage exists again from the backward of the node at
-    `decoded_at` on. Both are freed with the backward of the first of `savers`:
+    It is made in the forward of the node at `encoded_at`: when that saves the storage, or when that
+    is done if it `waits_for_end` of the run. The storage exists again from the backward of the node
+    at `decoded_at` on. Both are freed with the backward of the first of `savers`:
 
         place      2        3        4        5
         forward    saves    saves             ╌╌ encoding (made at 2) ──▶
@@ -60,16 +61,16 @@ class StorageEncoding(NamedTuple):
     savers: tuple[int, ...]
     decoded_at: int
 
-    def kept_bytes(self, memory: Memory) -> int:
+    def kept_bytes(self, allocator: AllocatorName) -> int:
         """Return the bytes on the device; on a CPU the host's memory is the same memory."""
-        return self.cost.kept_bytes + (self.cost.host_bytes if memory == "cpu" else 0)
+        return self.cost.kept_bytes + (self.cost.host_bytes if allocator == "cpu" else 0)
 
 
 def storage_encodings(
     storage: Storage,
     savers: Sequence[int],
     runs: Mapping[int, EncodedPlaces],
-    memory: Memory,
+    allocator: AllocatorName,
 ) -> tuple[tuple[StorageEncoding, ...], tuple[int, ...]]:
     """Return the encodings of a storage that the nodes at `savers` save, and who keeps it as it is.
 
@@ -82,20 +83,21 @@ def storage_encodings(
         saved = None if run is None else _saved(storage, places)
         if run is None or saved is None:
             plain += places
-        elif (costs := costs_by_use(run.policies, saved, memory)) is not None:
+        # Encodings by use are tried first; every use must have one.
+        elif (costs := costs_by_use(run.policies, saved, allocator)) is not None:
             owners = [place for place in places for _ in storage.uses[place]]
             end = run.places[-1]
             by_use += [
                 StorageEncoding(storage.bytes, cost, end, True, (owner,), owner)
                 for owner, cost in zip(owners, costs, strict=True)
             ]
-        elif (choice := cost_by_policy(run.policies, saved, memory)) is not None:
+        elif (choice := cost_by_policy(run.policies, saved, allocator)) is not None:
             policy, cost = choice
             encoded_at = run.places[-1] if run.encodes_at_end else places[0]
             new = StorageEncoding(storage.bytes, cost, encoded_at, run.encodes_at_end, (), 0)
             first = shared.get(policy, new)
             # What a run has moved to the host comes back together, with its last node.
-            from_host = policy == "offload" and memory == "cuda"
+            from_host = policy == "offload" and allocator == "cuda"
             decoded_at = run.places[-1] if from_host else places[-1]
             shared[policy] = first._replace(savers=(*first.savers, *places), decoded_at=decoded_at)
         else:

@@ -38,10 +38,12 @@ class GradientSums:
         held = {id(gradient) for gradient, _ in self.flow.captured} if is_input_backward else set()
         returned = map(id, self.flow.return_storages(is_input_backward=is_input_backward))
         stay = held.union(returned, (id(storage) for _, storage in self.flow.parts))
+        # Sums that cannot be in place: both the first summand and the sum live.
         new_sums = [gradient for gradient in self.flow.own if gradient.is_sum]
         for gradient in new_sums:
             if not self._is_in_place(gradient, held):
                 sums[self.flow.place[gradient.producer]] += gradient.bytes
+        # Sums that begin in memory of their own: the summands that end there are freed only then.
         own_memory = {
             self.flow.place[gradient.producer]: gradient.bytes
             for gradient in new_sums
@@ -56,6 +58,7 @@ class GradientSums:
         pairs = self.stage.trained_parameters
         if is_input_backward:
             pairs = self.flow.input_backward_parameters
+        # Gradients of parameters whose first gradient is a view.
         for place, size in self._view_summands(pairs):
             sums[place] += size
         return sums
@@ -75,8 +78,8 @@ class GradientSums:
         """Return `summands`, and at the end what lives while parts of gradients are returned.
 
         An input backward copies the parts one after the other, and frees each larger storage with
-        its last part; `freed_bytes` of saved tensors are gone by then. With parts of 10 and 20 bytes
-        of one storage of 30:
+        its last part; `freed_bytes` of saved tensors are gone by then. With parts of 10 and 20
+        bytes of one storage of 30:
 
             copies made      10     30
             storage           30     30            most above the copies: 30 + 30 − 30 = 30
@@ -95,6 +98,7 @@ class GradientSums:
             remaining.append(sum(size for key, size in storages.items() if key in freed_here))
         sizes = (tensor.gradient_bytes if is_input_backward else 0 for tensor, _ in parts)
         copied = list(accumulate(sizes))
+        # What lives before the first copy, and the most while copies are made.
         before = sums.get(end, 0) + remaining[0]
         meanwhile = max(map(add, remaining, copied)) - freed_bytes
         sums[end] = max(0, max(before, meanwhile) - copied[-1])

@@ -58,6 +58,7 @@ class GradientFlow:
         held = []
         for gradient, places in self.captured:
             if id(gradient) not in returned:
+                # W walks from each place where it begins; the gradient is freed with the last.
                 last = min(map(self.stage.split_backward.last_run_from, places))
                 held.append((gradient, last))
         return held
@@ -152,6 +153,7 @@ class GradientFlow:
 
     def _storage_with(self, tensor: Tensor, place: int) -> GradientStorage | None:
         """Return where an input's gradient lies, if only the node at `place` gives one for it."""
+        # Earlier stages read it too, but their gradients are added there. Later ones are not here.
         consumers = {self.place[name] for name in tensor.consumers_with_gradient}
         if consumers - self.stage.before != {place}:
             return None
@@ -159,7 +161,7 @@ class GradientFlow:
 
     @cached_property
     def parts(self) -> list[tuple[Tensor, GradientStorage]]:
-        """The inputs whose gradients are parts of larger storages, which live to the backward's end.
+        """The inputs whose gradients are parts of larger storages, which live to the end.
 
         The gradients of q, k and v lie in one storage if one kernel makes them, for example.
         """
@@ -174,8 +176,8 @@ class GradientFlow:
     def returned(self, *, is_input_backward: bool) -> Iterator[tuple[tuple[str, ...], int, bool]]:
         """Yield the storages of input gradients that take memory when they are returned.
 
-        Each is given with the inputs whose gradients lie in it, its size, and whether I holds it for
-        W too. Gradients that lie in a received message take none, and so do those that only a later
+        Each comes with the inputs whose gradients lie in it, its size, and whether I holds it for W
+        too. Gradients that lie in a received message take none, and so do those that only a later
         stage makes, through a view.
         """
         holds = is_input_backward and self.stage.has_input_backward
@@ -215,6 +217,7 @@ class GradientFlow:
         pairs = zip(self.stage.inputs_with_gradient, storages, strict=True)
         for index, ((tensor, _), storage) in enumerate(pairs):
             if self._sent_view_of(tensor) is None:
+                # Each copy is a storage of its own.
                 key = -index - 1 if storage is None else id(storage)  # ids are never negative
                 groups.setdefault(key, (storage, []))[1].append(tensor)
         return list(groups.values())
@@ -260,6 +263,7 @@ class GradientFlow:
         }
         leaving = {self.place[tensor.producer] for tensor in self.stage.leaving}
         later_only = leaving - read_here
+        # From the outputs on: a node whose sole view is read later only is read later only too.
         for place in reversed(self.nodes):
             if self.ranges.sole_view.get(place) in later_only:
                 later_only.add(place)
@@ -278,6 +282,7 @@ class GradientFlow:
         stay = held.union(map(id, storages))
         for gradient in self.own:
             yield LivenessChange(self.place[gradient.producer], gradient.bytes, begins=True)
+            # What is returned or held for W has no end here: it lives on when the backward is done.
             if id(gradient) not in stay:
                 is_whole = id(gradient) not in with_parts
                 last = self._last_place(gradient) if is_whole else self.nodes[0]
@@ -296,6 +301,7 @@ class GradientFlow:
         last = self.place[gradient.last]
         if last in self.inside:
             return last
+        # It ends in another stage: here the last one to touch it counts.
         users = (self.place[name] for name in (*gradient.readers, *gradient.captured_at))
         return min(self.inside.intersection(users), default=self.place[gradient.producer])
 
@@ -339,6 +345,7 @@ class GradientFlow:
         for node in self.stage.own_nodes:
             names = set(node.parameters) - self.stage.split_backward.input_backward_parameters
             parameters = (self.graph.parameter_by_name[name] for name in names)
+            # A node's peak was measured in a whole backward; these are the gradients that W makes.
             left_to_weights = sum(p.bytes for p in parameters if p.trainable)
             if node.operator in ONE_KERNEL_BACKWARDS:
                 left_to_weights = 0
@@ -350,6 +357,7 @@ class GradientFlow:
         for gradient in self.own:
             place = self.place[gradient.producer]
             is_made = self._has_one_kernel(place) or split.is_for_parameters_only(gradient)
+            # Sums are made between nodes, and no part of a node's peak.
             if not gradient.is_sum and not is_made:
                 not_made[place] += gradient.bytes
         for parameter, places in self.input_backward_parameters:

@@ -80,6 +80,7 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
             needed = {*before.relayed_gradients, *before.gradients_for_weight_backward}
         case "weight backward" | "backward":
             needed = {*before.relayed_gradients}
+    # The stage behind may itself hold what it returned, for its weight backward.
     is_between = state.behind == "input backward"
     return total_size(
         storage

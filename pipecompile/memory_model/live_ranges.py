@@ -67,6 +67,7 @@ class LiveRanges:
         for tensor in self.graph.tensors:
             if tensor.storage is not None:
                 producer = self.place[tensor.producer]
+                # Views come after what they are views of, so the first tensor is the producer's.
                 producers[tensor.storage] = min(producers.get(tensor.storage, producer), producer)
                 places = {self.place[name] for name in tensor.consumers}
                 readers[tensor.storage] |= places
@@ -76,6 +77,7 @@ class LiveRanges:
             for storage in node.saved:
                 producers.setdefault(storage, place)
                 savers[storage].add(place)
+            # `uses` may be empty, where a cost graph does not know them.
             for storage, storage_uses in zip(node.saved, node.uses, strict=False):
                 uses[storage][place] = storage_uses
         by_producer = defaultdict[int, list[Storage]](list)
@@ -109,7 +111,7 @@ class LiveRanges:
 
     @cached_property
     def sole_view(self) -> dict[int, int]:
-        """The places of nodes whose only reader is a view of all elements, with that view's place."""
+        """The place of the view, for nodes whose only reader is a view of all elements."""
         views: dict[int, int] = {}
         for tensor in self.graph.tensors:
             if len(tensor.consumers) != 1 or tensor.storage is None:
@@ -117,12 +119,13 @@ class LiveRanges:
             view = self.tensor_of.get(tensor.consumers[0])
             if view is None or view.storage != tensor.storage:
                 continue
+            # With fewer gradient bytes it is a view of a part only.
             if view.gradient_bytes == tensor.gradient_bytes:
                 views[self.place[tensor.producer]] = self.place[view.producer]
         return views
 
     def views_of(self, name: str, places: Collection[int]) -> Iterator[int]:
-        """Yield a node's sole view, that view's sole view, and so on, while these are in `places`."""
+        """Yield a node's sole view, the sole view of that, and so on, while in `places`."""
         place = self.sole_view.get(self.place[name], -1)
         while place in places:
             yield place
@@ -162,6 +165,7 @@ class LiveRanges:
         """
         count = len(self.graph.nodes)
         missing = next((place for place in range(count) if place not in places), count)
+        # Tensors before `start` are only read before place `missing`: by nodes of `places`.
         start = bisect_right(self._furthest_reader, missing - 1)
         stop = bisect_right(self._sorted_producers, max(places, default=-1))
         for tensor, producer, readers in self._by_producer[start:stop]:
@@ -205,7 +209,7 @@ class LiveRanges:
 
     @cached_property
     def gradients(self) -> dict[int, tuple[GradientStorage, ...]]:
-        """By the place in whose backward they are made, without summands of a parameter's gradient."""
+        """By the place that makes them; summands of a parameter's gradient are left out."""
         by_producer = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             if not self._is_parameter_summand(gradient):
@@ -227,8 +231,8 @@ class LiveRanges:
     def places_sharing(self, gradient: GradientStorage, start: int) -> set[int]:
         """Return the nodes before the one at `start` whose gradients lie in `gradient`.
 
-        A backward that only makes views (of an addition, a reshape) leaves the gradient where it is,
-        so one storage may serve a whole chain of nodes.
+        A backward that only makes views (of an addition, a reshape) leaves the gradient where it
+        is, so one storage may serve a whole chain of nodes.
         """
         sharing: set[int] = set()
         waiting = [start]
@@ -242,7 +246,7 @@ class LiveRanges:
 
     @cached_property
     def summands(self) -> Mapping[int, Sequence[GradientStorage]]:
-        """By reader the gradients that end there because the reader's own gradient is added to them.
+        """By reader the gradients that end there, as the reader's own gradient is added to them.
 
         They hold what other readers gave before for a node that it reads.
         """
@@ -266,7 +270,7 @@ class LiveRanges:
         return capturable
 
     def _is_parameter_summand(self, gradient: GradientStorage) -> bool:
-        """Whether it goes from one reader of a parameter to another: it counts with the parameter."""
+        """Whether it goes from one reader of a parameter to another; then that counts it."""
         if gradient.producer == gradient.last:
             return False
         first, last = (

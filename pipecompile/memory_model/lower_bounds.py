@@ -23,14 +23,14 @@ from pipecompile.memory_model.live_ranges import Storage
 __all__ = ["FreeableBytes", "bytes_lower_bounds", "freeable_bytes", "receive_buffers"]
 
 MOST_CLASSES = 32  # of nodes, by the time that it takes to free a byte of theirs
-# Rates within a class differ by less than one of these factors, the smallest that gives few classes.
+# Rates within a class differ by at most one of these factors: the smallest that gives few classes.
 RATIOS = [1 + Fraction(2**step, 64) for step in range(64)]
 NO_TIME = Fraction(0)
 
 
 @dataclass(frozen=True)
 class FreeableBytes:
-    """Bytes by node that a stage need not keep, or not as they are, for at least `rate` ns a byte."""
+    """Bytes by node that a stage can free or encode, at `rate` ns a byte or more."""
 
     rate: Fraction
     bytes: Mapping[str, int]
@@ -69,7 +69,7 @@ def bytes_lower_bounds(
 
 
 def _parameter_bytes(graph: CostGraph, *, gradients: bool) -> Iterator[tuple[str, int]]:
-    """Yield nodes with their parts of parameters: if three nodes read one, each has a third of it."""
+    """Yield nodes with their parts of parameters: of three readers, each has a third."""
     rounded = ALLOCATORS[graph.allocator].rounded
     readers: dict[str, list[str]] = {}
     for node in graph.nodes:
@@ -185,6 +185,7 @@ def _moved_bytes(
     known_uses = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]
     uses = {place: known.get(storage, OTHER) for place, known in enumerate(known_uses)}
     whole = Storage(graph.storages[storage], (), places, graph.contents[storage], uses)
+    # A relaxation: savers are priced as one run, however a stage would choose its runs.
     by_use = tuple(policy for policy in policies if policy in POLICY_OF.values())
     for_any_use = [(policy,) for policy in policies if policy not in by_use]
     moved = []
@@ -249,6 +250,7 @@ def _roots(graph: CostGraph, savers: Mapping[int, set[str]]) -> Iterator[tuple[s
     for tensor in graph.tensors:
         if tensor.storage is not None:
             tensors.setdefault(tensor.storage, []).append(tensor)
+    # A view of a view is known if its producer is a reader of one that is known already.
     for storage, (first, *views) in tensors.items():
         if first.producer in placeholders or storage not in savers:
             continue

@@ -1,7 +1,8 @@
 """What optimizers hold: state that stays from step to step, and scratch while they step.
 
-As `torch.optim` keeps it: state in the type of the parameter, and a float32 counter of steps for each. Held against
-real optimizers by tests/memory_model/test_optimizer.py. With master weights the optimizer works on float32 copies.
+It is counted as `torch.optim` holds it: state in the type of the parameter, and for each parameter
+a float32 counter of steps. With master weights the optimizer works on float32 copies.
+tests/memory_model/test_optimizer.py compares these counts with real optimizers.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """Elements by a parameter's shape: of state, and of scratch while one parameter or all of them are stepped.
+    """Elements by a parameter's shape: of state, and of scratch in a step.
 
-    Steps go parameter by parameter on a CPU, and over lists of all parameters (`foreach`) on a GPU. What `lingers` is
-    the update of one parameter until that of the next one is made.
+    On a CPU, steps go parameter by parameter (`scratch`); on a GPU, over lists of all parameters
+    (`scratch_in_list`, torch's `foreach`). `has_counter` says that each parameter has a counter of
+    steps, `update_lingers` that the update of one parameter lives until the next one is made.
     """
 
     state: Elements
-    counts: bool
+    has_counter: bool
     scratch: Elements
     scratch_in_list: Elements
-    lingers: bool = False
+    update_lingers: bool = False
 
 
 def _times(copies: int) -> Elements:
@@ -40,14 +42,18 @@ def _times(copies: int) -> Elements:
 
 
 def _factored(shape: tuple[int, ...]) -> int:
-    """Adafactor's row and column means (Shazeer and Stern 2018, section 3); of vectors the whole."""
+    """Return Adafactor's row and column means (Shazeer and Stern 2018, section 3).
+
+    For a matrix of n rows and m columns, that is n + m elements instead of n · m; for a vector,
+    all of it.
+    """
     if len(shape) < 2:
         return prod(shape)
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
 def _unfactored(shape: tuple[int, ...]) -> int:
-    """What Adafactor multiplies out of its means, with those of the gradient and one more over rows."""
+    """Return what Adafactor multiplies out of its means, with new means and one more over rows."""
     if len(shape) < 2:
         return 2 * prod(shape)
     return prod(shape) + _factored(shape) + prod(shape[:-2])
@@ -60,19 +66,20 @@ def _unfactored_in_list(shape: tuple[int, ...]) -> int:
 OPTIMIZERS: Mapping[str, _Optimizer] = {
     "sgd": _Optimizer(_times(0), False, _times(0), _times(0)),
     "momentum": _Optimizer(_times(1), False, _times(0), _times(0)),
-    "rmsprop": _Optimizer(_times(1), True, _times(1), _times(1), lingers=True),
-    "adam": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
-    "adamw": _Optimizer(_times(2), True, _times(2), _times(1), lingers=True),
-    "adafactor": _Optimizer(_factored, True, _unfactored, _unfactored_in_list, lingers=True),
+    "rmsprop": _Optimizer(_times(1), True, _times(1), _times(1), update_lingers=True),
+    "adam": _Optimizer(_times(2), True, _times(2), _times(1), update_lingers=True),
+    "adamw": _Optimizer(_times(2), True, _times(2), _times(1), update_lingers=True),
+    "adafactor": _Optimizer(_factored, True, _unfactored, _unfactored_in_list, update_lingers=True),
 }
 
 
 def optimizer_bytes(
     parameters: Iterable[Parameter], name: str | None, *, master_weights: bool, lists: bool
 ) -> tuple[tuple[int, ...], int]:
-    """The storages of state that `name` holds for trainable `parameters`, and its scratch during a step, in bytes.
+    """Return the storages of state for trainable `parameters`, and the scratch of a step, in bytes.
 
-    Nothing for None. `lists` says that it steps over all parameters at once. InputError if it is not known.
+    `name` is the optimizer, None for none of it; InputError if it is not known. `lists` says that
+    it steps over all parameters at once.
     """
     if name is None:
         return (), 0
@@ -82,6 +89,7 @@ def optimizer_bytes(
     state: list[int] = []
     scratch, updates = [0], [0]
     for parameter in parameters:
+        # A parameter without a shape counts as a vector of float32.
         elements = (
             prod(parameter.shape)
             if parameter.shape is not None
@@ -91,10 +99,11 @@ def optimizer_bytes(
         copied = master_weights and parameter.bytes < elements * FLOAT32_BYTES
         size = FLOAT32_BYTES if copied else parameter.bytes // max(elements, 1)
         state += [elements * FLOAT32_BYTES] * copied
-        state += [optimizer.state(shape) * size] + [COUNTER_BYTES] * optimizer.counts
+        state += [optimizer.state(shape) * size] + [COUNTER_BYTES] * optimizer.has_counter
         # The gradient is brought to the type of the copy.
         working = optimizer.scratch_in_list if lists else optimizer.scratch
         scratch.append((working(shape) + elements * copied) * size)
-        updates.append(elements * size * optimizer.lingers)
+        updates.append(elements * size * optimizer.update_lingers)
+    # One parameter at a time: the update of the one before may live until this one's is made.
     one_by_one = max(now + before for now, before in zip(scratch, [0, *updates], strict=False))
     return tuple(size for size in state if size), sum(scratch) if lists else one_by_one

@@ -66,6 +66,7 @@ def highest(
     live = peak = 0
     for place, rise in zip(places, rises, strict=True):
         node_work = work.get(place, ())
+        # One after the other: each peak is on top of what those before it left.
         for item in node_work:
             peak = max(peak, live + item.peak)
             live += item.stays

@@ -58,8 +58,8 @@ class BackwardAllowance(NamedTuple):
     """What a stage may take when one of its backwards begins.
 
     `bytes` are for the activations of its `in_flight` microbatches, the one of this backward
-    included, and for what lives in that backward. `has_gradients` is 1 if the gradients of parameters
-    exist already; they then do not count among these bytes.
+    included, and for what lives in that backward. `has_gradients` is 1 if the gradients of
+    parameters exist already; they then do not count among these bytes.
     """
 
     in_flight: int
@@ -82,6 +82,7 @@ def rank_memory(
     expected = max(candidates, key=lambda memory: memory.total.expected)
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
+    # What the allocator takes beyond storages is part of the workspace's bound.
     margin = allocator.padded(size, _neighbour_ranks(stages)) - size
     kinds = {
         kind: Amount(expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound)
@@ -222,6 +223,7 @@ def available_for_activations(
     free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
     workspace = max(_most_above(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
+    # The optimizer's step comes after all backwards: nothing is in flight, but its scratch is.
     return left if step.bound <= free else min(left, free - step.bound)
 
 
@@ -261,6 +263,7 @@ def _sum(amounts: Iterable[Amount]) -> Amount:
 def _counted_once(stages: Collection[Footprint], kind: str) -> Amount:
     """Return a kind of all these stages of a rank: what several of them share is there once."""
     shared = {share.name: getattr(share, kind) for stage in stages for share in stage.shared}
+    # Each stage's own figure has its shares: subtract all of them, and add each parameter once.
     counted = _sum(getattr(share, kind) for stage in stages for share in stage.shared)
     return _sum(getattr(stage, kind) for stage in stages) - counted + _sum(shared.values())
 

@@ -1,9 +1,9 @@
 """What one stage holds, by position: the problem that a choice of recompute regions solves.
 
-The searches in recompute/ ask for many regions of one stage. Calling stage.py for each of them would
-take too long, so this describes the stage once: every storage with the positions of its users, and
-by position what else lives in the forward and in the backward. region_search.py adds these up to the
-same peaks as stage.py.
+The searches in recompute/ ask for many regions of one stage. Calling stage.py for each of them
+would take too long, so this describes the stage once: every storage with the positions of its
+users, and by position what else lives in the forward and in the backward. region_search.py adds
+these up to the same peaks as stage.py.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class RecomputeProblem:
 
     Bytes are those of one microbatch, as a bound counts them. `saves_at` says when a node's forward
     hands tensors to its backward: "before" its kernels run, "after" them, or "never".
-    `forward_peak` is what must be free when a node's forward begins. `backward_peak` is what must be
-    free when its backward begins: gradients and workspace, of which `gradients_before` live already,
-    and `gradients_after` live when it is done, sums of gradients included. What the forward kept
-    comes on top of these.
+    `forward_peak` is what must be free when a node's forward begins. `backward_peak` is what must
+    be free when its backward begins: gradients and workspace, of which `gradients_before` live
+    already, and `gradients_after` live when it is done, sums of gradients included. What the
+    forward kept comes on top of these.
 
     A region keeps `buffer_copies` of the buffers that its nodes write to. Regions begin and end at
     `boundaries`, among 0 … n, and contain none of the `excluded` positions. When the last node is
@@ -143,7 +143,7 @@ def _problem(stage: StageValues, *, has_gradients: bool) -> RecomputeProblem:
 
 
 def _forward_peaks(stage: StageValues, counting: Counting) -> list[int]:
-    """Return by position what a node's forward needs: its rise, scratch, and padding of storages."""
+    """Return by position what a node's forward needs: rise, scratch, and padding."""
     peaks = []
     for place, node in zip(stage.nodes, stage.own_nodes, strict=True):
         storages = stage.ranges.storages.get(place, ())
@@ -156,6 +156,7 @@ def _stored_tensor(
     stage: StageValues, value: StoredValue, position: Mapping[int, int], counting: Counting
 ) -> StoredTensor:
     """Return a stored value by positions; savers that encode it keep something else instead."""
+    # What is freed in the forward at a later node than its last reader is used there.
     storage = value.storage
     encoded = {place for encoding in value.encodings for place in encoding.savers}
     is_copied = stage.is_sent_as_copy(storage)
@@ -220,7 +221,7 @@ class _EncodedBytes:
 
 
 class _GradientLevels(NamedTuple):
-    """By position the bytes of gradients when a node's backward begins, at its peak, and after it."""
+    """By position the bytes of gradients before a node's backward, at its peak, and after it."""
 
     before: tuple[int, ...]
     peak: tuple[int, ...]
@@ -238,6 +239,7 @@ def _gradient_levels(
         changes[change.place].append(change)
     rows: list[tuple[int, int, int]] = []
     live = 0
+    # As `highest` in peaks.py, but with the levels at every node instead of one peak.
     for place, node in reversed(list(zip(stage.nodes, stage.own_nodes, strict=True))):
         net = padding = 0
         for _, size, begins in changes[place]:

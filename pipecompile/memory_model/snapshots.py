@@ -86,7 +86,7 @@ class Snapshot(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A field of a stage's state is one higher from after the action at `begin` until after `end`."""
+    """A field of a stage's state is one higher after action `begin` until `end` is done."""
 
     stage: int
     field: str | HandoverState
@@ -138,6 +138,7 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     for snapshot in _all_snapshots(row):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
         key = (snapshot.kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
+        # The workspace depends on the key alone, so within one key the states can be compared.
         rivals = highest.setdefault(key, [])
         if not any(_covers(rival, snapshot) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]
@@ -191,6 +192,7 @@ def _snapshot(action: Action, before: Mapping[int, StageState], after: StageStat
 
 def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
     """Yield each action with the state of each stage after it."""
+    # By index of the row and by stage: how much each field changes there.
     changes: dict[int, dict[int, Counter[str | HandoverState]]] = defaultdict(
         lambda: defaultdict(Counter)
     )
@@ -238,6 +240,7 @@ def _spans(row: Sequence[Action]) -> Iterator[_Span]:
         for stage, microbatch, kind in index_of
         if kind in COMPUTE
     }
+    # A neighbour on another rank has no actions in this row.
     absent = _ActionIndices(*[end] * len(_KINDS))
     for (stage, microbatch), own in indices.items():
         before = indices.get((stage - 1, microbatch), absent)
@@ -274,6 +277,7 @@ def _microbatch_spans(
     between = "between_without_outputs" if is_recomputed or hands_over else "between_backwards"
     yield between, own.input_backward, own.weight_backward
     if hands_over:
+        # The state of a handover changes with each backward of either stage.
         ends = {behind.input_gradients, behind.weight_gradients}
         ends |= {own.input_gradients, own.weight_gradients, end}
         for begin, stop in pairwise(sorted(ends)):

@@ -106,6 +106,7 @@ class SplitBackward:
     @cached_property
     def _on_the_way(self) -> set[int]:
         """The nodes whose gradients lead to inputs of the stage."""
+        # In the graph's order receivers come first: a node is on the way if one of them is.
         on_the_way: set[int] = set()
         for place in self.nodes:
             receivers = self.ranges.gradient_receivers[place]
@@ -152,8 +153,9 @@ class SplitBackward:
         }
 
     def _origin(self, name: str, place: int) -> Origin:
-        """Return where the walk to the parameter `name`, as the node at `place` reads it, begins."""
+        """Return where the walk to the parameter `name`, read at `place`, begins."""
         node = self.ranges.graph.nodes[place]
+        # Several autograd nodes of this one node lead to the parameter.
         if name in node.gradients_by_input_backward and place in self._on_the_way:
             return "input backward"
         return self._attachments.get(place, place)
@@ -171,6 +173,7 @@ class SplitBackward:
 
     @cached_property
     def _captures_for_aside(self) -> set[int]:
+        # A node aside that hangs off this place alone is reached from here.
         captures: set[int] = set()
         for place in self._on_the_way:
             receivers = self.ranges.gradient_receivers[place]

@@ -178,6 +178,7 @@ class _StageMemory(StageValues):
     def _forward_peak(self) -> Amount:
         changes = list(self._forward_changes())
         rises = [node.forward_peak_bytes for node in self.own_nodes]
+        # Twice the same walk: once with bytes as they are asked for, once as a bound counts them.
         peaks = []
         for counting in self._countings:
             at_end = self._peaks_at_end_of_runs(counting)
@@ -202,7 +203,7 @@ class _StageMemory(StageValues):
     def _buffer_copies_of_regions(
         self, *, is_recomputed: bool
     ) -> Iterator[tuple[Sequence[int], int]]:
-        """Yield each buffer copy with its region: of those that are ever recomputed, or of others."""
+        """Yield each buffer copy with its region: one that is recomputed, or one that is not."""
         for index, region in enumerate(self.regions):
             if (self.recomputed_at(index) is not None) == is_recomputed:
                 for size in self.buffer_copies(region):
@@ -254,6 +255,7 @@ class _StageMemory(StageValues):
             if self._is_freed_after_copies(value)
         )
         copies = sum(counting.size_of(tensor.bytes) for tensor in self.sent_copies)
+        # The copies for later stages are made when the last run has encoded what it saves.
         return peaks | {last: copied_from + max(copies, peaks.get(last, 0))}
 
     def _is_freed_after_copies(self, value: StoredValue) -> bool:
@@ -278,6 +280,7 @@ class _StageMemory(StageValues):
             for encoding in value.encodings
             if encoding.waits_for_end and encoding.encoded_at == end
         ]
+        # Encoding follows the order in which the run's nodes saved the storages.
         waiting.sort(key=lambda pair: min(p for p in pair[1].savers if p in run.places))
         encodings_left = Counter(id(value) for value, _ in waiting)
         ending = [
@@ -287,6 +290,7 @@ class _StageMemory(StageValues):
             and not self.is_kept(value)
             and not self._is_freed_after_copies(value)
         ]
+        # What the run read from outside is freed at its end; what it made, with its last encoding.
         read = {id(value) for value in ending if self.run_at.get(value.place) is not run}
         own = {id(value) for value in ending if id(value) in encodings_left} - read
         live = peak = sum(
@@ -327,6 +331,7 @@ class _StageMemory(StageValues):
 
     def _freed_changes(self, *, is_weight_backward: bool = False) -> Iterator[LivenessChange]:
         """Yield what a backward, or W, frees of the activations; outputs stay until it ends."""
+        # Backwards run from the last node to the first, so `holders[0]` is the last that needs it.
         for value in self.all_stored:
             is_gone = is_weight_backward and self._is_freed_by_input_backward(value)
             if value.holders and not self.is_sent(value.storage) and not is_gone:
@@ -350,6 +355,7 @@ class _StageMemory(StageValues):
 
     def _is_freed_by_input_backward(self, value: StoredValue) -> bool:
         """Whether W does not lead through any node that saved it."""
+        # Outputs wait for the step's end as messages, whoever saved them.
         if not self.has_input_backward or not value.holders or self.is_sent(value.storage):
             return False
         return self.split_backward.weight_backward_reach.isdisjoint(value.holders)
@@ -498,6 +504,7 @@ class _StageMemory(StageValues):
         Regions are recomputed, from the outermost on. What these freed again is gone. Then encoded
         storages are decoded, one after the other.
         """
+        # A region within another can only be recomputed from what the outer recompute holds for it.
         work: dict[int, list[WorkBeforeNode]] = defaultdict(list)
         for region in sorted(range(len(self.regions)), key=lambda index: -len(self.regions[index])):
             place = self.recomputed_at(region)

@@ -86,9 +86,10 @@ class Counting(NamedTuple):
 
 
 class StageValues(StageSubgraph):
-    """The values of one stage with `regions`, and with runs of nodes whose saved tensors are encoded.
+    """The values of one stage with `regions` and encoded runs.
 
-    Encoded runs and regions have no nodes in common.
+    An encoded run is a run of nodes whose saved tensors are encoded. It has no nodes in common with
+    regions.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class StageValues(StageSubgraph):
     @property
     def relayed_inputs(self) -> Iterator[str]:
         """Inputs that are sent to a later stage as they arrived, or as a view that lies in them."""
+        # A copy is memory of this stage; only what lies in the received message is relayed.
         copied = {tensor.producer for tensor in self.sent_copies}
         uncopied = [tensor for tensor in self.leaving if tensor.producer not in copied]
         names = {tensor.producer for tensor in uncopied}
@@ -165,6 +167,7 @@ class StageValues(StageSubgraph):
     def _stored(self, place: int, storage: Storage) -> StoredValue:
         """Return the value with all that needs it again."""
         savers = [saver for saver in storage.savers if saver in self.inside]
+        # Only outermost regions count: what inner ones read is held by the outer recompute.
         own_region = self.enclosing.get(place, ())[:1]
         reading_regions = {
             self.enclosing[user][0]
@@ -250,6 +253,7 @@ class StageValues(StageSubgraph):
         ends = [*storage.readers]
         for reader in storage.readers:
             path = self.enclosing.get(reader, ())
+            # Regions that the reader is in and the producer is not.
             entered = path[self._common_depth(around, path) :]
             ends += [self.regions[region][-1] for region in entered]
             run = self.run_at.get(reader)
@@ -310,6 +314,7 @@ def _enclosing_regions(
 ) -> dict[int, tuple[int, ...]]:
     """Return the regions (by index) around each node, from the outermost on."""
     enclosing: dict[int, tuple[int, ...]] = dict.fromkeys(nodes, ())
+    # Larger regions contain smaller ones, so the outermost comes first.
     for index in sorted(range(len(regions)), key=lambda index: -len(regions[index])):
         for place in regions[index]:
             enclosing[place] += (index,)

@@ -22,7 +22,7 @@ from pipecompile.api.planning import make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
-from pipecompile.ir.plan import Plan, EncodedNodes
+from pipecompile.ir.plan import EncodedNodes, Plan
 from tests.sweeps import sweep
 
 

@@ -30,7 +30,7 @@ from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Plan, EncodedNodes, Stage
+from pipecompile.ir.plan import EncodedNodes, Plan, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.recompute.encoding_offers import offers
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
-from pipecompile.ir.encodings import Memory, Policy
+from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.encodings import Policy
 from pipecompile.memory_model.encoding_costs import (
-    SavedStorage,
     EncodingCost,
+    SavedStorage,
     cost_by_policy,
     costs_by_use,
 )
@@ -103,11 +104,13 @@ def test_saved_bytes_are_those_of_the_costs() -> None:
     assert not wrong
 
 
-def saving_cost(policies: Sequence[Policy], storage: SavedStorage, memory: Memory) -> EncodingCost:
+def saving_cost(
+    policies: Sequence[Policy], storage: SavedStorage, allocator: AllocatorName
+) -> EncodingCost:
     """Return the bytes that `storage` takes in all."""
-    by_use = costs_by_use(policies, storage, memory)
+    by_use = costs_by_use(policies, storage, allocator)
     if by_use is None:
-        found = cost_by_policy(policies, storage, memory)
+        found = cost_by_policy(policies, storage, allocator)
         return EncodingCost(storage.bytes) if found is None else found[1]
     names = ("kept_bytes", "host_bytes", "packing_bytes", "unpacking_bytes")
     return EncodingCost(*(sum(getattr(cost, name) for cost in by_use) for name in names))

@@ -1,4 +1,4 @@
-"""What a rank holds, found the long way: a set of live things, action by action and node by node."""
+"""What a rank holds, found the long way: a set of live storages, followed node by node."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class _Rank(NaiveRecompute):
         )
 
     def _is_needed_behind(self, stage: NaiveStage, microbatch: int, key: Key) -> bool:
-        """Whether the next stage of the rank needs an output in its weight backward, or relays it."""
+        """Whether the next stage relays an output, or needs it in its weight backward."""
         behind = self.stages[stage.index + 1]
         is_half = (behind.index, microbatch) in self.between
         return any(
@@ -315,7 +315,6 @@ class _Rank(NaiveRecompute):
     def _return(self, stage: NaiveStage, microbatch: int, *, is_input_backward: bool) -> None:
         """Return the gradients of inputs; those of inputs that are only relayed were received."""
         parts = stage.parts if is_input_backward else {}
-        returned = stage.return_storages(is_input_backward=is_input_backward)
         sizes = {tensor.producer: tensor.gradient_bytes for tensor in stage.graph.tensors}
         for index, (name, number) in enumerate(parts.items()):
             self.live.hold((stage.index, microbatch, "part", name), sizes[name])
@@ -332,7 +331,7 @@ class _Rank(NaiveRecompute):
         self.live.need(0)
 
     def _hand_over(self, index: int, microbatch: int) -> None:
-        """Keep of what two stages of the rank handed each other only what one of them still needs."""
+        """Keep only what one of two neighbouring stages of the rank still needs."""
         here, there = (index, microbatch), (index + 1, microbatch)
         before, behind = self.stages.get(index), self.stages.get(index + 1)
         if before is None or behind is None or not {here} & (self.between | self.done):

@@ -140,7 +140,7 @@ class NaiveEncodings:
         return (size * on_cpu, 0) if policy == "offload" else None
 
     def produced_by(self, node: Node) -> list[int]:
-        """Return the storages that nobody before `node` produced; inputs of the minibatch are buffers."""
+        """Return the storages that `node` produces; inputs of the minibatch are buffers."""
         if node.operator == "placeholder":
             return []
         return [

@@ -40,11 +40,11 @@ class NaiveRecompute:
     saved_in: dict[Key, set[tuple[Key, int]]] = field(default_factory=dict)
 
     def _work(self, rise: int, scratch: int, beside: int = 0) -> None:
-        """Run a node's kernels. What begins to live in it is part of its rise; views run no kernels."""
+        """Run a node's kernels: what they make is part of the rise; views run none."""
         self.live.need(beside + (rise + scratch if rise else 0))
 
     def _recompute(self, stage: NaiveStage, microbatch: int, region_index: int | None) -> None:
-        """Recompute a region, unless that was done; first the region around it, which has its inputs.
+        """Recompute a region, unless that was done; before it the region around it.
 
         PyTorch's rules: what nodes save is saved for the innermost region, and what a region reads
         for the one around it, before it runs. A recompute ends when everything is saved.

@@ -90,7 +90,7 @@ class NaiveSplit(NaiveStorages):
         )
 
     def freed_in_weight_backward(self, key: Key) -> str | None:
-        """Return the node at which a weight backward frees a gradient; None for what is returned."""
+        """Return where a weight backward frees a gradient; None for what is returned."""
         if not self.has_input_backward or key[0] != "own":
             return None
         captors = self.capture_places(dict(self.gradients())[key[1]])
@@ -149,7 +149,7 @@ class NaiveSplit(NaiveStorages):
         )
 
     def begins_for_nodes_aside(self, name: str) -> bool:
-        """Whether the weight backward begins at a node for parameters behind what the node reads."""
+        """Whether the weight backward begins at a node for nodes aside that it reads."""
         before = [source for source in self.receivers(name) if source in self.aside]
         return name in self.to_inputs and any(
             self.origins_of_node(source) == {name} for source in before

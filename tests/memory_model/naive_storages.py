@@ -57,7 +57,7 @@ class NaiveStorages(NaiveEncodings):
 
     @cached_property
     def sent_copies(self) -> dict[Key, int]:
-        """What is sent as copies: views that repeat elements or have gaps, also relayed ones that are read."""
+        """Views with gaps or repeated elements that are sent as copies, also relayed ones."""
         leaving = [
             tensor
             for tensor in self.graph.tensors
@@ -238,7 +238,7 @@ class NaiveStorages(NaiveEncodings):
         return self.inside(found)
 
     def is_freed(self, storage: int, done: set[str]) -> bool:
-        """Whether nothing needs a storage once the nodes in `done` have run; runs keep what they read."""
+        """Whether nothing needs a storage once the nodes in `done` have run."""
         users = {
             encoding.encoded_at
             for _, encoding in self.encodings_of(storage)
@@ -256,7 +256,7 @@ class NaiveStorages(NaiveEncodings):
         ]
 
     def read_by(self, storage: int, done: set[str]) -> bool:
-        """Whether all readers have run, to the end of the regions for which the storage is an input."""
+        """Whether all readers have run, to the end of the regions that read the storage."""
         regions = [
             set(region) for region in self.regions if self.producer_of(storage) not in region
         ]

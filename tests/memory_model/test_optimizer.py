@@ -94,7 +94,7 @@ def test_a_step_over_lists_takes_no_more_than_is_said(name: str) -> None:
 
 
 def test_rmsprop_makes_twelve_bytes_of_each_parameter() -> None:
-    """GPipe (Huang et al. 2019, table 1): parameters, gradients and the mean of squares, 4 bytes each."""
+    """GPipe (Huang et al. 2019, table 1): parameter, gradient and mean of squares, 4 bytes each."""
     parameter = Parameter(name="w", bytes=4000, trainable=True, shape=(100, 10))
     state, _ = optimizer_bytes([parameter], "rmsprop", master_weights=False, lists=False)
     assert state == (4000, 4)  # and the counter of steps

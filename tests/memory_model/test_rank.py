@@ -209,7 +209,10 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
 def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     graph: CostGraph, recompute: Literal["none", "stage", "except-last"], data: st.DataObject
 ) -> None:
-    """By the most microbatches that a stage holds under 1F1B; gradients are there then if a backward has been."""
+    """By the most microbatches that a stage holds under 1F1B.
+
+    Gradients exist then if a backward has run.
+    """
     cut = data.draw(stages_of(graph))
     microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
     again, but_last = recompute != "none", recompute == "except-last"
@@ -379,9 +382,11 @@ def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: 
 @pytest.mark.parametrize(
     ("row", "kinds"),
     [
-        # In the first backward both are kept and the gradients come to be; one microbatch has been sent in the second.
+        # In the first backward both are kept and gradients are made; in the second, one microbatch
+        # was sent.
         ("0F0 0F1 0B0 0B1", (100, 0, 50, 20, 22, 97)),
-        # The third forward: gradients are there, one is kept, one was sent, and the gradient of its inputs waits.
+        # The third forward: gradients exist, one is kept, one was sent, and the gradient of its
+        # inputs waits.
         ("0F0 0F1 0B0 0F2 0B1 0B2", (100, 90, 50, 20, 33 + 3 + 2, 7)),
         # A first half may return several gradients in one storage.
         ("0F0 0I0 0W0", (100, 0, 50, 11, 11 + 1, 99)),
@@ -398,12 +403,13 @@ def test_the_peak_of_a_row_by_hand(row: str, kinds: tuple[int, ...]) -> None:
 
 
 def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
-    """What a stage hands to one of the same rank is held once: no buffer, nothing sent; so with gradients."""
+    """What a stage hands to one on its rank is held once, without buffers; so are gradients."""
     stages = {0: FOOTPRINT, 1: FOOTPRINT}
     memory = rank_memory(
         stages, peak_snapshots(_row("0F0 1F0 1B0 0B0")), microbatches=1, allocator=CPU
     )
-    # In stage 0's backward: gradients of stage 1, sent outputs of stage 1, and the gradient that it gave stage 0.
+    # In stage 0's backward: gradients of stage 1, outputs that it sent, and the gradient that it
+    # gave stage 0.
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == (
         200,
         90,

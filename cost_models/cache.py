@@ -91,6 +91,7 @@ def _checked(entry: CacheEntry, path: Path, depends_on: Mapping[str, str]) -> di
     """Return the costs of `entry`; raise FormatError if its file was renamed or edited."""
     if entry.depends_on != depends_on:
         raise FormatError(f"{path}: its costs depend on other things than its name says")
+    # The digest finds edits that leave the file readable.
     if entry.digest != fingerprint(entry.costs):
         raise FormatError(f"{path}: its costs were changed after they were measured")
     return entry.costs

@@ -113,6 +113,7 @@ def _ratios_by_rate(
             times = {
                 name: amount * rates[name] for name, amount in _amounts(kernel, device).items()
             }
+            # The roofline takes the longest, so only that rate explains the kernel.
             longest = max(times, key=times.__getitem__)
             decided[longest] = decided.get(longest, 0.0) + times[longest]
         if decided:

@@ -32,6 +32,7 @@ def moved_to(
     with torch.random.fork_rng(generators), without_hooks(unique):
         try:
             for value, data, _ in before:
+                # A gradient on another device would not fit the data.
                 value.grad = None
                 value.data = data.clone().to(device) if id(value) in copied else data.to(device)
             yield

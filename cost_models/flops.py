@@ -83,6 +83,7 @@ def _cost(call: NodeCall) -> CallCost:
     # A view returns storages that it was given, and writes nothing.
     if not call.mutates and _storages(outputs) <= _storages((*arguments, *call.parameters)):
         return FREE_CALL
+    # A backward reads what the forward read, besides the gradients of the outputs.
     read = size_bytes(arguments) + _parameter_bytes(call, outputs)
     run = call.differentiable_run()
     inputs, weights = size_bytes(call.inputs), size_bytes(call.weights)

@@ -119,6 +119,7 @@ def _kernel(
     if not any(output.numel() for output in written) or makes_views or operator in _ALLOCATIONS:
         return None
     count = _COUNTS.get(func._overloadpacket)
+    # Operators without a count, such as element-wise ones, are decided by their bytes.
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=value))
     if _argument(func, args, kwargs, "is_causal"):
         flops //= 2  # a fused kernel skips the masked half of the scores

@@ -80,6 +80,7 @@ class Measured:
         return cost
 
     def _measure(self, call: NodeCall) -> CallCost:
+        # Measured once, before the first call.
         if not self.engine_entry_ns:
             empty = _empty_backward(self.device)
             self.engine_entry_ns.append(self._time_ns(lambda: empty.inputs, empty.backward))
@@ -98,6 +99,7 @@ class Measured:
     def _backward_ns(self, run: DifferentiableRun, sources: Sequence[GradientEdge]) -> int:
         if not sources:
             return 0
+        # Noise can make a tiny backward faster than an empty one.
         return max(0, self._time_ns(lambda: sources, run.backward) - self.engine_entry_ns[0])
 
     def _time_ns(self, prepare: Callable[[], T], action: Callable[[T], object]) -> int:
@@ -152,6 +154,7 @@ def _timed(
         marks.append((start, clock.mark()))
     clock.wait()
     times = [clock.between_ns(start, end) for start, end in marks]
+    # A GPU cannot start a kernel before Python has queued it.
     if device.type != "cuda":
         return times
     return [max(pair) for pair in zip(times, queueing_ns, strict=True)]

@@ -153,7 +153,7 @@ class NodeCall:
             get_gradient_edge(argument) for argument in arguments if argument.requires_grad
         )
         outputs = tuple(output for output in self.run(arguments) if output.requires_grad)
-        if not outputs:
+        if not outputs:  # nothing flows back through this node
             return DifferentiableRun((), (), (), ())
         weights = tuple(get_gradient_edge(weight) for weight in self.weights)
         return DifferentiableRun(

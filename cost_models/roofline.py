@@ -82,6 +82,7 @@ def kernel_ns(kernel: Kernel, device: Device) -> int:
 
     5 · 10⁹ FLOPs at 10¹³ FLOP/s, of which 800 permille are reached, take 625 000 ns.
     """
+    # Launches are queued ahead, so a long kernel hides the launch of the next one.
     compute_ns = _ceil_ns(
         kernel.flops, device.peak_flop_per_s[peak_name(kernel, device)], device.compute_permille
     )
@@ -98,4 +99,5 @@ def peak_name(kernel: Kernel, device: Device) -> str:
 
 
 def _ceil_ns(amount: int, per_s: int, permille: int) -> int:
+    # Rounded up: −(−a // b) is the ceiling of a / b.
     return -(-amount * 10**9 * 1000 // (per_s * permille))

@@ -126,6 +126,7 @@ class _RegionReplacement:
             with graph.inserting_after(new_nodes[-1]):
                 item = graph.call_function(operator.getitem, (call, index))
             item.meta.update(node.meta, **self._meta())
+            # The region's own nodes are erased below and keep reading each other until then.
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
             new_nodes.append(item)
         for node in reversed(self.nodes):
@@ -216,6 +217,7 @@ def _body_graph(
     for node in arguments:
         copies[node] = graph.placeholder(origin_of(node))
         copies[node].meta["val"] = node.meta["val"]
+    # The passes below read the meta of every node.
     for placeholder in graph.nodes:
         placeholder.meta.update(_NO_EFFECTS)
     for node in nodes:

@@ -150,6 +150,7 @@ def _stage(
         [[copy_by_name[name] for name in region] for region in regions],
         [([copy_by_name[name] for name in names], policies) for names, policies in encoded_runs],
     )
+    # These passes come last: the bodies of regions have had them already.
     apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
     placeholders = graph.find_nodes(op="placeholder")
     return StageModule(
@@ -295,6 +296,7 @@ def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[
     """Return the names of the buffers that a forward of `nodes` writes to, each once."""
     written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
     names: dict[str, None] = {}
+    # A module that writes is taken to write to all of its buffers.
     for node in nodes:
         target = str(node.target)
         if node.op == "call_module" and node.meta["mutates"]:

@@ -51,6 +51,7 @@ def transfer(
         earliest = max([planned_stages.get(node, 0), *input_stages])
         stages[node] = _first_possible_stage(module, node, earliest, holders)
     _unite_groups(stages, module, holders)
+    # Every rank runs its part of the schedule, so no stage may be without nodes.
     empty = sorted(set(assignment.values()) - set(stages.values()))
     if empty:
         raise CaptureError(
@@ -99,6 +100,7 @@ def transfer_regions(
     for stage, stage_regions in regions.items():
         order = stage_order(module.graph, assignment, stage)
         for region in map(frozenset, stage_regions):
+            # Nodes in between that only this graph has become a part of the region.
             positions = [p for p, name in enumerate(order) if old_names.get(name) in region]
             names = order[positions[0] : positions[-1] + 1] if positions else []
             is_new = names not in transferred.get(stage, ())

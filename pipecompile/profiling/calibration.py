@@ -106,6 +106,7 @@ def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
         )
     unfitted, device = _unfitted_device(kind), torch.device(kind)
     samples: list[CalibrationSample] = []
+    # Operators decided by FLOPs, by bytes and by launches, so that each rate has samples.
     for operator in _operators(kind):
         samples += _samples(operator, device, unfitted)
     return Calibration(fit(samples, unfitted), tuple(samples))

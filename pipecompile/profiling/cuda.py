@@ -31,6 +31,7 @@ __all__ = [
     "differences_table",
 ]
 
+# The types of flash attention.
 _HALVES = (torch.float16, torch.bfloat16)
 _MASK_ALIGNMENT = 8  # attention.cpp, preprocess_mask
 aten = torch.ops.aten
@@ -82,11 +83,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the operator that CUDA would run: its formula saves what it saves there."""
+    """Return attention by the operator that CUDA would run, whose formula saves the same."""
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     kernel = attention_kernel(query, key, value, attn_mask, is_causal)
     if kernel == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
+    # The other kernels add the mask to the scores.
     mask = None if attn_mask is None else _additive(_autocast(attn_mask), query)
     if kernel == "efficient":
         return _efficient(query, key, value, mask, dropout_p, is_causal, scale)
@@ -242,6 +244,7 @@ class _ReplacementMode(TorchFunctionMode):
     """Calls the replacements in the place of the functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What this function calls runs below the mode, which does not see it.
         if func is F.multi_head_attention_forward:
             with _patched_functional():
                 return func(*args, **(kwargs or {}))

@@ -49,6 +49,7 @@ class NodeCaller(fx.Interpreter):
 
     def _call(self, node: fx.Node) -> NodeCall:
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        # The loss is a part of the output node, which therefore reads the targets too.
         if node.op == "output":
             args = (args[0], self.workload.targets)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -68,6 +69,7 @@ class NodeCaller(fx.Interpreter):
             bind=bind,
             arguments=tuple(leaves[position] for position in positions),
             differentiable=tuple(leaves[position].requires_grad for position in positions),
+            # A tied parameter of a module counts once.
             parameters=tuple({id(value): value for value in self._read(node, leaves)}.values()),
             mutates=False,
         )

@@ -85,6 +85,7 @@ class _Observer(NodeCaller):
         """Run a node forward under the tracker and observe it."""
         self.tracker.enter(len(self.nodes))
         self.first_sequence.append(torch._C._autograd._get_sequence_nr())
+        # A write to an argument raises its version.
         versions = [argument._version for argument in call.arguments]
         # Before the node runs: one that works in place changes the autograd nodes of its arguments.
         sources = self._sources(call.node)
@@ -195,6 +196,7 @@ class _Observer(NodeCaller):
         roots, self.roots = self.roots, ()
         if not roots:
             return
+        # The gradients of the outputs come from elsewhere, so they do not count as made here.
         seeds = [torch.ones_like(root) for root in roots]
         self.tracker.exclude(seeds)
         self.tracker.tick_of = self._tick_of
@@ -213,6 +215,7 @@ class _Observer(NodeCaller):
 
     def _shared_shapes(self) -> set[torch.Size]:
         """Return the shapes of parameters that several nodes read."""
+        # Their gradients may be summed over stages: the tracker needs to know these sums.
         readers = Counter(name for _, node in self.nodes for name in node.parameters)
         return {value.shape for value in self.state if readers[self.workload.names[id(value)]] > 1}
 

@@ -47,6 +47,7 @@ def profile(
         with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, scratch_on(cost_model.memory))
+            # Fake tensors belong to this mode, so they are priced inside it.
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         # Real tensors are priced outside of the fake mode, on the device's own kernels.
         if cost_model.real:
@@ -201,6 +202,7 @@ def _parameters(module: nn.Module) -> Iterator[ir.Parameter]:
     for name, value in named_state(module):
         names.setdefault(id(value), []).append(name)
         values[id(value)] = value
+    # Names of one tensor are aliases: the first is canonical.
     for key, value in values.items():
         first, *aliases = names[key]
         yield ir.Parameter(

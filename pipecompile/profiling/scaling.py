@@ -94,7 +94,7 @@ def _half(
     known = [value for value in map(time, nodes) if value is not None]
     if len(known) < len(nodes):
         return [None] * len(nodes)
-    if measured is None:
+    if measured is None:  # only whole backwards were measured: both halves keep their shares
         before = sum(node.backward_ns for node in nodes)
         measured = sum(known) * whole // before if before else sum(known)
     return apportioned(measured, known)

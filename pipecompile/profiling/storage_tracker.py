@@ -137,6 +137,7 @@ class StorageTracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         self._current_node = None if node is None else node._sequence_nr()
         if node is not None:
+            # Autograd decides the order of backwards, so the running node tells the tick.
             tick = self.tick_of(node._sequence_nr())
             if tick is not None and tick != self.tick:
                 self.enter(tick)
@@ -148,6 +149,7 @@ class StorageTracker(TorchDispatchMode):
         if summand is not None:
             address = args[0].untyped_storage()._cdata
             self._add_sum(address, summand, result.untyped_storage(), becomes_sum)
+        # What has no new storage is a view, or works in place.
         count = len(self.live_ranges)
         if hidden := hidden_bytes(func, args, result):
             self._begin(hidden[0].untyped_storage(), hidden[1])
@@ -166,7 +168,7 @@ class StorageTracker(TorchDispatchMode):
                 self.live_ranges[index].read_in.add(self.tick)
 
     def _note_mask(self, func: Any, arguments: Any, result: Any) -> None:
-        """A draw of zeros and ones makes a mask; any other write than scaling makes it none."""
+        """Note a drawn mask, or that a write other than scaling has made it none."""
         if func in _DRAWS:
             self.masks.update(self.indices([result]))
         elif func._schema.is_mutable and func not in _SCALINGS:
@@ -203,6 +205,7 @@ class StorageTracker(TorchDispatchMode):
         if becomes_sum and born_in_this_tick:
             self._track(storage, summand)
         elif becomes_sum:
+            # The bytes stay: they pass from the gradient to the sum.
             first.died = self.tick
             total = StorageLiveRange(first.bytes, self.tick, is_sum=True, continues=summand)
             self._append(storage, total)

@@ -55,6 +55,7 @@ class Workload:
         return replace(
             self,
             module=copy.deepcopy(self.module, memo),
+            # Constants of the graph may name the device of the captured model.
             graph=_on_cpu(self.graph),
             inputs=tuple(without_values(value, "cpu") for value in self.inputs),
             targets=tuple(without_values(value, "cpu") for value in self.targets),

@@ -1,7 +1,7 @@
 """What stands for a storage between forward and backward where nodes encode their saved tensors.
 
 A stage may have runs of nodes whose saved tensors are encoded (graph/saved_tensors.py does it):
-another, smaller form of the storage is kept, and the storage itself exists again only from the
+another, smaller form of the storage is kept, and the storage itself exists only from the
 backward of its last saver to that of its first. stage_values.py and recompute_problem.py follow
 these forms; recompute/encoding_offers.py prices them.
 """

@@ -62,7 +62,7 @@ def bytes_lower_bounds(
     is_whole = recompute in ("stage", "except-last")
     if is_whole or recompute in ("none", "auto"):
         counts = resident if is_whole else saved
-        for storage in _saved_storages(graph, recompute, encodings):
+        for storage in _required_storages(graph, recompute, encodings):
             if is_whole or storage.is_always_kept:
                 counts[storage.producer] += storage.bytes
     return resident, saved
@@ -119,7 +119,7 @@ def freeable_bytes(
     """
     freeable = [
         storage
-        for storage in _saved_storages(graph, recompute, encodings)
+        for storage in _required_storages(graph, recompute, encodings)
         if storage.bytes and not storage.is_always_kept
     ]
     # One run of a producer frees all its storages, except those that need no run of its kernels.
@@ -134,7 +134,7 @@ def freeable_bytes(
     return tuple(_classes(sorted(priced, key=lambda pair: (pair[0], pair[1].producer))))
 
 
-class _SavedStorage(NamedTuple):
+class _RequiredStorage(NamedTuple):
     """A storage that backwards need, with its size as a bound counts it and the node that makes it.
 
     It may lie in a recomputed region if `is_recomputable`; without a run of its producer's kernels,
@@ -154,15 +154,15 @@ class _SavedStorage(NamedTuple):
         return not self.is_recomputable and self.moved is None
 
 
-def _saved_storages(
+def _required_storages(
     graph: CostGraph, recompute: Recompute, encodings: Sequence[Policy]
-) -> Iterator[_SavedStorage]:
+) -> Iterator[_RequiredStorage]:
     savers, sizes = _savers(graph), _least_sizes(graph)
     for producer, storage in _roots(graph, savers):
         node, names = graph.by_name[producer], savers[storage]
         # If others save it too, its producer must run again, unless they may encode it.
         is_only_saver = producer in names if encodings else names == {producer}
-        yield _SavedStorage(
+        yield _RequiredStorage(
             producer,
             ALLOCATORS[graph.allocator].rounded(sizes[storage]),
             is_recomputable=recompute == "auto" and node.is_recomputable,
@@ -200,7 +200,7 @@ def _moved_bytes(
 
 
 def _rate(
-    graph: CostGraph, saved: _SavedStorage, freed_by_run: int, bytes_per_ns: Fraction
+    graph: CostGraph, saved: _RequiredStorage, freed_by_run: int, bytes_per_ns: Fraction
 ) -> Fraction:
     """Return the least ns per byte; one more run of the producer frees `freed_by_run` bytes."""
     rates = []
@@ -213,7 +213,7 @@ def _rate(
     return min(rates)
 
 
-def _classes(priced: Sequence[tuple[Fraction, _SavedStorage]]) -> Iterator[FreeableBytes]:
+def _classes(priced: Sequence[tuple[Fraction, _RequiredStorage]]) -> Iterator[FreeableBytes]:
     """Yield classes of storages, given in ascending order of rates, whose rates differ little.
 
     The lowest rate counts for all of a class, so that bounds stay bounds. Storages that are free to

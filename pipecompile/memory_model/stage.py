@@ -23,30 +23,19 @@ from the backward of the last saver to that of the first. What a run reads lives
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
-from pipecompile.ir.amount import ZERO, Amount
+from pipecompile.ir.amount import ZERO
 from pipecompile.ir.encodings import Policy
 from pipecompile.ir.footprint import Footprint, MessageStorage, SharedParameter
 from pipecompile.ir.graph import Parameter
-from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding
-from pipecompile.memory_model.gradient_sums import GradientSums
+from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.optimizer import optimizer_bytes
-from pipecompile.memory_model.peaks import NO_WORK, WorkBeforeNode, highest
-from pipecompile.memory_model.stage_values import (
-    BOUND_SCRATCH,
-    Counting,
-    StageValues,
-    StoredValue,
-)
-from pipecompile.memory_model.subgraph import LivenessChange
+from pipecompile.memory_model.stage_backward import StageBackward
 
 __all__ = ["footprint_of"]
-
-NO_SUMS: Mapping[int, int] = {}
 
 
 def footprint_of(
@@ -76,7 +65,7 @@ def footprint_of(
     return stage.footprint()
 
 
-class _StageMemory(StageValues):
+class _StageMemory(StageBackward):
     """One stage, followed through its actions. I and W are the halves of a split backward."""
 
     def footprint(self) -> Footprint:
@@ -164,264 +153,6 @@ class _StageMemory(StageValues):
                     optimizer=amount(self._optimizer(trained)[0]),
                 )
 
-    # -- forward
-
-    def _activation_sizes(self) -> Iterator[int]:
-        """Yield the sizes of what a microbatch keeps from its forward to its backward."""
-        for value in self.all_stored:
-            if self.is_kept(value):
-                yield value.storage.bytes
-        yield from (tensor.bytes for tensor in self.sent_copies)
-        yield from map(self._kept_bytes, self._encodings)
-        yield from (size for _, size in self._buffer_copies_of_regions(is_recomputed=True))
-
-    def _forward_peak(self) -> Amount:
-        changes = list(self._forward_changes())
-        rises = [node.forward_peak_bytes for node in self.own_nodes]
-        # Twice the same walk: once with bytes as they are asked for, once as a bound counts them.
-        peaks = []
-        for counting in self._countings:
-            at_end = self._peaks_at_end_of_runs(counting)
-            work = self._work_before_forwards(counting)
-            graph_nodes = self.graph.nodes
-            peaks.append(highest(graph_nodes, self.nodes, changes, rises, counting, at_end, work))
-        return Amount(expected=peaks[0], bound=peaks[1])
-
-    def _forward_changes(self) -> Iterator[LivenessChange]:
-        for value in self.all_stored:
-            yield LivenessChange(value.place, value.storage.bytes, begins=True)
-            if not self.is_kept(value):
-                yield LivenessChange(value.last_forward_use, value.storage.bytes, begins=False)
-        for encoding in self._encodings:
-            if encoding.waits_for_end:
-                size = self._kept_bytes(encoding)
-                yield LivenessChange(encoding.encoded_at, size, begins=True)
-        # A region that is never recomputed frees its copies when its forward ends.
-        for region, size in self._buffer_copies_of_regions(is_recomputed=False):
-            yield LivenessChange(region[-1], size, begins=False)
-
-    def _buffer_copies_of_regions(
-        self, *, is_recomputed: bool
-    ) -> Iterator[tuple[Sequence[int], int]]:
-        """Yield each buffer copy with its region: one that is recomputed, or one that is not."""
-        for index, region in enumerate(self.regions):
-            if (self.recomputed_at(index) is not None) == is_recomputed:
-                for size in self.buffer_copies(region):
-                    yield region, size
-
-    @cached_property
-    def _encodings(self) -> list[StorageEncoding]:
-        return [encoding for value in self.stored for encoding in value.encodings]
-
-    def _kept_bytes(self, encoding: StorageEncoding) -> int:
-        return encoding.kept_bytes(self.graph.allocator)
-
-    def _work_before_forwards(self, counting: Counting) -> dict[int, list[WorkBeforeNode]]:
-        """Return by node what is done as its forward begins.
-
-        Inputs are laid out with gaps before the first node, and regions copy buffers before their
-        first node. Encodings that do not wait for the end of their run are made beside the saver's
-        kernels.
-        """
-        work: dict[int, list[WorkBeforeNode]] = defaultdict(list)
-        for value in self.strided_copies:
-            size = counting.size_of(value.storage.bytes)
-            work[self.nodes[0]].append(WorkBeforeNode(size, size))
-        for region in self.regions:
-            copies = sum(map(counting.size_of, self.buffer_copies(region)))
-            work[region[0]].append(WorkBeforeNode(copies, copies))
-        for encoding in self._encodings:
-            if not encoding.waits_for_end:
-                kept = counting.size_of(self._kept_bytes(encoding))
-                scratch = counting.size_of(encoding.cost.scratch_bytes)
-                work[encoding.encoded_at].append(WorkBeforeNode(0, kept, scratch))
-        return work
-
-    def _peaks_at_end_of_runs(self, counting: Counting) -> dict[int, int]:
-        """Return by the last node of a run the most that lives while its encodings are made.
-
-        It is above what lives when all of them are made. At the stage's last node it includes the
-        copies that are sent, and the storages that are freed once these are made.
-        """
-        peaks = {
-            run.places[-1]: self._peak_while_encoding(run, counting)
-            for run in set(self.run_at.values())
-            if run.encodes_at_end
-        }
-        last = self.nodes[-1]
-        copied_from = sum(
-            counting.size_of(value.storage.bytes)
-            for value in self.all_stored
-            if self._is_freed_after_copies(value)
-        )
-        copies = sum(counting.size_of(tensor.bytes) for tensor in self.sent_copies)
-        # The copies for later stages are made when the last run has encoded what it saves.
-        return peaks | {last: copied_from + max(copies, peaks.get(last, 0))}
-
-    def _is_freed_after_copies(self, value: StoredValue) -> bool:
-        """Whether it is freed when copies of its views were made for later stages."""
-        return not value.holders and self.is_sent_as_copy(value.storage)
-
-    def _peak_while_encoding(self, run: EncodedPlaces, counting: Counting) -> int:
-        """Return the most that lives while a run's encodings are made, above what they take.
-
-        They are made one after the other. A storage is freed with its last encoding, unless the run
-        did not make it. Two storages of 8 bytes, each encoded in 1 byte with 2 bytes of scratch:
-
-            before               16         9
-            encoding made        17        10
-            with scratch         19        12
-            storage freed         9         2      19 at most, less the 2 of the encodings: 17
-        """
-        end = run.places[-1]
-        waiting = [
-            (value, encoding)
-            for value in self.stored
-            for encoding in value.encodings
-            if encoding.waits_for_end and encoding.encoded_at == end
-        ]
-        # Encoding follows the order in which the run's nodes saved the storages.
-        waiting.sort(key=lambda pair: min(p for p in pair[1].savers if p in run.places))
-        encodings_left = Counter(id(value) for value, _ in waiting)
-        ending = [
-            value
-            for value in self.all_stored
-            if value.last_forward_use == end
-            and not self.is_kept(value)
-            and not self._is_freed_after_copies(value)
-        ]
-        # What the run read from outside is freed at its end; what it made, with its last encoding.
-        read = {id(value) for value in ending if self.run_at.get(value.place) is not run}
-        own = {id(value) for value in ending if id(value) in encodings_left} - read
-        live = peak = sum(
-            counting.size_of(value.storage.bytes) for value in ending if id(value) in own | read
-        )
-        for value, encoding in waiting:
-            live += counting.size_of(self._kept_bytes(encoding))
-            peak = max(peak, live + counting.size_of(encoding.cost.scratch_bytes))
-            encodings_left[id(value)] -= 1
-            if not encodings_left[id(value)] and id(value) in own:
-                live -= counting.size_of(value.storage.bytes)
-        kept = sum(counting.size_of(self._kept_bytes(encoding)) for _, encoding in waiting)
-        return peak - kept
-
-    # -- backward
-
-    @cached_property
-    def _backward_changes(self) -> list[LivenessChange]:
-        """What a whole backward makes and frees, without gradients of parameters."""
-        return [
-            *self._freed_changes(),
-            *self.gradients.flow_changes(),
-            *self._freed_region_copies(before_backward=False),
-        ]
-
-    def _backward_peak(self, changes: Sequence[LivenessChange], *, has_gradients: bool) -> Amount:
-        made = self.gradients.parameter_changes(has_gradients=has_gradients)
-        rises = [node.backward_peak_bytes for node in self.own_nodes]
-        return self._peak([*changes, *made], rises, self._sums_of_backward, recomputes=True)
-
-    @cached_property
-    def _gradient_sums(self) -> GradientSums:
-        return GradientSums(self.gradients)
-
-    @cached_property
-    def _sums_of_backward(self) -> Mapping[int, int]:
-        return self._gradient_sums.summands_and_parts()
-
-    def _freed_changes(self, *, is_weight_backward: bool = False) -> Iterator[LivenessChange]:
-        """Yield what a backward, or W, frees of the activations; outputs stay until it ends."""
-        # Backwards run from the last node to the first, so `holders[0]` is the last that needs it.
-        for value in self.all_stored:
-            is_gone = is_weight_backward and self._is_freed_by_input_backward(value)
-            if value.holders and not self.is_sent(value.storage) and not is_gone:
-                yield LivenessChange(value.holders[0], value.storage.bytes, begins=False)
-        for encoding in self._encodings:
-            first_saver = encoding.savers[0]
-            yield LivenessChange(first_saver, self._kept_bytes(encoding), begins=False)
-            if not is_weight_backward:  # the decoded storage
-                yield LivenessChange(first_saver, encoding.storage_bytes, begins=False)
-        for region, size in self._buffer_copies_of_regions(is_recomputed=True):
-            yield LivenessChange(region[0], size, begins=False)
-
-    def _freed_region_copies(self, *, before_backward: bool) -> Iterator[LivenessChange]:
-        """Yield where recomputed storages are freed, before or after the backward of that node."""
-        for value in self.stored:
-            for copy in value.region_copies:
-                if copy.ends_before_backward == before_backward:
-                    yield LivenessChange(copy.place, value.storage.bytes, begins=False)
-
-    # -- the halves of a split backward
-
-    def _is_freed_by_input_backward(self, value: StoredValue) -> bool:
-        """Whether W does not lead through any node that saved it."""
-        # Outputs wait for the step's end as messages, whoever saved them.
-        if not self.has_input_backward or not value.holders or self.is_sent(value.storage):
-            return False
-        return self.split_backward.weight_backward_reach.isdisjoint(value.holders)
-
-    @property
-    def _sizes_freed_by_input_backward(self) -> list[int]:
-        return [
-            value.storage.bytes
-            for value in self.all_stored
-            if self._is_freed_by_input_backward(value)
-        ]
-
-    @property
-    def _weight_backward_reach(self) -> set[int]:
-        """What W leads through: all nodes, if there is no I."""
-        if not self.has_input_backward:
-            return self.inside
-        return self.split_backward.weight_backward_reach
-
-    def _input_backward_peak(self) -> Amount:
-        gradients = (
-            LivenessChange(places[-1], parameter.bytes, begins=True)
-            for parameter, places in self.gradients.input_backward_parameters
-        )
-        sums = self._gradient_sums.summands_and_parts(
-            is_input_backward=True, freed_bytes=sum(self._sizes_freed_by_input_backward)
-        )
-        return self._peak(
-            [*self.gradients.flow_changes(is_input_backward=True), *gradients],
-            list(self.gradients.input_backward_rises()),
-            sums,
-        )
-
-    @cached_property
-    def _weight_backward_changes(self) -> list[LivenessChange]:
-        """What W makes and frees, without gradients of parameters: all of it, if there is no I."""
-        if not self.has_input_backward:
-            return self._backward_changes
-        freed = self._freed_changes(is_weight_backward=True)
-        return [*freed, *self.gradients.weight_backward_changes()]
-
-    @cached_property
-    def _changes_freeing_outputs(self) -> list[LivenessChange]:
-        """The same where outputs are freed as other activations are."""
-        return [*self._weight_backward_changes, *self._freed_outputs()]
-
-    def _weight_backward_peak(
-        self, changes: Sequence[LivenessChange], *, has_gradients: bool
-    ) -> Amount:
-        made = self.gradients.parameter_changes(
-            has_gradients=has_gradients, is_weight_backward=True
-        )
-        if self.has_input_backward:
-            rises = list(self.gradients.weight_backward_rises())
-            sums: Mapping[int, int] = self._gradient_sums.weight_backward_summands()
-        else:
-            rises = [node.backward_peak_bytes for node in self.own_nodes]
-            sums = self._sums_of_backward
-        return self._peak([*changes, *made], rises, sums)
-
-    def _freed_outputs(self) -> Iterator[LivenessChange]:
-        for value in self.all_stored:
-            is_needed = not self._weight_backward_reach.isdisjoint(value.holders)
-            if is_needed and self.is_sent(value.storage):
-                yield LivenessChange(value.holders[0], value.storage.bytes, begins=False)
-
     # -- messages
 
     def _sent_outputs(self) -> Iterator[MessageStorage]:
@@ -465,76 +196,3 @@ class _StageMemory(StageValues):
             )
             if is_saved or not reach.isdisjoint(self.gradient_givers(tensor)):
                 yield tensor.producer
-
-    # -- peaks
-
-    def _peak(
-        self,
-        changes: Sequence[LivenessChange],
-        rises: Sequence[int],
-        sums: Mapping[int, int] = NO_SUMS,
-        *,
-        recomputes: bool = False,
-    ) -> Amount:
-        """Return the most that lives in a backward, above what lived before.
-
-        `rises` are in the order of the nodes, `sums` by node. A backward that `recomputes` also
-        decodes what was encoded.
-        """
-        nodes, rises = self.nodes[::-1], rises[::-1]
-        peaks = []
-        for counting, work in zip(self._countings, self._work_before_backwards, strict=True):
-            at_end = {place: counting.size_of(size) for place, size in sums.items()}
-            work = work if recomputes else NO_WORK
-            peaks.append(highest(self.graph.nodes, nodes, changes, rises, counting, at_end, work))
-        return Amount(expected=peaks[0], bound=peaks[1])
-
-    @cached_property
-    def _countings(self) -> tuple[Counting, Counting]:
-        """How bytes are counted as expected, and for a bound."""
-        return Counting(1, int), Counting(BOUND_SCRATCH, self.allocator.rounded)
-
-    @cached_property
-    def _work_before_backwards(self) -> list[Mapping[int, Sequence[WorkBeforeNode]]]:
-        return [self._work_before_backward(counting) for counting in self._countings]
-
-    def _work_before_backward(self, counting: Counting) -> dict[int, list[WorkBeforeNode]]:
-        """Return by node what is done as its backward begins, in this order.
-
-        Regions are recomputed, from the outermost on. What these freed again is gone. Then encoded
-        storages are decoded, one after the other.
-        """
-        # A region within another can only be recomputed from what the outer recompute holds for it.
-        work: dict[int, list[WorkBeforeNode]] = defaultdict(list)
-        for region in sorted(range(len(self.regions)), key=lambda index: -len(self.regions[index])):
-            place = self.recomputed_at(region)
-            if place is not None:
-                work[place].append(self._recompute(region, counting))
-        for place, size, _ in self._freed_region_copies(before_backward=True):
-            work[place].append(WorkBeforeNode(0, -counting.size_of(size)))
-        for encoding in self._encodings:
-            full = counting.size_of(encoding.storage_bytes)
-            scratch = counting.size_of(encoding.cost.scratch_bytes)
-            work[encoding.decoded_at].append(WorkBeforeNode(full + scratch, full))
-        return work
-
-    def _recompute(self, region: int, counting: Counting) -> WorkBeforeNode:
-        """Return the recompute of a region: the forward of the nodes that it runs once more."""
-        nodes, members = self.recomputed_nodes(region), set(self.regions[region])
-        recomputed = set(nodes)
-        changes: list[LivenessChange] = []
-        held_bytes = 0
-        for value in self.stored:
-            if value.place not in recomputed:
-                continue
-            size = value.storage.bytes
-            changes.append(LivenessChange(value.place, size, begins=True))
-            if any(copy.region == region for copy in value.region_copies):
-                held_bytes += counting.size_of(size)
-            elif members.issuperset(value.storage.readers):
-                # What others read is returned by the region, and lives to its end.
-                last = self.last_read(value.place, value.storage)
-                changes.append(LivenessChange(last, size, begins=False))
-        rises = [self.graph.nodes[place].forward_peak_bytes for place in nodes]
-        peak = highest(self.graph.nodes, nodes, changes, rises, counting)
-        return WorkBeforeNode(peak, held_bytes)

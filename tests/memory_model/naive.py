@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
-from tests.memory_model.naive_encodings import EncodedNames, EncodedStorage, Key
-from tests.memory_model.naive_recompute import LiveBytes, NaiveRecompute
+from tests.memory_model.naive_encodings import EncodedNames, Key
+from tests.memory_model.naive_forward import NaiveForward
+from tests.memory_model.naive_recompute import LiveBytes
 from tests.memory_model.naive_stage import NaiveStage
 
 __all__ = ["highest"]
@@ -18,7 +19,7 @@ NO_ENCODINGS: Mapping[int, Sequence[EncodedNames]] = {}
 
 
 @dataclass
-class _Rank(NaiveRecompute):
+class _Rank(NaiveForward):
     """A rank at work; keys are (stage, microbatch, what, …)."""
 
     stages: dict[int, NaiveStage] = field(default_factory=dict)
@@ -28,172 +29,31 @@ class _Rank(NaiveRecompute):
     split: set[tuple[int, int]] = field(default_factory=set)
     done: set[tuple[int, int]] = field(default_factory=set)
 
-    def forward(self, stage: NaiveStage, microbatch: int, run: str) -> None:
-        done: set[str] = set()
-        for copy in stage.strided_copies:
-            self.live.hold((stage.index, microbatch, run, *copy.key), copy.size)
-            self.live.need(0)
-        for node in stage.nodes:
-            for index in stage.regions_beginning(node.name):
-                self.live.hold(
-                    (stage.index, microbatch, "region's copies", index),
-                    stage.buffer_copy_bytes(stage.regions[index]),
-                )
-            made = [
-                (key, encoding)
-                for key, encoding in stage.own_encodings()
-                if encoding.encoded_at == node.name
-            ]
-            for key, encoding in made:
-                if not encoding.waits_for_end:
-                    self.live.hold((stage.index, microbatch, "encoding", *key), encoding.size)
-            beside = max(
-                (encoding.scratch for _, encoding in made if not encoding.waits_for_end), default=0
-            )
-            self._work(node.forward_peak_bytes, node.workspace_bytes, beside)
-            done.add(node.name)
-            for storage in stage.produced_by(node):
-                self.live.hold(
-                    (stage.index, microbatch, run, storage), stage.graph.storages[storage]
-                )
-            self._encode_at_end(
-                stage,
-                microbatch,
-                run,
-                [(key, encoding) for key, encoding in made if encoding.waits_for_end],
-                done,
-            )
-            self._free_unread(stage, microbatch, run, done)
-            self.live.need(0)
-            for index, region in enumerate(stage.regions):
-                if region[-1] == node.name and not stage.is_recomputed(index):
-                    self.live.drop(stage.index, microbatch, "region's copies", index)
-        for key, size in stage.sent_copies.items():
-            self.live.hold((stage.index, microbatch, run, *key), size)
-        self.live.need(0)
-        self._free_unread(stage, microbatch, run, set(stage.order))
-
-    def _free_unread(self, stage: NaiveStage, microbatch: int, run: str, done: set[str]) -> None:
-        for storage in stage.own_storages():
-            if stage.is_freed(storage, done):
-                self.live.drop(stage.index, microbatch, run, storage)
-        for copy in stage.strided_copies:
-            if not copy.holders and not copy.is_sent and copy.until <= done:
-                self.live.drop(stage.index, microbatch, run, *copy.key)
-
-    def _encode_at_end(
-        self,
-        stage: NaiveStage,
-        microbatch: int,
-        kind: str,
-        made: Sequence[tuple[Key, EncodedStorage]],
-        done: set[str],
-    ) -> None:
-        """Encode at the end of a run, one after the other.
-
-        A storage is freed with its last encoding, unless the run did not produce it.
-        """
-        if not made:
-            return
-        end = made[0][1].encoded_at
-        run = stage.run_of(end)
-        gone = [storage for storage in stage.own_storages() if stage.is_freed(storage, done)]
-        given = [storage for storage in gone if run in stage.runs_reading(storage)]
-        waiting = [encoding.storage for _, encoding in made]
-        for storage in gone:
-            if storage not in given and storage not in waiting:
-                self.live.drop(stage.index, microbatch, kind, storage)
-        self.live.need(0)
-        for key, encoding in sorted(
-            made, key=lambda pair: min(run.index(n) for n in pair[1].savers if n in run)
-        ):
-            self.live.hold((stage.index, microbatch, "encoding", *key), encoding.size)
-            self.live.need(encoding.scratch)
-            waiting.remove(encoding.storage)
-            if encoding.storage in gone and encoding.storage not in (*given, *waiting):
-                self.live.drop(stage.index, microbatch, kind, encoding.storage)
-
-    def keep_outputs_only(self, stage: NaiveStage, microbatch: int) -> None:
-        """Keep only the outputs of a forward."""
-        for storage in stage.own_storages():
-            if not stage.is_sent(storage):
-                self.live.drop(stage.index, microbatch, "kept", storage)
-        for copy in stage.strided_copies:
-            self.live.drop(stage.index, microbatch, "kept", *copy.key)
-        for key, size in stage.messages.items():
-            self.live.drop(stage.index, microbatch, "kept", *key)
-            self.live.hold((stage.index, microbatch, "outputs only", *key), size)
-
     def backward(self, stage: NaiveStage, microbatch: int, kind: Kind) -> None:
-        first = kind is not Kind.BACKWARD_WEIGHT and (
-            kind is Kind.BACKWARD or stage.has_input_backward
-        )
-        second = kind is not Kind.BACKWARD_INPUT
-        whole = kind is Kind.BACKWARD or not stage.has_input_backward
-        for node in reversed(stage.nodes if first or second else []):
-            if node.saves_at != "never":
-                self._recompute(stage, microbatch, stage.innermost_region(node.name))
-            for key, encoding in stage.own_encodings() if kind is Kind.BACKWARD else ():
-                if encoding.decoded_at == node.name:
-                    self.live.hold(
-                        (stage.index, microbatch, "copy", *key),
-                        stage.graph.storages[encoding.storage],
-                    )
-                    self.live.need(encoding.scratch)
-            self._work(self._rise(stage, node, whole, kind), node.workspace_bytes)
-            if first or (second and whole):
-                self._run_gradients(stage, microbatch, node.name, is_input_backward=not whole)
-            elif second:
+        """Run a backward, or one half of it; a stage without input gradients has it all in W."""
+        is_whole = kind is Kind.BACKWARD or not stage.has_input_backward
+        is_weights = kind is not Kind.BACKWARD_INPUT
+        makes_inputs = is_weights if is_whole else kind is Kind.BACKWARD_INPUT
+        for node in reversed(stage.nodes if makes_inputs or is_weights else []):
+            self._begin_node(stage, microbatch, node, kind)
+            self._work(self._rise(stage, node, is_whole, kind), node.workspace_bytes)
+            if makes_inputs:
+                self._run_gradients(stage, microbatch, node.name, is_input_backward=not is_whole)
+            else:
                 self._free_captured(stage, microbatch, node.name)
-            if first and not whole:
-                for name in stage.input_backward_parameters():
-                    if stage.trained_parameters()[name][-1] == node.name:
-                        self.live.sizes[stage.index, microbatch, "input backward", name] = (
-                            stage.size(name)
-                        )
-            if second:
-                self._make_parameter_gradients(stage, node, whole=whole)
-                again = (stage.index, microbatch) in self.recomputed
-                is_stripped = kind is Kind.BACKWARD_WEIGHT and again
-                for storage in stage.own_storages():
-                    goes = is_stripped or not stage.is_sent(storage)
-                    if goes and stage.holders(storage)[:1] == [node.name]:
-                        self.live.drop(stage.index, microbatch, "kept", storage)
-                for copy in stage.strided_copies:
-                    if (is_stripped or not copy.is_sent) and copy.holders[:1] == [node.name]:
-                        self.live.drop(stage.index, microbatch, "kept", *copy.key)
-                for key, encoding in stage.own_encodings():
-                    if encoding.savers[0] == node.name:
-                        self.live.drop(stage.index, microbatch, "encoding", *key)
-                        self.live.drop(stage.index, microbatch, "copy", *key)
-                for index in stage.regions_beginning(node.name):
-                    self.live.drop(stage.index, microbatch, "region's copies", index)
-                self._use_saved(
-                    stage, microbatch, stage.innermost_region(node.name), ("node", node.name)
-                )
-            self.live.need(
-                stage.summand_bytes(node.name, is_input_backward=not whole)
-                if first or (second and whole)
-                else 0
-            )
-            if second and not whole:
-                late = (
-                    name
-                    for name in stage.trained_parameters()
-                    if name not in stage.input_backward_parameters()
-                )
-                self.live.need(
-                    sum(
-                        2 * stage.size(name) for name in late if stage.adds_to_view(name, node.name)
-                    )
-                )
+            if is_weights:
+                self._make_parameter_gradients(stage, node, whole=is_whole)
+                self._free_saved(stage, microbatch, node.name, kind)
+            else:
+                self._hold_parameter_gradients(stage, microbatch, node.name)
+            self._sum_gradients(stage, node.name, makes_inputs=makes_inputs, is_whole=is_whole)
         if kind is Kind.BACKWARD_INPUT:
             self._free_saved_for_inputs(stage, microbatch)
-        if first or (second and whole):
-            self._return(stage, microbatch, is_input_backward=not whole)
+        if makes_inputs:
+            self._return(stage, microbatch, is_input_backward=not is_whole)
         if kind is Kind.BACKWARD_INPUT:
             self._free_outputs(stage, microbatch)
-        if second:
+        if is_weights:
             self.done.add((stage.index, microbatch))
             self.between.discard((stage.index, microbatch))
             self._finish(stage, microbatch)
@@ -202,6 +62,53 @@ class _Rank(NaiveRecompute):
             self.split.add((stage.index, microbatch))
         self._hand_over(stage.index, microbatch)
         self._hand_over(stage.index - 1, microbatch)
+
+    def _begin_node(self, stage: NaiveStage, microbatch: int, node: Node, kind: Kind) -> None:
+        """Recompute the region of a node, and decode what it saved."""
+        if node.saves_at != "never":
+            self._recompute(stage, microbatch, stage.innermost_region(node.name))
+        for key, encoding in stage.own_encodings() if kind is Kind.BACKWARD else ():
+            if encoding.decoded_at == node.name:
+                size = stage.graph.storages[encoding.storage]
+                self.live.hold((stage.index, microbatch, "copy", *key), size)
+                self.live.need(encoding.scratch)
+
+    def _hold_parameter_gradients(self, stage: NaiveStage, microbatch: int, node: str) -> None:
+        """Hold the gradients of parameters that an input backward makes."""
+        for name in stage.input_backward_parameters():
+            if stage.trained_parameters()[name][-1] == node:
+                key = (stage.index, microbatch, "input backward", name)
+                self.live.sizes[key] = stage.size(name)
+
+    def _free_saved(self, stage: NaiveStage, microbatch: int, node: str, kind: Kind) -> None:
+        """Free what no backward before this node's needs: recomputed outputs too, in W."""
+        is_recomputed = (stage.index, microbatch) in self.recomputed
+        frees_outputs = kind is Kind.BACKWARD_WEIGHT and is_recomputed
+        for storage in stage.own_storages():
+            is_freed = frees_outputs or not stage.is_sent(storage)
+            if is_freed and stage.holders(storage)[:1] == [node]:
+                self.live.drop(stage.index, microbatch, "kept", storage)
+        for copy in stage.strided_copies:
+            if (frees_outputs or not copy.is_sent) and copy.holders[:1] == [node]:
+                self.live.drop(stage.index, microbatch, "kept", *copy.key)
+        for key, encoding in stage.own_encodings():
+            if encoding.savers[0] == node:
+                self.live.drop(stage.index, microbatch, "encoding", *key)
+                self.live.drop(stage.index, microbatch, "copy", *key)
+        for index in stage.regions_beginning(node):
+            self.live.drop(stage.index, microbatch, "region's copies", index)
+        self._use_saved(stage, microbatch, stage.innermost_region(node), ("node", node))
+
+    def _sum_gradients(
+        self, stage: NaiveStage, node: str, *, makes_inputs: bool, is_whole: bool
+    ) -> None:
+        """Need the summands beside new sums when a node is done."""
+        if makes_inputs:
+            self.live.need(stage.summand_bytes(node, is_input_backward=not is_whole))
+            return
+        made_before = stage.input_backward_parameters()
+        late = [name for name in stage.trained_parameters() if name not in made_before]
+        self.live.need(sum(2 * stage.size(name) for name in late if stage.adds_to_view(name, node)))
 
     def _rise(self, stage: NaiveStage, node: Node, whole: bool, kind: Kind) -> int:
         if whole:
@@ -237,8 +144,8 @@ class _Rank(NaiveRecompute):
         for key, _, _, _ in stage.gradient_lives(is_input_backward=True):
             if stage.freed_in_weight_backward(key) == node:
                 self.live.drop(stage.index, microbatch, *key)
-        found = [(number, g) for number, g in stage.gradients() if g.last in stage.aside]
-        aside = [(number, g) for number, g in found if not stage.capture_places(g)]
+        collected = [(number, g) for number, g in stage.gradients() if g.last in stage.aside]
+        aside = [(number, g) for number, g in collected if not stage.capture_places(g)]
         for number, gradient in aside:
             if gradient.producer == node:
                 self.live.sizes[stage.index, microbatch, "aside", number] = gradient.bytes
@@ -409,12 +316,12 @@ def highest(
         index: NaiveStage(graph, cut, index, regions.get(index, ()), encoded_runs.get(index, ()))
         for index in sorted({action.stage for action in row})
     }
-    again = {
+    recomputed = {
         (a.stage, a.microbatch)
         for a in row
         if a.kind is Kind.RECOMPUTE and a.microbatch is not None
     }
-    rank = _Rank(stages=stages, recomputed=again)
+    rank = _Rank(stages=stages, recomputed=recomputed)
     for stage in stages.values():
         _hold_always(rank.live, stage, set(stages), microbatches)
     for action in row:

@@ -59,7 +59,7 @@ class NaiveEncodings:
         return next((names for names, _ in self.encoded_runs if name in names), ())
 
     def _encode(self) -> dict[Key, EncodedStorage]:
-        found: dict[Key, EncodedStorage] = {}
+        collected: dict[Key, EncodedStorage] = {}
         for names, policies in self.encoded_runs:
             waits = "relu" in policies or "pool" in policies
             for storage in self.own_storages():
@@ -74,7 +74,7 @@ class NaiveEncodings:
                 if None not in small:
                     for number, ((name, _), sizes) in enumerate(zip(uses, small, strict=True)):
                         assert sizes is not None
-                        found[storage, name, number] = EncodedStorage(
+                        collected[storage, name, number] = EncodedStorage(
                             storage, *sizes, names[-1], True, [name], name
                         )
                     continue
@@ -82,7 +82,7 @@ class NaiveEncodings:
                     if (sizes := self._by_policy(policy, storage)) is not None:
                         savers = self._savers_in(names, storage)
                         made = names[-1] if waits else savers[0]
-                        encoding = found.setdefault(
+                        encoding = collected.setdefault(
                             (storage, policy), EncodedStorage(storage, *sizes, made, waits, [], "")
                         )
                         encoding.savers += savers
@@ -92,7 +92,7 @@ class NaiveEncodings:
                             else savers[-1]
                         )
                         break
-        return found
+        return collected
 
     def _savers_in(self, names: Sequence[str], storage: int) -> list[str]:
         return [name for name in names if storage in self.graph.by_name[name].saved]
@@ -166,4 +166,6 @@ class NaiveEncodings:
         ]
 
     def own_encodings(self) -> list[tuple[Key, EncodedStorage]]:
-        return [found for storage in self.own_storages() for found in self.encodings_of(storage)]
+        return [
+            collected for storage in self.own_storages() for collected in self.encodings_of(storage)
+        ]

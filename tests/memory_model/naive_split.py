@@ -36,8 +36,8 @@ class NaiveSplit(NaiveStorages):
         return {name: nodes for name, nodes in readers.items() if nodes}
 
     def size(self, parameter: str, *, trained: bool = False) -> int:
-        found = self.graph.parameter_by_name[parameter]
-        return found.bytes * (found.trainable or not trained)
+        collected = self.graph.parameter_by_name[parameter]
+        return collected.bytes * (collected.trainable or not trained)
 
     def gradients(self) -> list[tuple[int, GradientStorage]]:
         """Return the gradients that are made here, without copies of received ones."""
@@ -50,12 +50,12 @@ class NaiveSplit(NaiveStorages):
 
     def nodes_sharing(self, number: int, name: str) -> set[str]:
         """Return the nodes before a node whose gradients lie in the same storage."""
-        found: set[str] = set()
+        collected: set[str] = set()
         for tensor in self.graph.tensors:
             is_read = name in tensor.consumers and tensor.gradient_bytes
             if is_read and self.storages_on_edge((tensor.producer, name)) == [number]:
-                found |= {tensor.producer, *self.nodes_sharing(number, tensor.producer)}
-        return found
+                collected |= {tensor.producer, *self.nodes_sharing(number, tensor.producer)}
+        return collected
 
     def storages_on_edge(self, pair: tuple[str, str]) -> list[int]:
         """Return the storages in which the gradient of an edge lies."""
@@ -162,15 +162,15 @@ class NaiveSplit(NaiveStorages):
             reader for tensor in tensors for reader in tensor.consumers_with_gradient
         )
         is_sent = any(self.is_later(tensor.consumers) for tensor in tensors)
-        found = {""} if is_sent or not readers else set[str]()
+        collected = {""} if is_sent or not readers else set[str]()
         for reader in readers:
-            found |= {reader} if reader in self.to_inputs else self.origins_of_node(reader)
-        return found
+            collected |= {reader} if reader in self.to_inputs else self.origins_of_node(reader)
+        return collected
 
     def origins(self, parameter: str) -> set[str]:
         """Return the same for a parameter; with several, the input backward makes its gradient."""
         names = self.trained_parameters()[parameter]
-        found = {
+        collected = {
             way
             for name in names
             for way in ({name} if name in self.to_inputs else self.origins_of_node(name))
@@ -180,7 +180,7 @@ class NaiveSplit(NaiveStorages):
             and parameter in self.graph.by_name[name].gradients_by_input_backward
             for name in names
         )
-        return found | ({"one of them", "another"} if at_once else set())
+        return collected | ({"one of them", "another"} if at_once else set())
 
     def input_backward_parameters(self) -> list[str]:
         """Return the parameters whose gradients the input backward makes, and holds."""
@@ -211,29 +211,29 @@ class NaiveSplit(NaiveStorages):
     @cached_property
     def to_inputs(self) -> set[str]:
         """The nodes whose gradients lead to inputs."""
-        found: set[str] = set()
+        collected: set[str] = set()
         for node in self.nodes:
             sources = [
                 t.producer for t in self.graph.tensors if node.name in t.consumers_with_gradient
             ]
-            if any(self.stage_of[source] < self.index or source in found for source in sources):
-                found.add(node.name)
-        return found
+            if any(self.stage_of[source] < self.index or source in collected for source in sources):
+                collected.add(node.name)
+        return collected
 
     @cached_property
     def aside(self) -> set[str]:
         """The nodes whose gradients lead only to parameters, some of which W makes."""
-        found: set[str] = set()
+        collected: set[str] = set()
         for name in self.inside(node.name for node in self.nodes):
-            to_parameters = self.reads_later(name) or not found.isdisjoint(self.receivers(name))
+            to_parameters = self.reads_later(name) or not collected.isdisjoint(self.receivers(name))
             if to_parameters and name not in self.to_inputs:
-                found.add(name)
-        return found
+                collected.add(name)
+        return collected
 
     @cached_property
     def weight_backward_reach(self) -> set[str]:
         """The nodes where the weight backward begins, and those that they depend on."""
-        found: set[str] = set()
+        collected: set[str] = set()
         for node in reversed(self.nodes):
             readers = [
                 r
@@ -241,9 +241,9 @@ class NaiveSplit(NaiveStorages):
                 if t.producer == node.name
                 for r in t.consumers_with_gradient
             ]
-            if self.begins(node.name) or not found.isdisjoint(readers):
-                found.add(node.name)
-        return found
+            if self.begins(node.name) or not collected.isdisjoint(readers):
+                collected.add(node.name)
+        return collected
 
     @cached_property
     def begins_at_outputs(self) -> bool:

@@ -90,8 +90,8 @@ class NaiveStage(NaiveSplit):
 
     def sole_storage(self, tensor: Tensor) -> list[int]:
         """Return the one storage of an input's gradient, if only one node gives it."""
-        found = self.storages_on_edge((tensor.producer, self.completing_node(tensor)))
-        return found if len(found) == 1 and self.has_one_giver(tensor) else []
+        collected = self.storages_on_edge((tensor.producer, self.completing_node(tensor)))
+        return collected if len(collected) == 1 and self.has_one_giver(tensor) else []
 
     def is_read_by_view(self, tensor: Tensor) -> bool:
         """Whether the only reader of a tensor is a view of all of it."""
@@ -205,13 +205,13 @@ class NaiveStage(NaiveSplit):
     def returned(self, *, is_input_backward: bool) -> dict[Any, tuple[int, list[str]]]:
         """Return the gradients of inputs that take memory: size, and the inputs that lie in it."""
         homes = self.return_storages(is_input_backward=is_input_backward)
-        found: dict[Any, tuple[int, list[str]]] = {}
+        collected: dict[Any, tuple[int, list[str]]] = {}
         for tensor in self.inputs_with_gradient():
             home = homes.get(tensor.producer, tensor.producer)
             if not self.is_only_viewed(tensor):
-                _, names = found.get(home, (0, []))
-                found[home] = tensor.gradient_bytes, [*names, tensor.producer]
-        return found | {
+                _, names = collected.get(home, (0, []))
+                collected[home] = tensor.gradient_bytes, [*names, tensor.producer]
+        return collected | {
             tensor.producer: (tensor.gradient_bytes, [tensor.producer])
             for tensor in self.zero_gradients()
         }

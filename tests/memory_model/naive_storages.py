@@ -171,14 +171,14 @@ class NaiveStorages(NaiveEncodings):
     def region_around(self, names: Iterable[str]) -> int | None:
         """Return the innermost region that contains these nodes and others."""
         wanted = set(names)
-        found = [
+        collected = [
             index for index, region in enumerate(self.regions) if wanted <= set(region) != wanted
         ]
-        return min(found, key=lambda index: len(self.regions[index]), default=None)
+        return min(collected, key=lambda index: len(self.regions[index]), default=None)
 
     def innermost_region(self, name: str) -> int | None:
-        found = [index for index, region in enumerate(self.regions) if name in region]
-        return min(found, key=lambda index: len(self.regions[index]), default=None)
+        collected = [index for index, region in enumerate(self.regions) if name in region]
+        return min(collected, key=lambda index: len(self.regions[index]), default=None)
 
     def recompute_holding(self, region_index: int | None, storage: int) -> int | None:
         """Return the region whose recompute made what a region holds: its own, or one around it."""
@@ -205,17 +205,17 @@ class NaiveStorages(NaiveEncodings):
         Each row says before or after which of its nodes, by whom, and which storages.
         """
         names = self.regions[region_index]
-        found: list[tuple[int, bool, Key, Sequence[int]]] = []
+        collected: list[tuple[int, bool, Key, Sequence[int]]] = []
         for number, name in enumerate(names):
             node = self.graph.by_name[name]
             if self.innermost_region(name) == region_index and node.saves_at != "never":
-                found.append((number, node.saves_at == "after", ("node", name), node.saved))
+                collected.append((number, node.saves_at == "after", ("node", name), node.saved))
         for inner, region in enumerate(self.regions):
             if inner != region_index and self.region_around(region) == region_index:
-                found.append(
+                collected.append(
                     (names.index(region[0]), False, ("region", inner), self.inputs_of_region(inner))
                 )
-        return sorted(found)
+        return sorted(collected)
 
     def holders(self, storage: int) -> list[str]:
         """Return whose backwards need what the forward kept.
@@ -224,7 +224,7 @@ class NaiveStorages(NaiveEncodings):
         """
         home = self.region(self.producer_of(storage) or "")
         formed = {name for _, encoding in self.encodings_of(storage) for name in encoding.savers}
-        found = [
+        collected = [
             name for name in self.savers(storage) if not self.region(name) and name not in formed
         ]
         for index, region in enumerate(self.regions):
@@ -234,8 +234,8 @@ class NaiveStorages(NaiveEncodings):
                 and region is not home
                 and set(region) & (self.readers(storage) | set(self.savers(storage)))
             ):
-                found.append(region[0])
-        return self.inside(found)
+                collected.append(region[0])
+        return self.inside(collected)
 
     def is_freed(self, storage: int, done: set[str]) -> bool:
         """Whether nothing needs a storage once the nodes in `done` have run."""

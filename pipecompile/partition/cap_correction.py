@@ -49,6 +49,6 @@ def corrected_cut(
     rank = max(range(len(excess)), key=excess.__getitem__)
     raise InfeasibleError(
         f"no cut was found whose ranks fit their memory: the last one tried needs "
-        f"{size_text(excess[rank])} too much on rank {rank}, which holds {problem.k // problem.ranks} stages; whether "
-        f"another one fits is not proven"
+        f"{size_text(excess[rank])} too much on rank {rank}, which holds "
+        f"{problem.k // problem.ranks} stages; whether another one fits is not proven"
     )

@@ -2,8 +2,9 @@
 
     python docs/images/make_timelines.py
 
-It plans with the command line, prints the figures of every plan, and writes docs/images/timelines.svg. Nothing is run
-on a GPU: the model lies on the meta device, and times are those of `roofline:h100`.
+It plans with the command line, prints the figures of every plan, and writes
+docs/images/timelines.svg. Nothing runs on a GPU: the model lies on the meta device, and times are
+those of `roofline:h100`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, s
 
 
 def llama() -> dict[str, Any]:
-    """A Llama of 16 layers with the shapes of Llama 3.2 1B and an untied head, 8 × 2048 tokens, without values."""
+    """A Llama with the shapes of Llama 3.2 1B and an untied head, 8 × 2048 tokens, no values."""
     config = transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,
@@ -99,7 +100,8 @@ def figures(title: str, plan: dict[str, Any]) -> str:
     """One line for people."""
     predicted = plan["prediction"]
     step, idle = predicted["step_ns"] / 1e6, predicted["bubble"]
-    return f"{title}: step {step:.1f} ms, {idle:.0%} of the time idle, at most {peak_gib(plan):.1f} GiB on a rank"
+    memory = f"at most {peak_gib(plan):.1f} GiB on a rank"
+    return f"{title}: step {step:.1f} ms, {idle:.0%} of the time idle, {memory}"
 
 
 def peak_gib(plan: dict[str, Any]) -> float:
@@ -123,11 +125,13 @@ def timeline(
     for rank in range(RANKS):
         y = top + 14 + rank * ROW
         yield text(20, y + 17, f"rank {rank}", colour=PALE)
-        yield f'<rect x="{LEFT}" y="{y}" width="{step * scale:.2f}" height="{BAR}" fill="{INK}" fill-opacity="0.06"/>'
+        size = f'width="{step * scale:.2f}" height="{BAR}"'
+        yield f'<rect x="{LEFT}" y="{y}" {size} fill="{INK}" fill-opacity="0.06"/>'
     for event in events:
         x, width = LEFT + event["ts"] * scale, event["dur"] * scale
         y, kind = top + 14 + event["pid"] * ROW, event["name"].lstrip("0123456789")[0]
-        yield f'<rect x="{x + 0.4:.2f}" y="{y}" width="{width - 0.8:.2f}" height="{BAR}" fill="{COLOURS[kind]}"/>'
+        size = f'width="{width - 0.8:.2f}" height="{BAR}"'
+        yield f'<rect x="{x + 0.4:.2f}" y="{y}" {size} fill="{COLOURS[kind]}"/>'
         if width > 11:
             number = str(event["args"]["microbatch"])
             yield text(x + width / 2, y + 16, number, anchor="middle", colour="#ffffff", size=11)

@@ -133,9 +133,8 @@ def cost_graph(
         *(device_name(model.device), f"{model.spread:.1%}"),
     )
     if conditions:
-        store_costs(
-            conditions, {name: CachedCost(**asdict(cost)) for name, cost in model.costs_by_name.items()}
-        )
+        costs = {n: CachedCost(**asdict(cost)) for n, cost in model.costs_by_name.items()}
+        store_costs(conditions, costs)
     return graph
 
 

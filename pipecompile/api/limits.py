@@ -70,7 +70,8 @@ def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
         if passed:
             verdict = f"within its cap of {size_text(limit)}"
         else:
-            verdict = f"{size_text(needed - limit)} over its cap of {size_text(limit)}; plan again for that cap"
+            excess = size_text(needed - limit)
+            verdict = f"{excess} over its cap of {size_text(limit)}; plan again for that cap"
         yield Finding(
             code="memory",
             message=f"rank {rank} may need {size_text(needed)}, {verdict}",

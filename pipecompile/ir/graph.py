@@ -167,9 +167,9 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
     Times (`_ns`) are in `time_unit`. `storages` are sizes in bytes: several nodes may save views of
     one storage, which is then held once; `contents` are those of the same storages, None where they
-    are not known. `allocator` says what holds them on the device, and `fused_attention` for which data
-    types the device fuses attention. The nodes of each set in `recomputed_together` are recomputed together or
-    not at all.
+    are not known. `allocator` says what holds them on the device, and `fused_attention` for which
+    data types the device fuses attention. The nodes of each set in `recomputed_together` are
+    recomputed together or not at all.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"

@@ -54,7 +54,7 @@ from pipecompile.partition.windows import Limit
 __all__ = ["PartitionSearch"]
 
 
-class _Shares(NamedTuple):
+class _BudgetShares(NamedTuple):
     """Parts of the budget for one round of methods."""
 
     nearby: float
@@ -62,7 +62,7 @@ class _Shares(NamedTuple):
     integer: float
 
 
-ROUNDS = (_Shares(0.1, 0.1, 0.1), _Shares(0.2, 0.2, 0.5))
+ROUNDS = (_BudgetShares(0.1, 0.1, 0.1), _BudgetShares(0.2, 0.2, 0.5))
 FIRST_EXACT_SHARE = 0.02  # of the budget, for all ideals right after the first cut
 CLOSE_PARTS = 100_000  # costs are not exact to this part of a value, so no search continues for it
 CPSAT_SIZE_MAX = 30_000  # units × stages of what CP-SAT is given as a whole

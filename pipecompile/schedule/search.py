@@ -139,7 +139,8 @@ def _check_that_any_order_fits(problem: PlacedProblem) -> None:
     rank = next(rank for rank, cap in enumerate(problem.caps) if peaks[rank] > cap)
     raise InfeasibleError(
         f"no order fits: one microbatch alone holds {size_text(peaks[rank])} on rank {rank}, "
-        f"whose cap is {size_text(problem.caps[rank])}; allow more memory, use smaller microbatches, or recompute"
+        f"whose cap is {size_text(problem.caps[rank])}; allow more memory, "
+        f"use smaller microbatches, or recompute"
     )
 
 

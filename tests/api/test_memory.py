@@ -257,9 +257,15 @@ def test_no_plan_holds_more_than_its_cap(
     assume(not (splits and recompute in ("block", "sqrt")))  # the options refuse these
     assume(not (searches and recompute == "except-last"))
     options = options_for(
-        target(), k=k, costs="flops", microbatches=4, memory=memory, schedule=schedule, recompute=recompute,
+        target(),
+        k=k,
+        costs="flops",
+        microbatches=4,
+        memory=memory,
+        schedule=schedule,
+        recompute=recompute,
         optimizer=optimizer,
-    )  # fmt: skip
+    )
     try:
         plan = draft(
             graph,

@@ -32,10 +32,11 @@ from pipecompile.ir.encodings import Policy
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import EncodedNodes, Plan, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
-from pipecompile.recompute.encoding_offers import offers
+from pipecompile.recompute.encoding_offers import encoding_offers
 
 SCHEDULES = (
-    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v",
+    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2",
+    "zb-v", "v-half", "v-min", "dualpipe-v",
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
     before, stages = list[str](), []
     plan = replace(plan, options=replace(plan.options, saving=forms))
     for stage in plan.stages:
-        found = [offer.saving for offer in offers(reference()[1], before, stage.nodes, forms)]
+        found = [offer.saving for offer in encoding_offers(reference()[1], before, stage.nodes, forms)]
         if forms == ("offload",):  # on a CPU it frees nothing, and is not offered
             inner = tuple(
                 name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES

@@ -1,8 +1,8 @@
-"""The code blocks of a page, run as they stand, from top to bottom, in one folder and one namespace.
+"""The code blocks of a page, run as they stand, from top to bottom, in one folder and namespace.
 
 A block of      is
 python          run; if its first line is `# NAME.py`, written to a file of that name instead
-sh              run, line by line; `# exit 1` behind a command says what it ends with, 0 if nothing is said
+sh              run, line by line; `# exit 1` behind a command says what it ends with, else 0
 output          what the block before it prints, where `...` stands for anything
 json            written to a file, if a comment `<!-- file: NAME -->` stands before it
 any other kind  text, and so are `sh` blocks behind `<!-- skip: next -->`
@@ -102,7 +102,7 @@ def _output(example: Example) -> None:
     printed = example.namespace.get(PRINTED, "")
     if not doctest.OutputChecker().check_output(example.parsed, printed, flags):
         raise AssertionError(
-            f"{example.path}:{example.line}: the page says\n{example.parsed}\nprinted was\n{printed}"
+            f"{example.path}:{example.line}: the page says\n{example.parsed}\nprinted\n{printed}"
         )
 
 

@@ -19,7 +19,7 @@ from tests.recompute.test_region_search import every_choice, price
 @settings(max_examples=200, deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.DataObject) -> None:
-    """At the memory of any choice, a policy's among them, none takes less time, nor does the bound take more."""
+    """With the memory of any choice none takes less time, and no bound takes more."""
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]

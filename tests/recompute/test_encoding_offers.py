@@ -67,7 +67,7 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     recompute: Literal["none", "auto"],
     data: st.DataObject,
 ) -> None:
-    """Some of the offers beside some regions, against what floors and what may be freed say of their stage."""
+    """Some offers beside some regions keep what lower bounds and freeable bytes say."""
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     fixed = data.draw(st.sets(st.sampled_from(cut[index]), max_size=2))
@@ -112,7 +112,7 @@ def _choices(problem: RecomputeProblem) -> list[tuple[tuple[int, int], ...]]:
 def chain_of(
     *rows: tuple[str, Content | None, tuple[tuple[int, Use], ...]], memory: str = "cpu"
 ) -> CostGraph:
-    """Nodes in a row, each of 2 bytes a nanosecond, which make the storage of their number and save some."""
+    """Nodes in a row, 2 bytes a nanosecond each; each makes one storage and saves some."""
     nodes = [
         Node(
             name=name,
@@ -181,7 +181,7 @@ def test_runs_are_as_short_as_what_they_must_see() -> None:
 
 
 def test_prices() -> None:
-    """Kernels at the rate of the graph's own; on a GPU what the link takes longer than the nodes of the run."""
+    """Kernels run at the graph's rate; a GPU's link counts beyond the run's own nodes."""
     rows = (("first", FLOAT, ()), ("second", FLOAT, ((1, "other"),)), ("end", None, ()))
     (offer,) = encoding_offers(
         LiveRanges(chain_of(*rows)), (), ["first", "second", "end"], ("half",)
@@ -211,7 +211,7 @@ def test_a_storage_that_several_nodes_save_is_kept_once_and_comes_back_for_the_l
 
 
 def test_a_shared_storage_is_there_from_its_last_backward_to_its_first() -> None:
-    """By hand: 16000 bytes kept; in the backward 32000 more from `third` to `first`, beside what each node takes."""
+    """By hand: 16000 bytes are kept, and 32000 more live from `third` to `first`."""
     graph = chain_of(
         ("zero", FLOAT, ()),
         ("first", FLOAT, ((0, "other"),)),

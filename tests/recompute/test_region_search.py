@@ -54,7 +54,7 @@ def price(
 
 
 def extra_ns(graph: CostGraph, region: Sequence[str]) -> int:
-    """The forward once more, up to the last node that saves anything; without its kernels if it saves before them."""
+    """The forward once more, up to what the last saver needs to have run."""
     nodes = [graph.by_name[name] for name in region]
     while nodes and nodes[-1].saves_at == "never":
         nodes.pop()
@@ -122,7 +122,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
 @settings(max_examples=120, deadline=None)
 @given(cost_graphs(), st.data())
 def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObject) -> None:
-    """Kept bytes and times are exact, peaks no lower than they are; nothing is recomputed for nothing."""
+    """Kept bytes and times are exact, and peaks are never too low."""
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]

@@ -122,7 +122,8 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
     before, stages = list[str](), []
     plan = replace(plan, options=replace(plan.options, saving=forms))
     for stage in plan.stages:
-        found = [offer.saving for offer in encoding_offers(reference()[1], before, stage.nodes, forms)]
+        offers = encoding_offers(reference()[1], before, stage.nodes, forms)
+        found = [offer.saving for offer in offers]
         if forms == ("offload",):  # on a CPU it frees nothing, and is not offered
             inner = tuple(
                 name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES

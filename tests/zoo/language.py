@@ -51,7 +51,7 @@ def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
 
 
 def llama() -> dict[str, Any]:
-    """Rotary positions, gated feed-forward, as many key-value heads as heads; the loss lies outside."""
+    """Rotary positions, gated feed-forward, a key-value head for each head; the loss is outside."""
     return _with_logits(
         transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, use_cache=False)
     )
@@ -91,7 +91,7 @@ def phi() -> dict[str, Any]:
 
 
 def opt() -> dict[str, Any]:
-    """Embeddings narrower than the layers, projected in and out; learned positions from the padding mask."""
+    """Narrow embeddings, projected in and out; learned positions from the padding mask."""
     config = transformers.OPTConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -108,9 +108,14 @@ def opt() -> dict[str, Any]:
 def bloom() -> dict[str, Any]:
     """Positions as biases of attention (ALiBi), a normed embedding tied to the head."""
     config = transformers.BloomConfig(
-        vocab_size=VOCABULARY, hidden_size=64, n_layer=3, n_head=4, hidden_dropout=0.1, attention_dropout=0.1,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        n_layer=3,
+        n_head=4,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
         use_cache=False,
-    )  # fmt: skip
+    )
     return _with_loss(transformers.BloomForCausalLM, config)
 
 
@@ -172,29 +177,41 @@ def albert() -> dict[str, Any]:
 
 def electra() -> dict[str, Any]:
     """Embeddings narrower than the layers; each token is judged genuine or replaced."""
-    made = _with_loss(
+    target = _with_loss(
         transformers.ElectraForPreTraining, transformers.ElectraConfig(**SMALL, embedding_size=32)
     )
-    made["sample_input"]["labels"] = made["sample_input"]["labels"] % 2
-    return made
+    target["sample_input"]["labels"] = target["sample_input"]["labels"] % 2
+    return target
 
 
 def deberta() -> dict[str, Any]:
     """Attention between contents and relative positions, disentangled."""
     config = transformers.DebertaV2Config(
-        **SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8, max_relative_positions=16,
-        norm_rel_ebd="layer_norm", share_att_key=True,
-    )  # fmt: skip
+        **SMALL,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_buckets=8,
+        max_relative_positions=16,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    )
     return _with_loss(transformers.DebertaV2ForMaskedLM, config)
 
 
 def bart() -> dict[str, Any]:
-    """Encoder and decoder; the decoder reads the labels, shifted, and the embedding is tied three times."""
+    """Encoder and decoder, which reads the shifted labels; one embedding, tied three times."""
     config = transformers.BartConfig(
-        vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=64,
+        vocab_size=VOCABULARY,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_position_embeddings=64,
         use_cache=False,
-    )  # fmt: skip
+    )
     return _with_loss(transformers.BartForConditionalGeneration, config)
 
 
@@ -207,9 +224,9 @@ def mamba() -> dict[str, Any]:
 
 
 LANGUAGE: dict[str, Callable[[], Any]] = {
-    made.__name__: made
-    for made in (
-        gpt2, llama, llama_gqa, qwen2, mistral, gemma, phi, opt, bloom, gpt_neox, falcon, mixtral,
-        bert, roberta, distilbert, albert, electra, deberta, t5, bart, mamba,
+    factory.__name__: factory
+    for factory in (
+        gpt2, llama, llama_gqa, qwen2, mistral, gemma, phi, opt, bloom, gpt_neox, falcon,
+        mixtral, bert, roberta, distilbert, albert, electra, deberta, t5, bart, mamba,
     )
 }  # fmt: skip

@@ -123,7 +123,7 @@ def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
     plan = replace(plan, options=replace(plan.options, saving=forms))
     for stage in plan.stages:
         offers = encoding_offers(reference()[1], before, stage.nodes, forms)
-        found = [offer.saving for offer in offers]
+        found = [offer.encoded for offer in offers]
         if forms == ("offload",):  # on a CPU it frees nothing, and is not offered
             inner = tuple(
                 name for name in stage.nodes if costed()[1].by_name[name].operator not in EDGES
@@ -210,7 +210,7 @@ def test_half_precision_is_for_what_nothing_exact_lets_fit_and_is_said_not_to_be
     }
 
 
-@pytest.mark.parametrize(("share", "exact"), [(0.85, True), (0.75, False)])
+@pytest.mark.parametrize(("share", "exact"), [(0.85, True), (0.7, False)])
 def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     cap = int(share * max(peaks(planned(k=1))))
     saving = ("mask", "relu", "pool", *([] if exact else ["half"]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipecompile.errors import InputError
 
-__all__ = ["budgets", "parse_budget", "parse_bytes", "size_text"]
+__all__ = ["budgets", "exact_size_text", "parse_budget", "parse_bytes", "size_text"]
 
 UNITS = {
     "B": 1,
@@ -64,3 +64,8 @@ def size_text(size: int) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.1f} {name}"
     return f"{size} B"
+
+
+def exact_size_text(size: int) -> str:
+    """Return a size that may be copied into an option: 1.5 MiB (1,572,864 bytes)."""
+    return size_text(size) if abs(size) < 2**10 else f"{size_text(size)} ({size:,} bytes)"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipecompile.ir.links import FREE
-from pipecompile.ir.size import size_text
+from pipecompile.ir.size import exact_size_text, size_text
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.orders import topological_orders
@@ -113,7 +113,7 @@ def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
     alone = memory.held_bytes(largest, tightest.stage)
     return (
         f"a rank may hold {size_text(cap)}, but the best cut into k={problem.k} stages that was "
-        f"found needs {size_text(cap + enough)}, {size_text(enough)} more, in stage "
+        f"found needs {exact_size_text(cap + enough)}, {size_text(enough)} more, in stage "
         f"{tightest.stage}, where {largest[0]} is the largest node ({size_text(alone)} alone)"
     )
 

@@ -131,7 +131,7 @@ def test_stages_that_do_not_fit_are_planned_by_their_nodes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = example("sequential")
-    monkeypatch.setattr(measuring, "timed", full)
+    monkeypatch.setattr(measuring, "measure_stages", full)
     plan = planned(target)
     assert "stage correction is left out: the stages of rank 0 do not fit on cpu" in caplog.text
     nodes = cost_graph(
@@ -144,14 +144,14 @@ def test_stages_that_do_not_fit_are_planned_by_their_nodes(
 def test_a_rank_whose_stages_fail_otherwise_is_heard_above_one_whose_stages_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measuring, "timed", full)
+    monkeypatch.setattr(measuring, "measure_stages", full)
     monkeypatch.setattr(
-        measuring.world, "gathered", lambda own: [own, PipecompileError("rank 1 failed")]
+        measuring.world, "gather", lambda own: [own, PipecompileError("rank 1 failed")]
     )
     with pytest.raises(PipecompileError, match="rank 1 failed"):
         measured(example("sequential"))
     monkeypatch.setattr(
-        measuring.world, "gathered", lambda own: [{}, DoesNotFitError("rank 1 is full")]
+        measuring.world, "gather", lambda own: [{}, DoesNotFitError("rank 1 is full")]
     )
     monkeypatch.setattr(measuring.StageTimer, "_own", lambda *_: {})
     with pytest.raises(DoesNotFitError, match="rank 1 is full"):

@@ -133,8 +133,8 @@ def cost_graph(
         *(device_name(model.device), f"{model.spread:.1%}"),
     )
     if conditions:
-        costs = {n: CachedCost(**asdict(cost)) for n, cost in model.costs_by_name.items()}
-        store_costs(conditions, costs)
+        measured = {n: CachedCost(**asdict(cost)) for n, cost in model.costs_by_name.items()}
+        store_costs(conditions, measured)
     return graph
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: TID251
 
 from pipecompile.frontend.signature import Arguments
-from tests.zoo.judge import Step, differences, steps
+from tests.zoo.judge import StepResult, differences, steps
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 SPLITS = 3  # places at which a pipeline is split by trial before the model counts as refused
@@ -137,7 +137,7 @@ def _flat(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _under_names_of(model: nn.Module, step: Step) -> Step:
+def _under_names_of(model: nn.Module, step: StepResult) -> StepResult:
     """Return `step` with the missing buffers, and each tensor under all its names in `model`."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))

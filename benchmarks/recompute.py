@@ -5,9 +5,9 @@
 First a sweep: the budget falls from the peak without recompute to 15 % of it, with 1, 4 and 8
 microbatches in flight. The stages are four blocks of a GPT (2048 channels, 16 heads, one sequence
 of 2048, bfloat16, fused attention) in the middle of more, ResNet-50 (32 images of 224 × 224) and a
-U-Net (8 images of 256 × 256). Costs are those of an H100's roofline; nothing is allocated. Prints the
-extra compute of every policy in % of a forward, beside a lower bound for all regions that fit, and
-whether the targets for the GPT blocks are met.
+U-Net (8 images of 256 × 256). Costs are those of an H100's roofline; nothing is allocated. Prints
+the extra compute of every policy in % of a forward, beside a lower bound for all regions that fit,
+and whether the targets for the GPT blocks are met.
 
 Then regions chosen for smaller models run in this process: prints the peak of torch's CPU allocator
 beside the predicted one. Writes results/recompute.json.
@@ -99,8 +99,8 @@ def _targets(stage: CostedStage) -> Iterator[dict[str, Any]]:
     """Print and yield whether the targets for the GPT blocks are met.
 
     The first three give as much memory as recomputing whole stages takes and limit the extra
-    compute in % of theirs. The others give a share of what the stage holds without recompute, once of its
-    activations and once of its peak, and limit the extra compute in % of a forward.
+    compute in % of theirs. The others give a share of what the stage holds without recompute, once
+    of its activations and once of its peak, and limit the extra compute in % of a forward.
     """
     print("\nTargets for the GPT blocks:")
     whole_stage, nothing = stage.policies["whole stage"], stage.policies["none"]

@@ -34,7 +34,7 @@ from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
 from pipecompile.ir.plan import Plan
-from pipecompile.runtime.probe import probe_links
+from pipecompile.runtime.probe import measure_links
 from pipecompile.schedule.simulator import simulate_plan
 from tests.distributed.workers import Workers
 
@@ -124,7 +124,7 @@ def _two_ranks() -> Iterator[Callable[[str], list[dict[str, Any]]]]:
 def two_ranks(name: str, schedule: str) -> tuple[Plan, list[tuple[int, int]]]:
     """On a rank: return its plan, and when each step began and ended there."""
     target = _target(name)
-    links = probe_links()
+    links = measure_links()
     pipeline = _pipeline(target, schedule, links=links)
     moments = []
     for _ in range(WARM_UPS + REPEATS):

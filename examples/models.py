@@ -1,6 +1,7 @@
-"""Models to plan.
+"""Example models to plan.
 
-Each is a factory as the command line wants it: no argument, (model, sample_input) or a mapping.
+Each function is a factory as the command line expects it: it takes no argument and returns
+(model, sample_input) or a mapping.
 
     pipecompile plan examples/models.py:gpt2 -k 4 -o plan.json
 """
@@ -28,7 +29,10 @@ def _images(size: int, *, channels: int = 3, batch: int = BATCH) -> Tensor:
 
 
 def token_loss(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of next-token logits; a plain function, so that plans and workers can name it."""
+    """Return the cross entropy of next-token logits.
+
+    It is a plain function, so that plans and workers can refer to it by name.
+    """
     return nn.functional.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
 
 
@@ -116,7 +120,10 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def llama_13b() -> dict[str, Any]:
-    """Llama with 13B parameters, 4 × 2048 tokens, on the meta device: it can be costed and planned, but not run."""
+    """Llama with 13B parameters, 4 × 2048 tokens, on the meta device.
+
+    It can be planned, but not run.
+    """
     config = transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=5120,

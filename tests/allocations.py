@@ -1,4 +1,4 @@
-"""What torch's CPU allocator gave and took back: the independent truth of predictions of memory."""
+"""The allocations of torch's CPU allocator, with which predictions of memory are compared."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from torch.profiler import ProfilerActivity
 
 __all__ = ["allocations", "events", "highest"]
 
-SETTLING_SECONDS = 0.2  # events at the very begin and end of a profile are dropped
+SETTLING_SECONDS = 0.2  # Events at the very begin and end of a profile are dropped.
 
 
 @contextmanager
 def events() -> Iterator[dict[str, list[int]]]:
-    """Bytes given, and taken back (negative), in order: all under "", those within a `record_function` under its name.
+    """Yield a mapping that holds the bytes of all allocations, in order, when the block has ended.
 
-    Filled at the end of the block.
+    Freed bytes are negative. All are under the key "", those within a `record_function` under its
+    name.
     """
-    found: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         time.sleep(SETTLING_SECONDS)
-        yield found
+        yield by_name
         time.sleep(SETTLING_SECONDS)
     rows = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     memory = [row for row in rows if row.name() == "[memory]"]
@@ -36,17 +37,17 @@ def events() -> Iterator[dict[str, list[int]]]:
             first, last = (
                 bisect(times, row.start_ns() + length) for length in (0, row.duration_ns())
             )
-            found[row.name()] = sizes[first:last]
-    found[""] = sizes
+            by_name[row.name()] = sizes[first:last]
+    by_name[""] = sizes
 
 
 def allocations(step: Callable[[], Any]) -> list[int]:
-    """What the allocator gave and took back (negative) during `step`, in order."""
-    with events() as found:
+    """Return the bytes allocated and freed (negative) during `step`, in order."""
+    with events() as by_name:
         step()
-    return found[""]
+    return by_name[""]
 
 
 def highest(sizes: list[int]) -> int:
-    """The most bytes that lived, above those that lived before."""
+    """Return the most bytes that were live at once, beyond those that were live before."""
     return max(accumulate(sizes, initial=0))

@@ -1,4 +1,4 @@
-"""Small problems and their best cuts, found by listing all of them."""
+"""Small problems, and all of their cuts, so that tests know the best one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def node(
 
 
 def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None) -> CostGraph:
-    """Nodes n0, n1, … in a row; each but the last sends `size` bytes on."""
+    """Return nodes n0, n1, … in a row; each of them sends `size` bytes to the next one."""
     names = [f"n{index}" for index in range(len(times))]
     bytes_of = held or [0] * len(times)
     return CostGraph(
@@ -57,7 +57,7 @@ def chain(times: Sequence[int], size: int = 0, held: Sequence[int] | None = None
 
 
 def letter_graph(names: str, edges: str, groups: dict[str, str] | None = None) -> CostGraph:
-    """Nodes by letter in order; edges as "ab ac" from the first letter to the second."""
+    """Return a graph of a node for each letter; "ab ac" are edges from a to b and from a to c."""
     consumers = {
         name: tuple(edge[1] for edge in edges.split() if edge[0] == name) for name in names
     }
@@ -168,7 +168,7 @@ def memories(draw: st.DrawFn, graph: CostGraph, k: int, ranks: int) -> MemoryCon
 
 
 def prices(seed: int) -> Callable[[StageCandidate], Price]:
-    """A price that follows no rule, so that no search can assume one."""
+    """Return a price that follows no rule, so that no search can assume one."""
 
     def price(candidate: StageCandidate) -> Price:
         number = sum(map(ord, "".join(sorted(candidate.nodes)))) + seed * candidate.stage
@@ -179,7 +179,7 @@ def prices(seed: int) -> Callable[[StageCandidate], Price]:
 
 
 def cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
-    """Every assignment that the problem allows; none if there are too few units."""
+    """Yield every assignment that the problem allows; none if there are too few units."""
     if problem.k > len(
         replace(problem, k=1, placement=(0,), speeds=None, links=FREE, memory=None, pin={}).units
     ):
@@ -210,7 +210,7 @@ def cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
 def score(
     problem: PartitionProblem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None
 ) -> Score:
-    """The objective's value, prices included, and then the other one's."""
+    """Return the value of the objective, prices included, and then that of the other objective."""
     loads = stage_loads(problem, assignment, replicas)
     if problem.memory is not None and problem.memory.price is not None:
         loads = tuple(

@@ -1,4 +1,4 @@
-"""Pipelines under any schedule: hand-made orders that no planner would choose, and named ones on any placement."""
+"""Pipelines under any schedule: hand-made orders, and named schedules on any placement."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from pipecompile.schedule.placement import place
 from pipecompile.schedule.stages import problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
 
-__all__ = ["BACKWARDS", "Order", "compared", "pipeline_under"]
+__all__ = ["BACKWARDS", "PipelineOrder", "compared", "pipeline_under"]
 
 CUTS: dict[tuple[str, int, int], Plan] = {}
 BACKWARDS = ("whole", "halves", "late", "mixed", "behind")
 
 
 @dataclass(frozen=True)
-class Order:
-    """A schedule on `shape`: its name, or how backwards are done in a hand-made order (one of BACKWARDS)."""
+class PipelineOrder:
+    """A schedule on the placement `shape`.
+
+    `name` is that of a schedule or, in a hand-made order, how backwards run (one of BACKWARDS).
+    """
 
     name: str
     ranks: int
@@ -53,17 +56,19 @@ class Order:
         return f"{self.name} {where}{' recompute' * self.recompute}{' but last' * self.but_last}"
 
     def schedule(self, microbatches: int) -> Schedule:
-        """Its compute actions."""
+        """Return its compute actions."""
         placement = place(self.shape, self.ranks, self.stages_per_rank)
-        again = [self.recompute and stage < self.stages - 1 for stage in range(self.stages)]
+        recomputes = [self.recompute and stage < self.stages - 1 for stage in range(self.stages)]
         if self.name not in BACKWARDS:
-            return generate(self.name, placement, microbatches, again, except_last=self.but_last)
+            return generate(
+                self.name, placement, microbatches, recomputes, except_last=self.but_last
+            )
         rows = [
             _row(
                 [s for s, where in enumerate(placement) if where == rank],
                 microbatches,
                 self.name,
-                again,
+                recomputes,
             )
             for rank in range(self.ranks)
         ]
@@ -71,25 +76,29 @@ class Order:
 
 
 def _row(
-    stages: Sequence[int], microbatches: int, backwards: str, again: Sequence[bool]
+    stages: Sequence[int], microbatches: int, backwards: str, recomputes: Sequence[bool]
 ) -> list[Action]:
-    """All forwards, then the backwards of the last stage, and so on."""
+    """Return all forwards, then the backwards of the last stage, of the one before it and so on."""
     every = range(microbatches)
     forwards = [Action(stage, Kind.FORWARD, microbatch) for stage in stages for microbatch in every]
-    found = [
+    actions = [
         a
         for stage in stages[::-1]
-        for a in _backwards(stage, microbatches, backwards, again[stage])
+        for a in _backwards(stage, microbatches, backwards, recomputes[stage])
     ]
-    late = [a for a in found if a.kind is Kind.BACKWARD_WEIGHT] if backwards == "late" else []
-    return [*forwards, *(a for a in found if a not in late), *late]
+    late = [a for a in actions if a.kind is Kind.BACKWARD_WEIGHT] if backwards == "late" else []
+    return [*forwards, *(a for a in actions if a not in late), *late]
 
 
-def _backwards(stage: int, microbatches: int, backwards: str, again: bool) -> Iterator[Action]:
-    """`behind`: a weight half waits for the next microbatch's input half; `mixed`: every second backward is whole."""
+def _backwards(stage: int, microbatches: int, backwards: str, recomputes: bool) -> Iterator[Action]:
+    """Yield the backwards of a stage.
+
+    `behind`: a weight gradient waits for the input gradient of the next microbatch. `mixed`: every
+    second backward is whole.
+    """
     waiting: list[Action] = []
     for microbatch in range(microbatches):
-        if again:
+        if recomputes:
             yield Action(stage, Kind.RECOMPUTE, microbatch)
         if backwards == "whole" or (backwards == "mixed" and microbatch % 2):
             yield Action(stage, Kind.BACKWARD, microbatch)
@@ -101,28 +110,28 @@ def _backwards(stage: int, microbatches: int, backwards: str, again: bool) -> It
     yield from waiting
 
 
-def pipeline_under(order: Order, target: Target, microbatches: int = 4) -> Pipeline:
-    """The target in `order.stages` stages under `order`, whether or not a planner would make that plan."""
+def pipeline_under(order: PipelineOrder, target: Target, microbatches: int = 4) -> Pipeline:
+    """Return the pipeline under `order`, even if no planner would make that plan."""
     options = options_for(target, k=order.stages, microbatches=microbatches, costs="flops")
     captured = capture_target(target, options, verify=False)
-    made = world.share_from_first(lambda: encode(_under(_cut(target, options, captured), order)))
-    return Pipeline(decode(made, Plan, origin="rank 0"), captured, target)
+    plan = world.share_from_first(lambda: encode(_under(_cut(target, options, captured), order)))
+    return Pipeline(decode(plan, Plan, origin="rank 0"), captured, target)
 
 
 def _cut(target: Target, options: Options, captured: Captured) -> Plan:
-    """The planned stages: the same for every order of as many."""
+    """Return the plan of the stages, which is the same for every order with as many of them."""
     key = captured.digest, options.k, options.microbatches
     if key not in CUTS:
         CUTS[key] = make_plan(target, options, captured)
     return CUTS[key]
 
 
-def _under(plan: Plan, order: Order) -> Plan:
+def _under(plan: Plan, order: PipelineOrder) -> Plan:
     compute = order.schedule(plan.microbatches)
     problem = problem_of_stages(plan.stages, plan.links, compute.placement, plan.microbatches)
-    again = ("except-last" if order.but_last else "stage") if order.recompute else "none"
+    policy = ("except-last" if order.but_last else "stage") if order.recompute else "none"
     *before, last = plan.stages
-    stages = [*(msgspec.structs.replace(stage, recompute=again) for stage in before), last]
+    stages = [*(msgspec.structs.replace(stage, recompute=policy) for stage in before), last]
     return msgspec.structs.replace(
         plan,
         options=msgspec.structs.replace(plan.options, schedule=order.name),
@@ -136,8 +145,8 @@ def _under(plan: Plan, order: Order) -> Plan:
     )
 
 
-def compared(order: Order, target: Target, microbatches: int = 4) -> Comparison:
-    """A step under `order` beside the unsplit model's."""
+def compared(order: PipelineOrder, target: Target, microbatches: int = 4) -> Comparison:
+    """Return the comparison of a step under `order` with one of the unsplit model."""
     pipeline = pipeline_under(order, target, microbatches)
     reference = reference_for(target, pipeline.plan)
     wanted: Tensor = reference.step(target, microbatches)

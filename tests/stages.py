@@ -1,4 +1,4 @@
-"""A captured model cut into stages that run in one process, for tests that compare them with the uncut graph."""
+"""A captured model cut into stages that run in one process, compared with the uncut graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW = StreamKey(seed=5, step=0, microbatch=0)
 
 
 def loss_of(outputs: Sequence[Tensor], target: object) -> Tensor:
-    """A loss of any outputs that carry gradients."""
+    """Return a loss of all outputs that carry gradients."""
     return torch.stack(
         [value.float().square().mean() for value in outputs if value.requires_grad]
     ).sum()
@@ -50,25 +50,25 @@ class Case:
 
 
 def case_of(model: nn.Module, call: Arguments) -> Case:
-    """`model` in its present mode, and what it gives for `call`; it is as before afterwards."""
-    found = capture(model, call)
-    units = _units(found.instantiate(call))
+    """Return `model` in its present mode with its results for `call`; the model stays as it was."""
+    captured = capture(model, call)
+    units = _units(captured.instantiate(call))
     start = copy.deepcopy(model.state_dict())
-    whole = found.instantiate(call)
+    whole = captured.instantiate(call)
     apply_passes(whole.graph, [Seed(), EnterContexts()])
     whole.recompile()
     with use_stream(NOW):
-        loss = loss_of(whole(*found.inputs.flatten(call)), None)
+        loss = loss_of(whole(*captured.inputs.flatten(call)), None)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.load_state_dict(start)
     model.zero_grad(set_to_none=True)
-    return Case(found, call, units, loss.detach(), gradients, buffers)
+    return Case(captured, call, units, loss.detach(), gradients, buffers)
 
 
 def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
-    """Runs of nodes between which the graph may be cut: no group spans two."""
+    """Return runs of nodes between which the graph may be cut; no group spans two of them."""
     apply_passes(module.graph, [Group()])
     nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
     groups = [node.meta["group"] for node in nodes]
@@ -83,23 +83,26 @@ def _units(module: fx.GraphModule) -> tuple[tuple[str, ...], ...]:
     return tuple(units)
 
 
-def split(made: Case, cuts: Sequence[int]) -> tuple[fx.GraphModule, tuple[StageModule, ...]]:
-    """The graph, and its stages that begin at these units."""
-    module = made.capture.instantiate(made.call)
+def split(case: Case, cuts: Sequence[int]) -> tuple[fx.GraphModule, tuple[StageModule, ...]]:
+    """Return the graph and its stages, which begin at the units `cuts`."""
+    module = case.capture.instantiate(case.call)
     stages = {
         name: sum(unit >= cut for cut in cuts)
-        for unit, names in enumerate(made.units)
+        for unit, names in enumerate(case.units)
         for name in names
     }
     return module, emit(module, stages)
 
 
 def eager_stages(
-    made: Case, module: fx.GraphModule, emitted: Sequence[StageModule]
+    case: Case, module: fx.GraphModule, emitted: Sequence[StageModule]
 ) -> list[EagerStage]:
-    """The stages as one process runs them, with the gradients of tied parameters handed on; `module` was cut."""
-    by_name = dict(made.capture.model.named_parameters())
-    ties = ties_of(module, module.graph, made.capture.first_names).items()
+    """Return the stages of the cut graph `module` as one process runs them.
+
+    The gradients of tied parameters are handed on.
+    """
+    by_name = dict(case.capture.model.named_parameters())
+    ties = ties_of(module, module.graph, case.capture.first_names).items()
     shared = [(by_name[name], tie.stages) for name, tie in ties if name in by_name]
     return [
         EagerStage(
@@ -115,16 +118,19 @@ def eager_stages(
     ]
 
 
-def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and buffers after a forward and backward of one microbatch; the model is as before afterwards."""
-    model = made.capture.model
+def train(case: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Return loss, gradients and buffers after a forward and backward of one microbatch.
+
+    The model stays as it was.
+    """
+    model = case.capture.model
     start = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    eager = eager_stages(made, *split(made, cuts))
+    eager = eager_stages(case, *split(case, cuts))
     last = len(eager) - 1
     order = [Action(s, Kind.FORWARD, 0) for s in range(last + 1)]
     order += [Action(s, Kind.BACKWARD, 0) for s in reversed(range(last + 1))]
     try:
-        (loss,) = step(eager, order, [made.inputs], [None], seed=NOW.seed, step=NOW.step)
+        (loss,) = step(eager, order, [case.inputs], [None], seed=NOW.seed, step=NOW.step)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return loss, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
     finally:
@@ -134,12 +140,12 @@ def train(made: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], d
                 buffer.copy_(start[name])
 
 
-def assert_equal(made: Case, cuts: Sequence[int]) -> None:
-    """Stages that begin at these units give the loss, gradients and buffers of the uncut graph, bit for bit."""
-    loss, gradients, buffers = train(made, cuts)
-    assert torch.equal(loss, made.loss)
-    assert gradients.keys() == made.gradients.keys()
+def assert_equal(case: Case, cuts: Sequence[int]) -> None:
+    """Assert that these stages give the uncut graph's loss, gradients and buffers, bit for bit."""
+    loss, gradients, buffers = train(case, cuts)
+    assert torch.equal(loss, case.loss)
+    assert gradients.keys() == case.gradients.keys()
     assert [
-        name for name in gradients if not torch.equal(gradients[name], made.gradients[name])
+        name for name in gradients if not torch.equal(gradients[name], case.gradients[name])
     ] == []
-    assert [name for name in buffers if not torch.equal(buffers[name], made.buffers[name])] == []
+    assert [name for name in buffers if not torch.equal(buffers[name], case.buffers[name])] == []

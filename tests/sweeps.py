@@ -11,12 +11,15 @@ __all__ = ["one_in", "sweep"]
 
 
 def sweep(*values: Any) -> Any:
-    """A case that only `pytest -m sweep` runs."""
+    """Return a case that only `pytest -m sweep` runs."""
     return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 def one_in(period: int, cases: Iterable[Any]) -> list[Any]:
-    """Each `period`-th of these cases as it is, the others for the sweep; a case is a value or a tuple of them."""
+    """Return each `period`-th case as it is and the others for the sweep.
+
+    A case is a value or a tuple of values.
+    """
     many = [case if type(case) is tuple else (case,) for case in cases]
     return [
         pytest.param(*case) if index % period == 0 else sweep(*case)

@@ -1,4 +1,4 @@
-"""What tests of traps share: a model with two layers, and a check that a model is refused."""
+"""A model with two layers, and a check that a model is refused, for the tests of traps."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
 from pipecompile.schedule import selection as ordering
-from tests.orders import Order, compared, pipeline_under
+from tests.orders import PipelineOrder, compared, pipeline_under
 from tests.zoo.models import MODELS
 
 
@@ -54,7 +54,7 @@ def verify_model(name: str, options: dict[str, Any]) -> Verdict:
         return _verdict(verify(load(name), **options)[1])
 
 
-def verify_order(name: str, order: Order) -> Verdict:
+def verify_order(name: str, order: PipelineOrder) -> Verdict:
     """The same under any order, planned or not."""
     return _verdict([compared(order, load(name))])
 
@@ -201,7 +201,7 @@ def head_of_evaluation() -> str:
 
 
 def several_stages(
-    name: str, order: Order
+    name: str, order: PipelineOrder
 ) -> tuple[list[float] | None, list[float], list[str], bool | None]:
     """Return losses of three optimizer steps, this rank's state names, and if `evaluate` agrees."""
     target = load(name)

@@ -15,7 +15,7 @@ from pipecompile.cost_models.device import load_device
 from pipecompile.ir.serialization import encode, write
 from tests.distributed import jobs
 from tests.distributed.workers import Workers
-from tests.orders import BACKWARDS, Order
+from tests.orders import BACKWARDS, PipelineOrder
 from tests.sweeps import one_in, sweep
 
 EFFECTS = ("data_branch", "hooks", "buffers", "no_grad", "in_place", "checkpointed", "clip")
@@ -29,7 +29,7 @@ PLACES = (
     (2, 3, "v"),
 )
 HAND_MADE = tuple(
-    Order(backwards, ranks, stages, shape, recompute=(index + place) % 2 == 1)
+    PipelineOrder(backwards, ranks, stages, shape, recompute=(index + place) % 2 == 1)
     for index, backwards in enumerate(BACKWARDS)
     for place, (ranks, stages, shape) in enumerate(PLACES)
     if backwards != "whole" or shape == "v"
@@ -127,7 +127,7 @@ def test_ties_and_dropout_under_planned_schedules(
     assert_planned(workers, tmp_path, "gpt2", schedule, 4, each)
 
 
-def assert_exact(workers: Workers, folder: Path, name: str, order: Order) -> None:
+def assert_exact(workers: Workers, folder: Path, name: str, order: PipelineOrder) -> None:
     """Equal to the unsplit model, but for what the order of a sum over stages may change."""
     for verdict in workers.run(order.ranks, jobs.verify_order, name, order, folder=str(folder)):
         assert verdict.passed, verdict
@@ -135,14 +135,16 @@ def assert_exact(workers: Workers, folder: Path, name: str, order: Order) -> Non
 
 
 @pytest.mark.parametrize("order", HAND_MADE, ids=str)
-def test_every_order_is_the_unsplit_step(workers: Workers, tmp_path: Path, order: Order) -> None:
+def test_every_order_is_the_unsplit_step(
+    workers: Workers, tmp_path: Path, order: PipelineOrder
+) -> None:
     assert_exact(workers, tmp_path, "sequential", order)
 
 
 MIXTURE = (
-    Order("late", 4),
-    Order("behind", 2, 2, "loop", recompute=True),
-    Order("mixed", 2, 2, "v"),
+    PipelineOrder("late", 4),
+    PipelineOrder("behind", 2, 2, "loop", recompute=True),
+    PipelineOrder("mixed", 2, 2, "v"),
 )
 
 
@@ -158,16 +160,16 @@ MIXTURE = (
     ids=str,
 )
 def test_ties_skips_and_buffers_under_split_backwards(
-    workers: Workers, tmp_path: Path, name: str, order: Order
+    workers: Workers, tmp_path: Path, name: str, order: PipelineOrder
 ) -> None:
     assert_exact(workers, tmp_path, name, order)
 
 
 @pytest.mark.parametrize(
-    "order", [Order("late", 2, 2, "v"), Order("behind", 2, 2, "loop")], ids=str
+    "order", [PipelineOrder("late", 2, 2, "v"), PipelineOrder("behind", 2, 2, "loop")], ids=str
 )
 def test_ranks_of_several_stages_train_evaluate_and_hold_state(
-    workers: Workers, tmp_path: Path, order: Order
+    workers: Workers, tmp_path: Path, order: PipelineOrder
 ) -> None:
     found = workers.run(2, jobs.several_stages, "unet", order, folder=str(tmp_path))
     last = 0 if order.shape == "v" else 1  # the rank of the last stage

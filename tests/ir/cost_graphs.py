@@ -28,8 +28,8 @@ def cost_graphs(draw: st.DrawFn, most: int = 7, *, least: int = 1, wild: bool = 
     """From `least` to `most` nodes: views, tied parameters, skips, values that nobody reads.
 
     Nodes save what they read, what they make (which is part of their peak), and storages of their
-    own; they write to buffers. In a `wild` graph any value may lie in any storage, any node may save
-    it, and nodes may have parameters without names.
+    own; they write to buffers. In a `wild` graph any value may lie in any storage, any node may
+    save it, and nodes may have parameters without names.
     """
     names = [f"n{index}" for index in range(draw(st.integers(least, most)))]
     parameters = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from orders import BACKWARDS, Order, compared, pipeline_under
+from orders import BACKWARDS, PipelineOrder, compared, pipeline_under
 from zoo import example, same
 
 from pipecompile import InputError
@@ -15,41 +15,41 @@ from pipecompile.frontend.signature import Arguments
 from tests.sweeps import one_in, sweep
 
 NAMED = (
-    Order("gpipe", 4, recompute=True),
-    Order("1f1b", 4),
-    Order("interleaved-1f1b", 2, 2, "loop"),
-    Order("interleaved-1f1b", 2, 2, "loop", recompute=True),
-    Order("looped-bfs", 2, 2, "loop"),
-    Order("zb-h1", 4),
-    Order("zb-h2", 4),
-    Order("zb-v", 2, 2, "v"),
-    Order("v-half", 2, 2, "v"),
-    Order("v-min", 2, 2, "v"),
-    Order("dualpipe-v", 2, 2, "v"),
+    PipelineOrder("gpipe", 4, recompute=True),
+    PipelineOrder("1f1b", 4),
+    PipelineOrder("interleaved-1f1b", 2, 2, "loop"),
+    PipelineOrder("interleaved-1f1b", 2, 2, "loop", recompute=True),
+    PipelineOrder("looped-bfs", 2, 2, "loop"),
+    PipelineOrder("zb-h1", 4),
+    PipelineOrder("zb-h2", 4),
+    PipelineOrder("zb-v", 2, 2, "v"),
+    PipelineOrder("v-half", 2, 2, "v"),
+    PipelineOrder("v-min", 2, 2, "v"),
+    PipelineOrder("dualpipe-v", 2, 2, "v"),
 )
 BUT_LAST = tuple(
     {order.name: replace(order, recompute=True, but_last=True) for order in NAMED}.values()
 )
 HAND_MADE = tuple(
-    Order(backwards, ranks, stages, shape, recompute)
+    PipelineOrder(backwards, ranks, stages, shape, recompute)
     for backwards in BACKWARDS
     for ranks, stages, shape in ((4, 1, "linear"), (2, 2, "loop"), (2, 2, "v"), (2, 2, "linear"))
     for recompute in (False, True)
 )
 
 
-def assert_equal(order: Order, name: str) -> None:
+def assert_equal(order: PipelineOrder, name: str) -> None:
     comparison = compared(order, example(name))
     assert [(d.name, d.relative) for d in comparison.differences if not d.equal] == []
     assert comparison.losses[0] == comparison.losses[1]
 
 
 @pytest.mark.parametrize("order", [*HAND_MADE, *NAMED, *BUT_LAST], ids=str)
-def test_every_order_trains_the_unsplit_model(order: Order) -> None:
+def test_every_order_trains_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "sequential")
 
 
-LATE, BEHIND = Order("late", 4), Order("behind", 2, 2, "v", recompute=True)
+LATE, BEHIND = PipelineOrder("late", 4), PipelineOrder("behind", 2, 2, "v", recompute=True)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ LATE, BEHIND = Order("late", 4), Order("behind", 2, 2, "v", recompute=True)
     ],
     ids=str,
 )
-def test_split_backwards_train_every_model(name: str, order: Order) -> None:
+def test_split_backwards_train_every_model(name: str, order: PipelineOrder) -> None:
     """With ties (gpt2, bert, t5), biases shared by layers (t5), buffers and random numbers."""
     assert_equal(order, name)
 
@@ -72,7 +72,7 @@ def test_split_backwards_train_every_model(name: str, order: Order) -> None:
     one_in(2, (order for order in NAMED if order.name.startswith(("zb", "v-", "dual")))),
     ids=str,
 )
-def test_ties_are_summed_as_in_the_unsplit_model(order: Order) -> None:
+def test_ties_are_summed_as_in_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "gpt2")
 
 
@@ -80,15 +80,18 @@ def test_ties_are_summed_as_in_the_unsplit_model(order: Order) -> None:
 def test_evaluation_of_several_stages_on_a_rank(shape: str) -> None:
     target = example("unet")
     made: list[Pipeline] = [
-        pipeline_under(order, target) for order in (Order("late", 2, 2, shape), Order("gpipe", 4))
+        pipeline_under(order, target)
+        for order in (PipelineOrder("late", 2, 2, shape), PipelineOrder("gpipe", 4))
     ]
     assert same(*(pipeline.evaluate(target.call) for pipeline in made))
 
 
 @pytest.mark.parametrize(
-    "order", [Order("interleaved-1f1b", 2, 2, "loop"), Order("zb-v", 2, 2, "v")], ids=str
+    "order",
+    [PipelineOrder("interleaved-1f1b", 2, 2, "loop"), PipelineOrder("zb-v", 2, 2, "v")],
+    ids=str,
 )
-def test_a_minibatch_of_fewer_microbatches_on_several_stages_a_rank(order: Order) -> None:
+def test_a_minibatch_of_fewer_microbatches_on_several_stages_a_rank(order: PipelineOrder) -> None:
     target = example("sequential")
     pipeline = pipeline_under(order, target)
     reference = reference_for(target, pipeline.plan)
@@ -105,4 +108,4 @@ def test_a_schedule_that_updates_weights_on_the_way_is_refused() -> None:
     with pytest.raises(
         InputError, match="'pipedream' updates weights while microbatches are in flight"
     ):
-        pipeline_under(Order("pipedream", 4), target).step(target.call, target.targets)
+        pipeline_under(PipelineOrder("pipedream", 4), target).step(target.call, target.targets)

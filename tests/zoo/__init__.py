@@ -21,14 +21,14 @@ EXAMPLES = ("gpt2", "bert", "t5", "llama", "resnet50", "unet", "sequential")
 
 
 def example(name: str) -> Target:
-    """An example model in train mode, with its minibatch of 8."""
+    """Return an example model in train mode, with its minibatch of 8."""
     target = load_target(f"{MODELS}:{name}")
     target.model.train()
     return target
 
 
 def first(batch: int, call: Arguments) -> Arguments:
-    """The first `batch` samples of a call."""
+    """Return the first `batch` samples of a call."""
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda value: value[:batch].clone(), (call.args, call.kwargs)
     )
@@ -36,16 +36,16 @@ def first(batch: int, call: Arguments) -> Arguments:
 
 
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Capture, fx.GraphModule]:
-    """The capture of `model` for this call, proven by a training step."""
+    """Return the capture of `model` for this call, after its self-check."""
     call = Arguments(args, kwargs)
-    found = capture(model, call)
-    module = found.instantiate(call)
-    check_capture(found, module, call)
-    return found, module
+    result = capture(model, call)
+    module = result.instantiate(call)
+    check_capture(result, module, call)
+    return result, module
 
 
 def called(graph: fx.Graph) -> list[str]:
-    """What the graph calls, in order: names of modules, methods and functions."""
+    """Return the names of the modules, methods and functions that the graph calls, in order."""
     return [
         str(getattr(n.target, "__name__", n.target))
         for n in graph.nodes
@@ -54,7 +54,7 @@ def called(graph: fx.Graph) -> list[str]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two results have one structure and are equal bit for bit."""
+    """Return whether two results have the same structure and are equal bit for bit."""
     (leaves, spec), (others, other_spec) = pytree.tree_flatten(left), pytree.tree_flatten(right)
     return spec == other_spec and all(
         torch.equal(a, b) if isinstance(a, Tensor) else a == b

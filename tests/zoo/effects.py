@@ -1,4 +1,4 @@
-"""Small modules that do more than compute: they branch, write, remember, hook, or take and return trees."""
+"""Small modules with side effects, data dependence, autograd contexts, hooks or pytrees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .modules import TOKENS, WIDTH, Block, normal, regression
 
 
 class Gate(nn.Module):
-    """Which of its two layers works depends on the values."""
+    """Runs one of its two layers, depending on the values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def batch_branch() -> dict[str, Any]:
     return regression(BatchBranch)
 
 
-class Step(torch.autograd.Function):
+class Rounding(torch.autograd.Function):
     """Rounds; the gradient passes straight through where the input was small."""
 
     @staticmethod
@@ -80,7 +80,7 @@ class Quantized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = Step.apply(block(x), 1.5)
+            x = Rounding.apply(block(x), 1.5)
         return self.head(x)
 
 
@@ -90,7 +90,7 @@ def custom_function() -> dict[str, Any]:
 
 
 class Checkpointed(nn.Module):
-    """Every other block is recomputed by the reentrant way, the others by the new one; all draw dropout."""
+    """Recomputes blocks with dropout, in turns in the newer way and in the reentrant one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Averages(nn.Module):
 
 
 def buffers() -> dict[str, Any]:
-    """Batch normalisation, averages updated in place and replaced, a counter; all are read after the update."""
+    """Batch normalisation, averages updated in place and replaced, a counter; all are read."""
 
     def model() -> nn.Module:
         return nn.Sequential(Averages(), Averages(), Averages(), nn.Linear(WIDTH, 4))
@@ -346,9 +346,9 @@ def nested() -> dict[str, Any]:
         "pair": [normal(WIDTH, seed=4), normal(1, seed=5)],
         "missing": None,
     }
-    made = regression(Nested, (normal(WIDTH), more, 0.5))
+    target = regression(Nested, (normal(WIDTH), more, 0.5))
     return {
-        **made,
+        **target,
         "sample_kwargs": {"mask": normal(WIDTH, seed=6) > 1, "kind": "mean"},
         "loss_fn": answer_loss,
     }
@@ -373,16 +373,16 @@ class KeywordsOnly(nn.Module):
 
 
 def kwargs_only() -> dict[str, Any]:
-    """Arguments by keyword only, given in another order than declared; two are left at their defaults."""
+    """Keyword-only arguments, passed in another order than declared; two keep their defaults."""
     return regression(
         KeywordsOnly, {"context": normal(TOKENS, WIDTH, seed=3), "query": normal(WIDTH)}
     )
 
 
 EFFECTS: dict[str, Callable[[], Any]] = {
-    made.__name__: made
-    for made in (
-        data_branch, batch_branch, custom_function, checkpointed, autocast, no_grad, in_place, buffers, attributes,
-        hooks, nested, kwargs_only,
+    factory.__name__: factory
+    for factory in (
+        data_branch, batch_branch, custom_function, checkpointed, autocast, no_grad, in_place,
+        buffers, attributes, hooks, nested, kwargs_only,
     )
 }  # fmt: skip

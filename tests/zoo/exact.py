@@ -21,21 +21,22 @@ from .judge import differences, steps
 def exact(
     model: nn.Module, *args: Any, batches: Sequence[int] = (4, 2), leaf: Sequence[str] = ()
 ) -> Capture:
-    """The capture of `model` at the first of `batches`, after two training steps of it were compared at each.
+    """Return the capture of `model` at the first of `batches`.
 
-    AssertionError names what differs: outputs, gradients or buffers, bit for bit.
+    AssertionError if two training steps of it differ from the model's, at any of `batches`; it
+    names the outputs, gradients or buffers that are not equal bit for bit.
     """
     call = Arguments(args, {})
-    found = capture(model, first(batches[0], call), leaf)
+    captured = capture(model, first(batches[0], call), leaf)
     for batch in batches:
         some = first(batch, call)
-        module = with_autograd_contexts(found.instantiate(some))
+        module = with_autograd_contexts(captured.instantiate(some))
         torch.manual_seed(0)
         wanted = steps(model, some, lambda call: model(*call.args))
-        got = steps(model, some, partial(_run, found, module))
+        got = steps(model, some, partial(_run, captured, module))
         assert differences(wanted, got) == [], f"at batch {batch}"
-    return found
+    return captured
 
 
-def _run(found: Capture, module: fx.GraphModule, call: Arguments) -> Any:
-    return found.outputs.unflatten(module(*found.inputs.flatten(call)))
+def _run(captured: Capture, module: fx.GraphModule, call: Arguments) -> Any:
+    return captured.outputs.unflatten(module(*captured.inputs.flatten(call)))

@@ -1,6 +1,7 @@
 """Whether a captured model is the model: seeded steps of both, compared bit for bit.
 
-It shares nothing with the self-check of the frontend, so that a mistake in one does not hide in the other.
+It shares no code with the self-check of the frontend, so that a mistake in one does not hide in
+the other.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from . import first
 
 Run = Callable[[Arguments], Any]
 Capturing = Callable[[nn.Module, Arguments], Callable[[Arguments], Run]]
-"""Captures a model in its present mode for a call; what it returns makes a run for a call of any batch size."""
+"""Captures a model in its present mode; what it returns prepares a run for a call of any size."""
 
 BATCHES = (4, 1, 2, 3, 7)  # captured at the first
 MODES = ("train", "eval")
 
 
 @dataclass(frozen=True)
-class Step:
-    """Everything that a training step can be seen by. Constants among the outputs are kept as they are.
+class StepResult:
+    """Everything that can be observed of a training step.
 
-    A parameter or buffer with several names is there under each; a parameter without a gradient is left out.
+    A parameter or buffer is listed under all of its names; one without a gradient is left out.
+    Constants among the outputs are kept as they are.
     """
 
     outputs: dict[str, Any]
@@ -49,25 +51,25 @@ def verdict(
     batches: Sequence[int] = BATCHES,
     modes: Sequence[str] = MODES,
 ) -> dict[str, list[str]]:
-    """What differs between the model of `target` and its capture, by mode and batch; empty if nothing does.
+    """Return what differs between a model and its capture, by mode and batch; empty if nothing.
 
-    Each mode is captured by itself, at the first of the batches. Leaves the model in the last mode.
+    Each mode is captured by itself, at the first of the batches. The model stays in the last mode.
     """
-    found = {}
+    differing = {}
     for mode in modes:
         target.model.train(mode == "train")
         prepare = capturing(target.model, first(batches[0], target.call))
         for batch in batches:
             call = first(batch, target.call)
             wanted = steps(target.model, call, lambda call: target.model(*call.args, **call.kwargs))
-            found[f"{mode} at {batch}"] = differences(
+            differing[f"{mode} at {batch}"] = differences(
                 wanted, steps(target.model, call, prepare(call))
             )
-    return {place: names for place, names in found.items() if names}
+    return {place: names for place, names in differing.items() if names}
 
 
 def by_pipecompile(model: nn.Module, call: Arguments) -> Callable[[Arguments], Run]:
-    """Our capture, without its self-check."""
+    """Return pipecompile's capture, without its self-check."""
     captured = capture(model, call)
 
     def prepare(call: Arguments) -> Run:
@@ -77,17 +79,18 @@ def by_pipecompile(model: nn.Module, call: Arguments) -> Callable[[Arguments], R
     return prepare
 
 
-def steps(model: nn.Module, call: Arguments, run: Run, count: int = 2) -> list[Step]:
-    """Seeded steps of `run` in a row, the first on the state of `model`, each on the buffers that the last one left.
+def steps(model: nn.Module, call: Arguments, run: Run, count: int = 2) -> list[StepResult]:
+    """Return the results of `count` seeded steps of `run`, which uses the parameters of `model`.
 
-    `model` is whose parameters and buffers `run` uses. It, its gradients and the random state stay as they were. The
-    loss is a weighted sum of all outputs that carry a gradient, in eval mode too.
+    Each step begins with the buffers that the last one left. Afterwards the model, its gradients
+    and the random state are as before. The loss is a weighted sum of all outputs that carry a
+    gradient, in eval mode too.
     """
     with _untouched(model), _seeded():
         return [_step(model, call, run) for _ in range(count)]
 
 
-def _step(model: nn.Module, call: Arguments, run: Run) -> Step:
+def _step(model: nn.Module, call: Arguments, run: Run) -> StepResult:
     for parameter in model.parameters():
         parameter.grad = None
     results = dict(_leaves(run(call)))
@@ -100,7 +103,7 @@ def _step(model: nn.Module, call: Arguments, run: Run) -> Step:
     if losses:
         torch.stack(losses).sum().backward()
     parameters = model.named_parameters(remove_duplicate=False)
-    return Step(
+    return StepResult(
         outputs,
         gradients={name: _copied(p.grad) for name, p in parameters if p.grad is not None},
         buffers={name: _copied(b) for name, b in model.named_buffers(remove_duplicate=False)},
@@ -108,7 +111,7 @@ def _step(model: nn.Module, call: Arguments, run: Run) -> Step:
 
 
 def _loss(value: Tensor) -> Tensor:
-    """Each element has a weight of its own, so that no exchange or sum of elements goes unseen."""
+    # Each element has a weight of its own, so that exchanged or summed elements are noticed.
     flat = (torch.view_as_real(value) if value.is_complex() else value).flatten().double()
     return (flat * torch.arange(flat.numel(), dtype=torch.double).add(1).cos()).sum()
 
@@ -118,7 +121,7 @@ def _copied(value: Any) -> Any:
 
 
 def _leaves(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
-    """Tensors and constants in nested mappings, sequences and dataclasses, with where they are."""
+    """Yield (path, leaf) of nested mappings, sequences and dataclasses."""
     if isinstance(value, Mapping):
         items = [(repr(key), item) for key, item in value.items()]
     elif isinstance(value, (tuple, list)):
@@ -134,7 +137,7 @@ def _leaves(value: Any, path: str = "output") -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seeds every generator that a forward may draw from; all are afterwards where they were."""
+    """Seed every generator that a forward may draw from; restore all of them afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -149,16 +152,15 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """The block works on copies of all Python attributes; values and gradients of tensors are put back."""
+    """Give the block copies of all Python attributes; restore tensors and gradients afterwards."""
     modules = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
     values = [value for module in modules for value in vars(module).values()]
-    whole = [
-        value for value in values if isinstance(value, (fx.Graph, Tensor))
-    ]  # cannot be copied, or need not be
+    # Graphs cannot be copied, and tensors need not be.
+    uncopied = [value for value in values if isinstance(value, (fx.Graph, Tensor))]
     attributes = [dict(vars(module)) for module in modules]
     before = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
-    shared = {id(thing): thing for thing in (*modules, *tensors, *whole)}
+    shared = {id(thing): thing for thing in (*modules, *tensors, *uncopied)}
     _set_attributes(modules, copy.deepcopy(attributes, shared))
     try:
         yield
@@ -175,12 +177,15 @@ def _set_attributes(modules: Sequence[nn.Module], attributes: Sequence[dict[str,
         vars(module).update(values)
 
 
-def differences(wanted: Sequence[Step], got: Sequence[Step]) -> list[str]:
-    """The names of what differs or is on one side alone, bit for bit, where NaN equals NaN."""
+def differences(wanted: Sequence[StepResult], got: Sequence[StepResult]) -> list[str]:
+    """Return the names of values that are not equal bit for bit, or exist on one side only.
+
+    NaN equals NaN.
+    """
     return [
         f"{field.name} {name}" + (f" of step {index}" if index else "")
         for index, (left, right) in enumerate(zip(wanted, got, strict=True))
-        for field in fields(Step)
+        for field in fields(StepResult)
         for name in _differing(getattr(left, field.name), getattr(right, field.name))
     ]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .custom_layers import CUSTOM_LAYERS
 from .effects import EFFECTS
 from .language import LANGUAGE
 from .modules import MODULES
 from .vision import VISION
 
-MODELS: dict[str, Callable[[], Any]] = {**MODULES, **EFFECTS, **LANGUAGE, **VISION}
+MODELS: dict[str, Callable[[], Any]] = {**MODULES, **CUSTOM_LAYERS, **EFFECTS, **LANGUAGE, **VISION}
 
-globals().update(MODELS)  # a target names an attribute
+globals().update(MODELS)  # The command line looks a factory up as an attribute of this module.

@@ -1,4 +1,4 @@
-"""Small architectures of our own."""
+"""Small architectures made of torch's own layers, and what all small models share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from examples.models import sequential, unet
 
@@ -36,7 +35,7 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 def regression(
     kind: Callable[[], nn.Module], sample: Any = None, *, outputs: tuple[int, ...] = (4,)
 ) -> Any:
-    """A model of vectors, or of `sample`, that is to return `outputs` numbers for each."""
+    """Return a target whose model maps vectors, or `sample`, to `outputs` numbers each."""
     torch.manual_seed(0)
     return {
         "model": kind(),
@@ -46,8 +45,8 @@ def regression(
     }
 
 
-def _language(kind: Callable[[], nn.Module], *more: Tensor) -> dict[str, Any]:
-    """A model of tokens that is to return the logits of each next one."""
+def language(kind: Callable[[], nn.Module], *more: Tensor) -> dict[str, Any]:
+    """Return a target whose model maps tokens to the logits of the next ones."""
     torch.manual_seed(0)
     tokens = _tokens()
     return {
@@ -59,7 +58,7 @@ def _language(kind: Callable[[], nn.Module], *more: Tensor) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """A residual feed-forward block with dropout, for any tensor whose last dimension is `width`."""
+    """A residual feed-forward block with dropout; the last dimension is `width`."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class Skips(nn.Module):
 
 
 def skips() -> dict[str, Any]:
-    """Skips across six blocks: what passes over many stages."""
+    """Skips across six blocks, which are relayed over many stages."""
     return regression(Skips)
 
 
@@ -97,14 +96,14 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = self.again = Block()
+        self.block = self.same_block = Block()
         self.between = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.block(x)
         x = self.block(torch.tanh(self.between[0](x)))
-        x = self.again(torch.tanh(self.between[1](x)))
+        x = self.same_block(torch.tanh(self.between[1](x)))
         return self.head(x)
 
 
@@ -129,11 +128,11 @@ class Ties(nn.Module):
 
 def ties() -> dict[str, Any]:
     """Embedding and head are one parameter, of the first and of the last stage."""
-    return _language(Ties)
+    return language(Ties)
 
 
 class Recurrent(nn.Module):
-    """Three LSTMs, the last in both directions; each begins with the state in which the one before ended."""
+    """Three LSTMs, the last one in both directions; each begins with the last one's final state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +150,7 @@ class Recurrent(nn.Module):
 
 def lstm() -> dict[str, Any]:
     """Stacked LSTMs whose states pass on beside their results."""
-    return _language(Recurrent)
+    return language(Recurrent)
 
 
 class SequenceToSequence(nn.Module):
@@ -177,7 +176,7 @@ class SequenceToSequence(nn.Module):
 
 def gru_seq2seq() -> dict[str, Any]:
     """A loop over tokens around one cell: a long chain of calls of one module."""
-    return _language(SequenceToSequence, _tokens(seed=2))
+    return language(SequenceToSequence, _tokens(seed=2))
 
 
 class Siamese(nn.Module):
@@ -186,9 +185,13 @@ class Siamese(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.Flatten(),
+            nn.Conv2d(3, 8, 3, stride=2),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3),
+            nn.Flatten(),
             nn.Linear(16 * 5 * 5, WIDTH),
-        )  # fmt: skip
+        )
 
     def forward(
         self, anchor: Tensor, positive: Tensor, negative: Tensor
@@ -236,11 +239,11 @@ def transformer() -> dict[str, Any]:
     """The nn.Transformer of torch, masked, with a padded source."""
     source = _tokens(seed=2)
     source[::2, -3:] = 0
-    return _language(Translator, source)
+    return language(Translator, source)
 
 
-class Level(nn.Module):
-    """A convolution that is told the time."""
+class TimedConvolution(nn.Module):
+    """A convolution that also reads the time."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -253,13 +256,15 @@ class Level(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """A U-Net over signals of 32 samples; all levels are told the time."""
+    """A U-Net over signals of 32 samples; all levels read the time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
-        self.down = nn.ModuleList([Level(2, 8), Level(8, 16), Level(16, 32)])
-        self.up = nn.ModuleList([Level(32, 16), Level(16, 8)])
+        self.down = nn.ModuleList(
+            [TimedConvolution(2, 8), TimedConvolution(8, 16), TimedConvolution(16, 32)]
+        )
+        self.up = nn.ModuleList([TimedConvolution(32, 16), TimedConvolution(16, 8)])
         self.widen = nn.ModuleList(
             [nn.ConvTranspose1d(32, 16, 2, stride=2), nn.ConvTranspose1d(16, 8, 2, stride=2)]
         )
@@ -268,139 +273,24 @@ class Denoiser(nn.Module):
     def forward(self, signal: Tensor, time: Tensor) -> Tensor:
         frequencies = torch.exp(-torch.arange(WIDTH // 2, device=time.device) / 4)
         angles = time[:, None] * frequencies
-        told = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1))
-        first = self.down[0](signal, told)
-        second = self.down[1](nn.functional.avg_pool1d(first, 2), told)
-        third = self.down[2](nn.functional.avg_pool1d(second, 2), told)
-        second = self.up[0](torch.cat([second, self.widen[0](third)], dim=1), told)
-        first = self.up[1](torch.cat([first, self.widen[1](second)], dim=1), told)
+        encoded = self.time(torch.cat([angles.sin(), angles.cos()], dim=-1))
+        first = self.down[0](signal, encoded)
+        second = self.down[1](nn.functional.avg_pool1d(first, 2), encoded)
+        third = self.down[2](nn.functional.avg_pool1d(second, 2), encoded)
+        second = self.up[0](torch.cat([second, self.widen[0](third)], dim=1), encoded)
+        first = self.up[1](torch.cat([first, self.widen[1](second)], dim=1), encoded)
         return self.head(first)
 
 
 def denoiser() -> dict[str, Any]:
-    """A diffusion model's U-Net in one dimension, group normalisation; the time reaches every level."""
+    """The U-Net of a diffusion model in one dimension; the time reaches every level."""
     return regression(Denoiser, (normal(2, 32), normal().abs()), outputs=(2, 32))
 
 
-class DenseMixture(nn.Module):
-    """All experts see all tokens; the gate weighs their answers."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, experts)
-        self.expand = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
-        self.contract = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.einsum("...i,eih->...eh", x, self.expand).relu()
-        return x + torch.einsum(
-            "...e,...eh,eho->...o", self.gate(x).softmax(dim=-1), hidden, self.contract
-        )
-
-
-def moe_einsum() -> dict[str, Any]:
-    """A dense mixture of experts in einsums over parameters of no module of torch's."""
-    return regression(
-        lambda: nn.Sequential(DenseMixture(), Block(), DenseMixture(), Block(), nn.Linear(WIDTH, 4))
-    )
-
-
-class DispatchMixture(nn.Module):
-    """Each token goes to two of four experts; each expert is given its tokens only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).softmax(dim=-1).topk(2, dim=-1)
-        result = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            rows, places = torch.nonzero(chosen == index, as_tuple=True)
-            result.index_add_(0, rows, expert(tokens[rows]).relu() * weights[rows, places, None])
-        return x + result.view_as(x)
-
-
-def dispatch_moe() -> dict[str, Any]:
-    """A mixture of experts by nonzero and index_add: shapes that depend on values, inside single modules."""
-
-    def model() -> nn.Module:
-        layers = (Block(), DispatchMixture(), Block(), DispatchMixture(), Block())
-        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
-
-    return _language(model)
-
-
-class PaddedConvolution(nn.Conv2d):
-    """Keeps the image's size; the forward is torch's."""
-
-    def __init__(self, inputs: int, outputs: int, size: int = 3) -> None:
-        super().__init__(inputs, outputs, size, padding=size // 2)
-
-
-class StandardizedConvolution(PaddedConvolution):
-    """Its filters are standardized at each call."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True)
-        return self._conv_forward(input, (self.weight - mean) / (variance + 1e-5).sqrt(), self.bias)
-
-
-class ActivatedNorm(nn.BatchNorm2d):
-    """Batch normalisation with its activation."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.silu(super().forward(input))
-
-
-class ScaledLinear(nn.Linear):
-    """A linear layer with a learned scale."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.scale = nn.Parameter(torch.ones(outputs))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.scale
-
-
-def subclasses() -> dict[str, Any]:
-    """Subclasses of torch's own modules, with and without a forward of their own."""
-
-    def model() -> nn.Module:
-        convolutions = (
-            PaddedConvolution(3, 8),
-            ActivatedNorm(8),
-            StandardizedConvolution(8, 8),
-            ActivatedNorm(8),
-        )
-        return nn.Sequential(
-            *convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), ScaledLinear(32, 4)
-        )
-
-    return regression(model, normal(3, 16, 16))
-
-
-def parametrized() -> dict[str, Any]:
-    """Weights computed from parameters at each call; spectral_norm also updates its buffers."""
-
-    def model() -> nn.Module:
-        normed = [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        bounded = [parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-        pairs = [
-            layer for pair in zip(normed, bounded, strict=True) for layer in (*pair, nn.GELU())
-        ]
-        return nn.Sequential(*pairs, parametrizations.weight_norm(nn.Linear(WIDTH, 4)))
-
-    return regression(model)
-
-
 MODULES: dict[str, Callable[[], Any]] = {
-    made.__name__: made
-    for made in (
-        sequential, unet, skips, shared, ties, lstm, gru_seq2seq, siamese, transformer, denoiser, moe_einsum,
-        dispatch_moe, subclasses, parametrized,
+    factory.__name__: factory
+    for factory in (
+        sequential, unet, skips, shared, ties, lstm, gru_seq2seq, siamese, transformer,
+        denoiser,
     )
 }  # fmt: skip

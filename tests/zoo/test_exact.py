@@ -1,7 +1,8 @@
-"""Every model of the zoo is captured exactly, in both modes and at other batch sizes, or refused for a stated reason.
+"""Every model of the zoo is captured exactly, in both modes and at other batch sizes, or refused.
 
-To take a minute or two, the large ones are judged in one mode, and each at one other size: over the zoo all sizes come
-up. `python -m benchmarks.capture` judges every model in both modes at every size.
+So that this takes a minute or two, large models are judged in one mode, and each model at one other
+batch size; all sizes occur. `python -m benchmarks.capture` judges every model in both modes at
+every size.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ REFUSED: dict[str, str] = {}  # model → what the error says
 def _differences(name: str) -> dict[str, list[str]]:
     """What differs, by mode and batch."""
     target, index = Target.of(MODELS[name](), name), list(MODELS).index(name)
-    found = {}
+    differing = {}
     for turn in (index, index + 1) if name not in LANGUAGE | VISION else (index,):
         batches = CAPTURED_AT, OTHERS[turn // 2 % len(OTHERS)]
-        found |= verdict(by_pipecompile, target, batches, (MODES[turn % 2],))
-    return found
+        differing |= verdict(by_pipecompile, target, batches, (MODES[turn % 2],))
+    return differing
 
 
 ALIKE = {
@@ -35,7 +36,7 @@ ALIKE = {
     *("mistral", "qwen2", "phi", "gemma", "falcon", "bloom", "gpt_neox", "opt", "llama_gqa"),
     *("bert", "roberta", "distilbert", "albert", "electra"),
 }
-"""Built of what others have too."""
+"""They have no kind of layer that other models do not have."""
 
 
 @pytest.mark.parametrize("name", [sweep(name) if name in ALIKE else name for name in MODELS])

@@ -49,10 +49,10 @@ def test_steps_repeat_and_leave_no_trace() -> None:
     model.linear.weight.grad = torch.ones(3, 3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    found = steps(model, call, _plain(model))
-    assert differences(found, steps(model, call, _plain(model))) == []
-    assert found[1].outputs["output['count']"] == 2
-    assert differences(found[:1], found[1:]) != []
+    results = steps(model, call, _plain(model))
+    assert differences(results, steps(model, call, _plain(model))) == []
+    assert results[1].outputs["output['count']"] == 2
+    assert differences(results[:1], results[1:]) != []
     assert model.seen == []
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model.linear.weight.grad, torch.ones(3, 3))
@@ -60,23 +60,23 @@ def test_steps_repeat_and_leave_no_trace() -> None:
 
 
 def _scaled(model: _Keeper, x: Tensor) -> Any:
-    found = model(x)
-    found["y"].register_hook(lambda gradient: gradient * 2)
-    return found
+    outputs = model(x)
+    outputs["y"].register_hook(lambda gradient: gradient * 2)
+    return outputs
 
 
 def _unwritten(model: _Keeper, x: Tensor) -> Any:
     before = model.written.clone()
-    found = model(x)
+    outputs = model(x)
     model.written.copy_(before)
-    return found
+    return outputs
 
 
 def _forgetful(model: _Keeper, x: Tensor) -> Any:
     before = model.replaced
-    found = model(x)
+    outputs = model(x)
     model.replaced = before
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_the_verdict_names_mode_and_batch() -> None:
     def eval_only(model: nn.Module, call: Arguments) -> Callable[[Arguments], Run]:
         return lambda call: lambda call: model.eval()(*call.args)
 
-    found = verdict(eval_only, Target(_Keeper(), _call()), batches=(4, 2))
-    assert found.keys() == {"train at 4", "train at 2"}
+    differing = verdict(eval_only, Target(_Keeper(), _call()), batches=(4, 2))
+    assert differing.keys() == {"train at 4", "train at 2"}

@@ -1,4 +1,4 @@
-"""Vision, audio and multimodal models of transformers, a few small layers each, with random weights."""
+"""Vision, audio and multimodal models of transformers: a few small layers, random weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _with_loss(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
 
 def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
     """A classifier that ends with its logits; the loss lies outside."""
-    made = _with_loss(kind, config)
-    return {**made, "targets": made["sample_input"].pop("labels"), "loss_fn": class_loss}
+    target = _with_loss(kind, config)
+    return {**target, "targets": target["sample_input"].pop("labels"), "loss_fn": class_loss}
 
 
 def vit() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def deit() -> dict[str, Any]:
 
 
 def beit() -> dict[str, Any]:
-    """Biases by relative position in attention, scaled residuals, stochastic depth for each sample."""
+    """Attention biases by relative position, scaled residuals, stochastic depth for each sample."""
     config = transformers.BeitConfig(
         **SMALL,
         image_size=SIZE,
@@ -70,11 +70,16 @@ def beit() -> dict[str, Any]:
 
 
 def swin() -> dict[str, Any]:
-    """Attention in windows that shift in every second layer; neighbouring patches merge in between."""
+    """Attention in windows that shift in every second layer; patches merge in between."""
     config = transformers.SwinConfig(
-        image_size=SIZE, patch_size=2, embed_dim=16, depths=[2, 2, 2], num_heads=[2, 4, 8], window_size=4,
+        image_size=SIZE,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2, 2, 2],
+        num_heads=[2, 4, 8],
+        window_size=4,
         num_labels=CLASSES,
-    )  # fmt: skip
+    )
     return _with_loss(transformers.SwinForImageClassification, config)
 
 
@@ -101,9 +106,13 @@ def resnet() -> dict[str, Any]:
 def regnet() -> dict[str, Any]:
     """Grouped convolutions with squeeze and excitation."""
     config = transformers.RegNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1], groups_width=8,
-        downsample_in_first_stage=False, num_labels=CLASSES,
-    )  # fmt: skip
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64],
+        depths=[1, 2, 1],
+        groups_width=8,
+        downsample_in_first_stage=False,
+        num_labels=CLASSES,
+    )
     return _with_logits(transformers.RegNetForImageClassification, config)
 
 
@@ -118,20 +127,32 @@ def mobilenet() -> dict[str, Any]:
 def efficientnet() -> dict[str, Any]:
     """Depthwise convolutions with squeeze and excitation, dropout before each sum."""
     config = transformers.EfficientNetConfig(
-        image_size=SIZE, width_coefficient=0.25, depth_coefficient=1.0, in_channels=[32, 16, 24],
-        out_channels=[16, 24, 40], kernel_sizes=[3, 3, 5], strides=[1, 2, 2], num_block_repeats=[1, 2, 2],
-        expand_ratios=[1, 6, 6], hidden_dim=320, initializer_range=0.2, num_labels=CLASSES,
-    )  # fmt: skip
+        image_size=SIZE,
+        width_coefficient=0.25,
+        depth_coefficient=1.0,
+        in_channels=[32, 16, 24],
+        out_channels=[16, 24, 40],
+        kernel_sizes=[3, 3, 5],
+        strides=[1, 2, 2],
+        num_block_repeats=[1, 2, 2],
+        expand_ratios=[1, 6, 6],
+        hidden_dim=320,
+        initializer_range=0.2,
+        num_labels=CLASSES,
+    )
     return _with_loss(transformers.EfficientNetForImageClassification, config)
 
 
 def segformer() -> dict[str, Any]:
-    """An image of labels: attention over a reduced image, features of all levels joined by the head."""
+    """An image of labels: attention over a reduced image; the head joins features of all levels."""
     torch.manual_seed(0)
     config = transformers.SegformerConfig(
-        depths=[1, 1, 1, 1], hidden_sizes=[8, 16, 32, 64], num_attention_heads=[1, 2, 4, 8], decoder_hidden_size=32,
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 16, 32, 64],
+        num_attention_heads=[1, 2, 4, 8],
+        decoder_hidden_size=32,
         num_labels=CLASSES,
-    )  # fmt: skip
+    )
     image = _normal(3, SIZE, SIZE)
     labels = (image.sum(dim=1) > 0).long()
     model = transformers.SegformerForSemanticSegmentation(config)
@@ -139,7 +160,7 @@ def segformer() -> dict[str, Any]:
 
 
 def clip() -> dict[str, Any]:
-    """Two towers, for texts and images; the loss compares every text of the batch with every image."""
+    """Two towers, for texts and images; the loss compares each text with every image."""
     torch.manual_seed(0)
     text = {
         **SMALL,
@@ -162,13 +183,20 @@ def clip() -> dict[str, Any]:
 
 
 def wav2vec2() -> dict[str, Any]:
-    """Raw sound through convolutions; the positions are a convolution whose weight is normed, parametrized."""
+    """Raw sound through convolutions; a convolution with a parametrized weight gives positions."""
     torch.manual_seed(0)
     config = transformers.Wav2Vec2Config(
-        **SMALL, conv_dim=(32, 32, 32), conv_stride=(5, 4, 2), conv_kernel=(10, 3, 3), num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=4, classifier_proj_size=32, layerdrop=0.0, apply_spec_augment=False,
+        **SMALL,
+        conv_dim=(32, 32, 32),
+        conv_stride=(5, 4, 2),
+        conv_kernel=(10, 3, 3),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=4,
+        classifier_proj_size=32,
+        layerdrop=0.0,
+        apply_spec_augment=False,
         num_labels=CLASSES,
-    )  # fmt: skip
+    )
     model = transformers.Wav2Vec2ForSequenceClassification(config)
     return {
         "model": model,
@@ -180,19 +208,33 @@ def whisper() -> dict[str, Any]:
     """Encoder of a spectrogram, decoder of text: two inputs of different kinds and lengths."""
     torch.manual_seed(0)
     config = transformers.WhisperConfig(
-        vocab_size=256, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, num_mel_bins=16,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, dropout=0.1, max_source_positions=16,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        vocab_size=256,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        num_mel_bins=16,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        dropout=0.1,
+        max_source_positions=16,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
         use_cache=False,
-    )  # fmt: skip
+    )
     labels = torch.randint(4, 256, (BATCH, 12), generator=torch.Generator().manual_seed(2))
     model = transformers.WhisperForConditionalGeneration(config)
     return {"model": model, "sample_input": {"input_features": _normal(16, 32), "labels": labels}}
 
 
 VISION: dict[str, Callable[[], Any]] = {
-    made.__name__: made
-    for made in (
-        vit, deit, beit, swin, convnext, resnet, regnet, mobilenet, efficientnet, segformer, clip, wav2vec2, whisper,
+    factory.__name__: factory
+    for factory in (
+        vit, deit, beit, swin, convnext, resnet, regnet, mobilenet, efficientnet, segformer,
+        clip, wav2vec2, whisper,
     )
 }  # fmt: skip

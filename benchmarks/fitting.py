@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from benchmarks.tiling import LEAST_LAYERS, tile
+from pipecompile.api.draft import scheduled
 from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.plan import scheduled
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE

@@ -27,8 +27,8 @@ from benchmarks.command_line import no_arguments
 from benchmarks.recompute_stages import STAGES, CostedStage, held_bytes
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
+from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.plan import draft
 from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.recompute.choice import cheapest

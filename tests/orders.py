@@ -11,7 +11,7 @@ from torch import Tensor
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
 from pipecompile.ir.plan import Options, Plan

@@ -14,7 +14,7 @@ from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline, check_world
-from pipecompile.api.planning import assist, make_plan
+from pipecompile.api.plan import assist, make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import LossFunction, Target

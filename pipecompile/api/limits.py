@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipecompile.api.finding import Finding
+from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import budgets, size_text
 

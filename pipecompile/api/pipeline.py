@@ -13,10 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.capture import Captured
-from pipecompile.api.local_share import LocalShare
-from pipecompile.api.plan_orders import PlanOrders
-from pipecompile.api.program import Program
-from pipecompile.api.programs import Programs
+from pipecompile.api.program import Program, Programs
 from pipecompile.api.target import LossFunction, Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.errors import InputError, StalePlanError
@@ -26,8 +23,10 @@ from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline, tie_groups
 from pipecompile.runtime.gradients import divide_gradients, fresh_gradients
+from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.stage import EagerStage, Loss
+from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.simulator import simulate_plan
 
 __all__ = ["Pipeline", "check_world"]

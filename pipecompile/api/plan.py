@@ -1,209 +1,100 @@
-"""From a cost graph and options to a plan.
-
-Needs no PyTorch, and returns the same bytes for the same input.
+"""From a captured target to its plan: costs, cut and schedule, and whole stages measured where
+costs are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple
+import logging
+from functools import partial
+from itertools import islice
 
-import msgspec
+from torch import fx
 
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.stages import owners_of, routes_of, stages_of
+from pipecompile.api.capture import Captured
+from pipecompile.api.costs import cost_graph, measured_on
+from pipecompile.api.draft import draft
+from pipecompile.api.stage_timer import StageTimer
+from pipecompile.api.target import Target
+from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import CostGraph
+from pipecompile.graph.autograd_context import shared_cast_readers
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.plan import (
-    Fingerprint,
-    Options,
-    Ordering,
-    Plan,
-    Prediction,
-    Provenance,
-    Search,
-    Stage,
-)
-from pipecompile.ir.schedule import Schedule
-from pipecompile.ir.serialization import fingerprint
-from pipecompile.recompute.planner import RecomputePlanner
-from pipecompile.schedule.selection import placements, schedule_plan
-from pipecompile.schedule.simulator import simulate
-from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.profiling.stage_correction import correct_stages
 
-__all__ = ["Scheduled", "costs_digest", "draft", "predicted", "scheduled"]
+__all__ = ["assist", "make_plan"]
+
+logger = logging.getLogger("pipecompile.api")
 
 
-def draft(
-    graph: CostGraph,
-    options: Options,
-    *,
-    graph_digest: str,
-    capture: Provenance,
-    microbatch_shapes: Sequence[tuple[int, ...]],
-    links: Links = FREE,
-    assignment: Mapping[str, int] | None = None,
-) -> Plan:
-    """Return the plan for `graph` under `options`; InfeasibleError says which constraint cannot be
-    met.
+def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
+    """Return the plan for a captured target; InfeasibleError says which constraint cannot be met.
 
-    `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
-    what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
-    to stage) that is to be kept. Where the options leave the placement open, the plan with the
-    shortest step is returned.
+    Where costs are measured, whole stages are measured too, by all ranks: the others call `assist`
+    meanwhile.
     """
-    origin = _Origin(
-        Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
-        capture,
-        tuple(tuple(shape) for shape in microbatch_shapes),
-    )
-    plans, refusals = [], []
-    for placement in placements(options):
-        try:
-            planner = recompute_planner(graph, options, placement, settled=True)
-            plans.append(_plan_on_placement(planner, links, origin, assignment))
-        except InfeasibleError as error:
-            refusals.append(error)
-    if not plans:
-        raise refusals[0]
-    return min(plans, key=lambda plan: plan.prediction.step_ns)
-
-
-class _Origin(NamedTuple):
-    """What a plan is made for, and how the model became a graph."""
-
-    fingerprint: Fingerprint
-    capture: Provenance
-    microbatch_shapes: tuple[tuple[int, ...], ...]
-
-
-def _plan_on_placement(
-    planner: RecomputePlanner,
-    links: Links,
-    origin: _Origin,
-    assignment: Mapping[str, int] | None,
-) -> Plan:
-    """The plan whose stages lie on the ranks of the planner's placement."""
-    # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
-    from pipecompile.api.partition import cut, with_memory_time
-    from pipecompile.api.partition_problem import problem_of
-
-    graph, options = planner.graph, planner.options
-    partition = cut(planner, links, assignment)
-    result = scheduled(planner, links, partition.assignment)
-    if result.recomputes_while_waiting:
-        problem = problem_of(graph, options, links, planner.view.placement)
-        while_waiting = _while_waiting(planner)
-        partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
-    return Plan(
-        fingerprint=origin.fingerprint,
+    tensors = captured.capture.inputs.flatten(captured.sample)
+    plan_for = partial(
+        draft,
         options=options,
-        capture=origin.capture,
-        k=options.k,
-        ranks=result.schedule.ranks,
-        stages_per_rank=options.k // result.schedule.ranks,
-        replicas=1,
-        microbatches=options.microbatches,
-        microbatch_shapes=origin.microbatch_shapes,
+        graph_digest=captured.digest,
+        capture=captured.provenance,
+        microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
         links=links,
-        allocator=graph.allocator,
-        time_unit=graph.time_unit,
-        stages=result.stages,
-        routes=tuple(routes_of(graph, partition.assignment)),
-        parameters=tuple(owners_of(graph, result.stages)),
-        schedule=result.schedule,
-        prediction=result.prediction,
-        search=_with_step(partition.search, result.prediction.step_ns),
-        ordering=result.ordering,
+    )
+    timer = _stage_timer(target, options, captured)
+    try:
+        graph = cost_graph(target, options.costs, options.microbatches, captured)
+        plan = plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}{_explain_casts(captured.module.graph)}") from None
+    finally:
+        if timer is not None:
+            timer.dismiss()
+    _warn_if_too_large(plan)
+    return plan
+
+
+def assist(target: Target, options: Options, captured: Captured) -> None:
+    """Measure the stages of this rank when rank 0, which makes the plan, asks for it."""
+    timer = _stage_timer(target, options, captured)
+    if timer is not None:
+        timer.assist()
+
+
+def _stage_timer(target: Target, options: Options, captured: Captured) -> StageTimer | None:
+    """What measures whole stages, None if costs are not measured."""
+    device = measured_on(options.costs, target)
+    return None if device is None else StageTimer(target, captured, device)
+
+
+def _explain_casts(graph: fx.Graph) -> str:
+    """Why readers of a weight share a stage and what to do, "" unless autocast is the reason.
+
+    Autocast keeps a weight that it has cast for all readers, so that its gradients are summed as
+    cast: in two stages they would be cast first and summed afterwards, which rounds differently.
+    """
+    readers = [[node.name for node in nodes] for nodes in shared_cast_readers(graph.nodes)]
+    shortened = (names if len(names) < 5 else [*names[:3], "…", names[-1]] for names in readers)
+    groups = dict.fromkeys(", ".join(names) for names in shortened)
+    if not groups:
+        return ""
+    return (
+        "; autocast casts a weight once and sums its gradients as cast, so its readers share a "
+        f"stage ({'; '.join(islice(groups, 3))}): to part them, call them outside autocast, or "
+        "enter it with cache_enabled=False"
     )
 
 
-class Scheduled(NamedTuple):
-    """The stages of a cut, the order of their actions, and what a step is expected to take and
-    hold.
-
-    With `recomputes_while_waiting` whole stages recompute where their ranks would wait.
-    """
-
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    ordering: Ordering | None
-    prediction: Prediction
-    recomputes_while_waiting: bool
-
-
-def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    """Return the stages of a cut with their schedule.
-
-    Regions are recomputed as part of a backward, and whole stages in an action of their own, which
-    may begin while the rank waits for gradients. So whole stages are tried too where regions were
-    chosen, and the shorter step is returned.
-    """
-    with_regions = _schedule(planner, links, assignment)
-    has_regions = any(stage.regions for stage in with_regions.stages)
-    if planner.options.recompute == "auto" and has_regions:
-        with suppress(InfeasibleError):
-            with_stages = _schedule(_while_waiting(planner), links, assignment)
-            return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
-    return with_regions
-
-
-def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
-    """The planner for stages that recompute as a whole, while their ranks wait."""
-    return replace(planner, waiting=True, known={})
-
-
-def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    graph, options = planner.graph, planner.options
-    stages = stages_of(graph, assignment, planner)
-    schedule, ordering = schedule_plan(
-        options, stages, links, planner.view.placement, graph.allocator
-    )
-    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.allocator)
-    return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
-
-
-def _with_step(search: Search, step_ns: int) -> Search:
-    """`search` with the step of the plan: cuts were compared by a named schedule, which it may not
-    have.
-
-    The cut of another objective is only named if its step is more than 1 % shorter than that.
-    """
-    faster = search.faster
-    if faster is not None and faster.step_ns * 100 >= step_ns * 99:
-        faster = None
-    values = {**search.values, "step_ns": step_ns}
-    return msgspec.structs.replace(search, values=values, faster=faster)
-
-
-def predicted(
-    stages: Sequence[Stage],
-    schedule: Schedule,
-    links: Links,
-    caps: Sequence[int] | None,
-    allocator: AllocatorName,
-) -> Prediction:
-    """Return the step of `schedule`, simulated, and what its ranks hold, each under its cap."""
-    room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
-    problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, room)
-    timeline = simulate(problem, schedule)
-    return Prediction(
-        step_ns=timeline.makespan_ns,
-        span_ns=timeline.span_ns,
-        bubble=timeline.bubble,
-        loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
-        idle=timeline.idle,
-        memory=memory_by_rank(stages, schedule, allocator),
-    )
-
-
-def costs_digest(graph: CostGraph) -> str:
-    """SHA-256 of the costs; source lines are left out, since they change without the model
-    changing.
-    """
-    plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    return fingerprint(msgspec.structs.replace(graph, nodes=plain))
+def _warn_if_too_large(plan: Plan) -> None:
+    """Warn if ranks may not fit the named device, and no cap was given."""
+    kind, _, device = plan.options.costs.partition(":")
+    if kind != "roofline" or plan.options.memory_bytes is not None:
+        return
+    there = load_device(device).memory_bytes
+    needed = max(rank.total.bound for rank in plan.prediction.memory)
+    if needed > there:
+        logger.warning(
+            "a rank may need %d bytes, but %s has %d: give memory=%d to have it cut otherwise",
+            *(needed, device, there, there),
+        )

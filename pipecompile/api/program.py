@@ -1,5 +1,5 @@
-"""A graph of the model cut into stages, for modules that are in given modes (training or
-evaluation).
+"""The programs of a pipeline: the model's graph cut into stages, one for each set of modes
+(training or evaluation) that its modules are used in.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
+from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
+from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.model_state import named_state
 from pipecompile.graph.ties import Tie, ties_of
+from pipecompile.ir.plan import Plan
 from pipecompile.runtime.distributed import BoundaryShape
+from pipecompile.runtime.local_share import LocalShare
 
-__all__ = ["Program", "modes_of"]
+__all__ = ["Program", "Programs"]
 
 ABSENT = object()
 
@@ -41,7 +47,7 @@ class Program:
         self.captured = captured
         self._context = current_context()
         self.remember()
-        self.modes = modes_of(captured.model)
+        self.modes = _modes_of(captured.model)
         self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, savings)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
@@ -135,7 +141,74 @@ class Program:
                 part.training = flag
 
 
-def modes_of(model: nn.Module) -> frozenset[str]:
+class Programs:
+    """The planned program, and one for each other set of modes that the model's modules were put
+    into.
+
+    A forward may do something else in another mode, so the model is captured once more in it, and
+    cut where the planned graph was cut. `self_check` says whether that capture is proven.
+    """
+
+    def __init__(
+        self, plan: Plan, captured: Captured, target: Target, share: LocalShare, *, self_check: bool
+    ) -> None:
+        self._plan = plan
+        self._target = target
+        self._share = share
+        self._self_check = self_check
+        self.planned = Program(
+            captured.capture, captured.module, plan.assignment, plan.regions, plan.encoded_runs
+        )
+        self._by_modes = {self.planned.modes: self.planned}
+
+    def current(self) -> Program:
+        """Return the program for the modes that the modules are in now."""
+        modes = _modes_of(self._target.model)
+        if modes not in self._by_modes:
+            self.planned.check_unchanged()
+            log_on_first_rank(
+                ["the model is captured once more: its modules are in other modes than planned"]
+            )
+            self._by_modes[modes] = self._cut_like_the_plan(self._capture())
+        return self._by_modes[modes]
+
+    def in_eval_mode(self) -> Program:
+        """Return the program for eval mode; the modules are left in the modes that they have."""
+        flags = {module: module.training for module in self._target.model.modules()}
+        for module in flags:  # a model may override `.eval()` to do more than this
+            module.training = False
+        try:
+            return self.current()
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+
+    def _capture(self) -> Captured:
+        # Over ranks it is not proven: no rank has the whole model on its device.
+        verify = self._self_check and not self._share.is_distributed
+        return capture_target(self._target, self._plan.options, verify=verify)
+
+    def _cut_like_the_plan(self, captured: Captured) -> Program:
+        plan, graph, module = self._plan, self._planned_graph, captured.module
+        stages = transfer(plan.assignment, graph, module, self._holders(captured))
+        regions = transfer_regions(plan.regions, graph, module, stages)
+        encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
+        return Program(captured.capture, module, stages, regions, encodings)
+
+    def _holders(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+        """The stages that hold what a graph reads; over ranks the first stage holds what no planned
+        stage reads.
+        """
+        names = named_state(captured.module) if self._share.is_distributed else ()
+        return {**{name: (0,) for name, _ in names}, **self._share.holders}
+
+    @property
+    def _planned_graph(self) -> fx.Graph:
+        """The planned graph before it was cut: the nodes that the plan names, in order."""
+        return self.planned.captured.graph
+
+
+def _modes_of(model: nn.Module) -> frozenset[str]:
     """The paths of the modules that are in train mode."""
     return frozenset(path for path, part in model.named_modules() if part.training)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
-from pipecompile.api.finding import Finding
-from pipecompile.api.plan import predicted
+from pipecompile.api.draft import predicted
 from pipecompile.errors import PipecompileError
+from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text

@@ -1,7 +1,7 @@
 """What the stages of a plan take on the devices that will run them.
 
 Each rank measures its own stages, all ranks at the same time, so that ranks which share memory or
-cores slow each other down as they do in a step. `stage_correction` calls it.
+cores slow each other down as they do in a step. `profiling/stage_correction.py` calls it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pipecompile.ir.serialization import decode, encode
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.scaling import Times
+from pipecompile.profiling.stage_correction import DoesNotFitError
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.microbatch import split
@@ -45,7 +46,7 @@ from pipecompile.schedule.dependencies import compute_dependencies, dependency_o
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 
-__all__ = ["DoesNotFitError", "StageTimer"]
+__all__ = ["StageTimer"]
 
 OVERHEAD_REPEATS = 9
 
@@ -233,7 +234,3 @@ def _timed(
         return dict(times)
     halves = measure_stages(works, with_split_backwards(order), device)
     return {index: {**halves[index], **times[index]} for index in works}
-
-
-class DoesNotFitError(Exception):
-    """A device lacks the memory to run its stages; the message says which one."""

@@ -8,7 +8,7 @@ from torch import fx
 
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import comparable
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.target import Target
 from pipecompile.errors import StalePlanError, StaleProfileError
 from pipecompile.ir.plan import Plan

@@ -16,8 +16,8 @@ from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError
 from pipecompile.ir.serialization import encode
 
 if TYPE_CHECKING:
-    from pipecompile.api.finding import Finding
     from pipecompile.api.report import DrawTable
+    from pipecompile.ir.finding import Finding
 
 __all__ = ["FINE", "NO", "AnswerGroup", "framed", "print_findings", "say", "table_style"]
 

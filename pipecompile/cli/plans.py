@@ -86,9 +86,9 @@ def view(path: str, output: str) -> int:
 def check(path: str, target: str | None, form: str, memory: str | None, **limits: Any) -> int:
     """Is PLAN sound (no deadlock, complete, within limits) and, given TARGET, still current?"""
     from pipecompile.api.factory import Factory
-    from pipecompile.api.finding import Finding
     from pipecompile.api.limits import check_limits
     from pipecompile.api.soundness import findings
+    from pipecompile.ir.finding import Finding
 
     factory = None if target is None else Factory.of(target)
     plan = read(path, Plan)

@@ -39,7 +39,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     # Only now is PyTorch imported.
     from pipecompile.api.capture import capture_target
     from pipecompile.api.options import completed
-    from pipecompile.api.planning import make_plan
+    from pipecompile.api.plan import make_plan
     from pipecompile.api.target import Target, made_with
 
     subject = Target.of(factory.call(), target)

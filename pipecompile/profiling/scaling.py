@@ -1,6 +1,6 @@
 """Scaling: node costs that add up to the measured times of whole stages.
 
-Called by the stage correction (`api/stage_correction.py`). Needs no PyTorch.
+Called by the stage correction (`profiling/stage_correction.py`). Needs no PyTorch.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import pytest
 from examples import models
 from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
+from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.plan import draft
 from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError

@@ -10,8 +10,8 @@ from cuts import chain, graphs
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from pipecompile.api.draft import draft
 from pipecompile.api.links import links_for, links_of
-from pipecompile.api.plan import draft
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Link, Links

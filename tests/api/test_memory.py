@@ -15,9 +15,9 @@ from torch import nn
 
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
+from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.plan import draft
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.target import Target
 from pipecompile.cli import commands
 from pipecompile.errors import InfeasibleError, InputError

@@ -20,8 +20,8 @@ from pipecompile import InfeasibleError, InputError
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.costs import cost_graph
+from pipecompile.api.draft import draft, predicted
 from pipecompile.api.options import options_for
-from pipecompile.api.plan import draft, predicted
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.soundness import findings
 from pipecompile.api.stages import stages_of

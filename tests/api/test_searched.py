@@ -9,7 +9,7 @@ import pytest
 from examples import models
 from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify

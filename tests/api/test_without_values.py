@@ -18,7 +18,7 @@ from pipecompile.api.capture import capture_target
 from pipecompile.api.choices import requested_options
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.profile import profiled
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify

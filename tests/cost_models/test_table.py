@@ -16,7 +16,7 @@ from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.costs import comparable, cost_graph, cost_model
 from pipecompile.api.options import options_for
-from pipecompile.api.planning import make_plan
+from pipecompile.api.plan import make_plan
 from pipecompile.api.staleness import staleness
 from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import CallCost, NodeCall

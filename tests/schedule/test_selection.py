@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.api.plan import draft
+from pipecompile.api.draft import draft
 from pipecompile.api.soundness import findings
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Tensor

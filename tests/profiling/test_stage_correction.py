@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.plan import draft
-from pipecompile.api.stage_correction import ROUNDS, correct_stages
-from pipecompile.api.stage_timer import DoesNotFitError
+from pipecompile.api.draft import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
 from pipecompile.profiling.scaling import Times, apportioned, scaled
+from pipecompile.profiling.stage_correction import ROUNDS, DoesNotFitError, correct_stages
 
 OPTIONS = Options(
     k=2,

@@ -18,18 +18,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from pipecompile.api.stage_timer import DoesNotFitError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
 from pipecompile.profiling.scaling import Times, scaled
 
-__all__ = ["Draft", "correct_stages"]
+__all__ = ["DoesNotFitError", "Draft", "correct_stages"]
 
-logger = logging.getLogger("pipecompile.api")
+logger = logging.getLogger("pipecompile.profiling")
 ROUNDS = 4
 SUSPICIOUS_RATIO = 3.0  # far above what caches and the runtime add to nodes that take microseconds
 KINDS = {Kind.FORWARD: "forward_ns", Kind.BACKWARD: "backward_ns"}
+
+
+class DoesNotFitError(Exception):
+    """A device lacks the memory to run its stages; the message says which one."""
 
 
 class Draft(Protocol):

@@ -1,0 +1,209 @@
+"""From a cost graph and options to a plan.
+
+Needs no PyTorch, and returns the same bytes for the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.stages import owners_of, routes_of, stages_of
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import (
+    Fingerprint,
+    Options,
+    Ordering,
+    Plan,
+    Prediction,
+    Provenance,
+    Search,
+    Stage,
+)
+from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.serialization import fingerprint
+from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.schedule.selection import placements, schedule_plan
+from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
+
+__all__ = ["Scheduled", "costs_digest", "draft", "predicted", "scheduled"]
+
+
+def draft(
+    graph: CostGraph,
+    options: Options,
+    *,
+    graph_digest: str,
+    capture: Provenance,
+    microbatch_shapes: Sequence[tuple[int, ...]],
+    links: Links = FREE,
+    assignment: Mapping[str, int] | None = None,
+) -> Plan:
+    """Return the plan for `graph` under `options`; InfeasibleError says which constraint cannot be
+    met.
+
+    `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
+    what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
+    to stage) that is to be kept. Where the options leave the placement open, the plan with the
+    shortest step is returned.
+    """
+    origin = _Origin(
+        Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
+        capture,
+        tuple(tuple(shape) for shape in microbatch_shapes),
+    )
+    plans, refusals = [], []
+    for placement in placements(options):
+        try:
+            planner = recompute_planner(graph, options, placement, settled=True)
+            plans.append(_plan_on_placement(planner, links, origin, assignment))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return min(plans, key=lambda plan: plan.prediction.step_ns)
+
+
+class _Origin(NamedTuple):
+    """What a plan is made for, and how the model became a graph."""
+
+    fingerprint: Fingerprint
+    capture: Provenance
+    microbatch_shapes: tuple[tuple[int, ...], ...]
+
+
+def _plan_on_placement(
+    planner: RecomputePlanner,
+    links: Links,
+    origin: _Origin,
+    assignment: Mapping[str, int] | None,
+) -> Plan:
+    """The plan whose stages lie on the ranks of the planner's placement."""
+    # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
+    from pipecompile.api.partition import cut, with_memory_time
+    from pipecompile.api.partition_problem import problem_of
+
+    graph, options = planner.graph, planner.options
+    partition = cut(planner, links, assignment)
+    result = scheduled(planner, links, partition.assignment)
+    if result.recomputes_while_waiting:
+        problem = problem_of(graph, options, links, planner.view.placement)
+        while_waiting = _while_waiting(planner)
+        partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
+    return Plan(
+        fingerprint=origin.fingerprint,
+        options=options,
+        capture=origin.capture,
+        k=options.k,
+        ranks=result.schedule.ranks,
+        stages_per_rank=options.k // result.schedule.ranks,
+        replicas=1,
+        microbatches=options.microbatches,
+        microbatch_shapes=origin.microbatch_shapes,
+        links=links,
+        allocator=graph.allocator,
+        time_unit=graph.time_unit,
+        stages=result.stages,
+        routes=tuple(routes_of(graph, partition.assignment)),
+        parameters=tuple(owners_of(graph, result.stages)),
+        schedule=result.schedule,
+        prediction=result.prediction,
+        search=_with_step(partition.search, result.prediction.step_ns),
+        ordering=result.ordering,
+    )
+
+
+class Scheduled(NamedTuple):
+    """The stages of a cut, the order of their actions, and what a step is expected to take and
+    hold.
+
+    With `recomputes_while_waiting` whole stages recompute where their ranks would wait.
+    """
+
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    ordering: Ordering | None
+    prediction: Prediction
+    recomputes_while_waiting: bool
+
+
+def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+    """Return the stages of a cut with their schedule.
+
+    Regions are recomputed as part of a backward, and whole stages in an action of their own, which
+    may begin while the rank waits for gradients. So whole stages are tried too where regions were
+    chosen, and the shorter step is returned.
+    """
+    with_regions = _schedule(planner, links, assignment)
+    has_regions = any(stage.regions for stage in with_regions.stages)
+    if planner.options.recompute == "auto" and has_regions:
+        with suppress(InfeasibleError):
+            with_stages = _schedule(_while_waiting(planner), links, assignment)
+            return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
+    return with_regions
+
+
+def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
+    """The planner for stages that recompute as a whole, while their ranks wait."""
+    return replace(planner, waiting=True, known={})
+
+
+def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+    graph, options = planner.graph, planner.options
+    stages = stages_of(graph, assignment, planner)
+    schedule, ordering = schedule_plan(
+        options, stages, links, planner.view.placement, graph.allocator
+    )
+    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.allocator)
+    return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
+
+
+def _with_step(search: Search, step_ns: int) -> Search:
+    """`search` with the step of the plan: cuts were compared by a named schedule, which it may not
+    have.
+
+    The cut of another objective is only named if its step is more than 1 % shorter than that.
+    """
+    faster = search.faster
+    if faster is not None and faster.step_ns * 100 >= step_ns * 99:
+        faster = None
+    values = {**search.values, "step_ns": step_ns}
+    return msgspec.structs.replace(search, values=values, faster=faster)
+
+
+def predicted(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    links: Links,
+    caps: Sequence[int] | None,
+    allocator: AllocatorName,
+) -> Prediction:
+    """Return the step of `schedule`, simulated, and what its ranks hold, each under its cap."""
+    room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
+    problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, room)
+    timeline = simulate(problem, schedule)
+    return Prediction(
+        step_ns=timeline.makespan_ns,
+        span_ns=timeline.span_ns,
+        bubble=timeline.bubble,
+        loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
+        idle=timeline.idle,
+        memory=memory_by_rank(stages, schedule, allocator),
+    )
+
+
+def costs_digest(graph: CostGraph) -> str:
+    """SHA-256 of the costs; source lines are left out, since they change without the model
+    changing.
+    """
+    plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
+    return fingerprint(msgspec.structs.replace(graph, nodes=plain))

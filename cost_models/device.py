@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pipecompile.errors import InputError
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
@@ -33,14 +34,14 @@ class Device(Value, frozen=True, kw_only=True):
     `peak_flop_per_s` has by data type the peak of dense matrix products; "tf32" is for float32 that
     is rounded to TF32, and a type that is not listed computes like float32. `compute_permille` and
     `bandwidth_permille` are the shares of peak and bandwidth that are reached. No kernel takes less
-    than `launch_ns`. `memory` says whose allocator the device has, and `fused_attention` for which
+    than `launch_ns`. `allocator` is what gives out its memory, and `fused_attention` for which
     data types a GPU fuses attention (see `CostModel`). `sources` says of every figure where it
     comes from: a datasheet, a calibration or an assumption.
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
     name: str
-    memory: Literal["cpu", "cuda"]
+    allocator: AllocatorName
     memory_bytes: Positive
     bandwidth_bytes_per_s: Positive
     peak_flop_per_s: dict[str, Positive]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, DifferentiableRun, NodeCall
 from pipecompile.graph.storages import size_bytes
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
 __all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
@@ -64,7 +65,7 @@ class Flops:
 
     name: ClassVar[str] = "flops"
     real: ClassVar[bool] = False
-    memory: ClassVar[Literal["cpu"]] = "cpu"
+    allocator: ClassVar[AllocatorName] = "cpu"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
     costs_by_signature: dict[Hashable, CallCost] = field(
         default_factory=dict, init=False, repr=False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from pipecompile.cost_models.clock import Clock, TimeSample, steady_sample
 from pipecompile.cost_models.device_transfer import moved_to, without_hooks
 from pipecompile.cost_models.protocol import CallCost, DifferentiableRun, NodeCall
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
 
 __all__ = ["VERSION", "CachedCosts", "Measured"]
@@ -50,7 +51,7 @@ class Measured:
     engine_entry_ns: list[int] = field(default_factory=list, init=False, repr=False)
 
     @property
-    def memory(self) -> Literal["cpu", "cuda"]:
+    def allocator(self) -> AllocatorName:
         """The allocator of the device."""
         return "cuda" if self.device.type == "cuda" else "cpu"
 
@@ -128,7 +129,7 @@ class CachedCosts:
     """A cost model that returns costs of the cache, by the names of nodes."""
 
     costs: Mapping[str, CallCost]
-    memory: Literal["cpu", "cuda"]
+    allocator: AllocatorName
     fused_attention: tuple[FusedType, ...]
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = False

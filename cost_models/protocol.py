@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
 
 __all__ = ["FREE_CALL", "CallCost", "CostModel", "DifferentiableRun", "NodeCall"]
@@ -46,8 +47,8 @@ class CostModel(Protocol):
         """The name that a user writes after `--costs`."""
 
     @property
-    def memory(self) -> Literal["cpu", "cuda"]:
-        """Whose allocator and kernels decide what is held (see profiling/cuda.py)."""
+    def allocator(self) -> AllocatorName:
+        """Whose allocator and kernels decide which bytes are held (see profiling/cuda.py)."""
 
     @property
     def fused_attention(self) -> Sequence[FusedType]:

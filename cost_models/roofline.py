@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pipecompile.cost_models.device import Device, load_device
 from pipecompile.cost_models.kernels import Kernel, call_kernels
 from pipecompile.cost_models.protocol import CallCost, NodeCall
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
 
 __all__ = ["DeviceCostModel", "Roofline", "kernel_ns", "peak_name"]
@@ -25,9 +26,9 @@ class DeviceCostModel:
     real: ClassVar[bool] = False
 
     @property
-    def memory(self) -> Literal["cpu", "cuda"]:
+    def allocator(self) -> AllocatorName:
         """The allocator of the device."""
-        return self.device.memory
+        return self.device.allocator
 
     @property
     def fused_attention(self) -> tuple[FusedType, ...]:

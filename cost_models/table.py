@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 from torch import fx
 
 from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.errors import InputError, StaleProfileError
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node
 from pipecompile.ir.serialization import read
 
@@ -34,7 +35,7 @@ class Table:
     real: ClassVar[bool] = False
 
     @property
-    def memory(self) -> Literal["cpu", "cuda"]:
+    def allocator(self) -> AllocatorName:
         """As in the graph."""
         return self.graph.allocator
 
@@ -111,7 +112,7 @@ class Function:
     function: CostFunction
     name: ClassVar[str] = "function"
     real: ClassVar[bool] = False
-    memory: ClassVar[Literal["cuda"]] = "cuda"
+    allocator: ClassVar[AllocatorName] = "cuda"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 
     def cost(self, call: NodeCall) -> CallCost:

@@ -65,34 +65,46 @@ def pipecompile(
     StalePlanError.
     """
     check_names(choices)
+    # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
     world.join()
     function = costs if callable(costs) else None
     arguments = arguments_of(model, sample_input)
     target = Target(model, arguments, loss_fn, sample_target, costs=function)
     target.check_values("a pipeline")
     if plan is None:
-        name = "function" if callable(costs) else costs
-        # Only rank 0 needs the files that costs and links name.
-        shared = world.share_from_first(
-            lambda: encode(options_for(target, k=k, costs=name, **choices))
-        )
-        options = decode(shared, Options, origin="rank 0")
+        options = _shared_options(target, k, costs, choices)
         connected = world.run_on_first(lambda: links_for(options, links)) or FREE
         captured = _captured(target, options, self_check=self_check)
         committed = _planned(target, options, captured, connected)
     else:
-        if choices or links is not None:
-            given = ", ".join(sorted(choices)) or "links"
-            raise InputError(
-                f"a committed plan has its choices already; leave out {given}, or plan again "
-                "without `plan`"
-            )
-        committed = plan if isinstance(plan, Plan) else read(plan, Plan)
+        committed = _committed(plan, links, choices)
         captured = _captured(target, committed.options, self_check=self_check)
         _check_sound(committed)
+    # Both ways: a plan that was just made is checked as one from a file is.
     check_current(committed, captured)
     check_world(committed)
     return Pipeline(committed, captured, target, seed=seed, self_check=self_check)
+
+
+def _shared_options(
+    target: Target, k: int | None, costs: str | CostFunction, choices: Choices
+) -> Options:
+    """The same options on every rank; only rank 0 needs the files that costs and links name."""
+    name = "function" if callable(costs) else costs
+    shared = world.share_from_first(lambda: encode(options_for(target, k=k, costs=name, **choices)))
+    return decode(shared, Options, origin="rank 0")
+
+
+def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> Plan:
+    """The plan that a user gives; InputError if there are choices beside it."""
+    # They would have no effect, and a user would take the pipeline for one that follows them.
+    if choices or links is not None:
+        given = ", ".join(sorted(choices)) or "links"
+        raise InputError(
+            f"a committed plan has its choices already; leave out {given}, or plan again "
+            "without `plan`"
+        )
+    return plan if isinstance(plan, Plan) else read(plan, Plan)
 
 
 def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:

@@ -115,18 +115,23 @@ def cost_graph(
         model.check(captured.digest, (node.name for node in _operations(captured)))
     if model.real:
         target.check_values(f"costs={costs!r}")
+    if isinstance(model, Measured):
+        return _measured(target, microbatches, captured, model, fresh=fresh)
+    return _profiled(target, microbatches, captured, model)
 
-    def profiled(model: CostModel) -> CostGraph:
-        return _profiled(target, microbatches, captured, model)
 
-    if not isinstance(model, Measured):
-        return profiled(model)
+def _measured(
+    target: Target, microbatches: int, captured: Captured, model: Measured, *, fresh: bool
+) -> CostGraph:
+    """The cost graph by measured times: those of the cache, else new ones, which are stored."""
     conditions = conditions_of(model, target, microbatches, captured)
     known = cached_costs(conditions) if conditions and not fresh else None
     if known is not None:
+        # Only times come from the cache. Sizes are counted each time, since that takes no device.
         before = {name: CallCost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
-        return profiled(CachedCosts(before, model.memory, model.fused_attention))
-    graph = profiled(model)
+        cached = CachedCosts(before, model.allocator, model.fused_attention)
+        return _profiled(target, microbatches, captured, cached)
+    graph = _profiled(target, microbatches, captured, model)
     logger.info(
         "measured %s distinct calls of %s nodes on %s, median spread %s",
         *(f"{len(model.costs_by_signature):,}", f"{len(graph.nodes):,}"),

@@ -159,7 +159,7 @@ def _unfitted_device(kind: Literal["cpu", "cuda"]) -> Device:
     )
     return Device(
         name=kind,
-        memory=kind,
+        allocator=kind,
         memory_bytes=_memory_bytes(kind),
         bandwidth_bytes_per_s=1,
         peak_flop_per_s=dict.fromkeys(types, 1),

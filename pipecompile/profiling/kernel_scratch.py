@@ -35,9 +35,9 @@ COPYING = (
 )
 
 
-def scratch_on(memory: AllocatorName) -> Scratch:
+def scratch_on(allocator: AllocatorName) -> Scratch:
     """Return the rule for the kernels of this device."""
-    return _on_cuda if memory == "cuda" else _on_cpu
+    return _on_cuda if allocator == "cuda" else _on_cpu
 
 
 def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:

@@ -42,11 +42,13 @@ def profile(
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _restored_state(graph_module), _training_attention():
         kernels = (
-            as_on_cuda(cost_model.fused_attention) if cost_model.memory == "cuda" else nullcontext()
+            as_on_cuda(cost_model.fused_attention)
+            if cost_model.allocator == "cuda"
+            else nullcontext()
         )
         with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
-            observation = observe(fake, scratch_on(cost_model.memory))
+            observation = observe(fake, scratch_on(cost_model.allocator))
             # Fake tensors belong to this mode, so they are priced inside it.
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         # Real tensors are priced outside of the fake mode, on the device's own kernels.
@@ -54,7 +56,7 @@ def profile(
             costs = price(workload, observation, cost_model)
     numbering = _storage_numbering(workload.graph, observation)
     return ir.CostGraph(
-        allocator=cost_model.memory,
+        allocator=cost_model.allocator,
         fused_attention=tuple(cost_model.fused_attention),
         nodes=tuple(_nodes(workload, observation, costs, numbering)),
         tensors=tuple(_tensors(workload.graph, observation, numbering)),

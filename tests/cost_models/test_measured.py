@@ -242,4 +242,4 @@ def test_a_model_on_the_cpu_comes_to_the_gpu_node_by_node() -> None:
     assert all(node.forward_ns > 0 for node in graph.nodes if node.name.startswith("_"))
     torch.testing.assert_close(state_of(model), state, rtol=0, atol=0)
     assert model[0].weight.grad is gradient
-    assert costs.memory == "cuda"
+    assert costs.allocator == "cuda"

@@ -33,7 +33,7 @@ class Lister:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.memory, self.fused_attention = device.memory, device.fused_attention
+        self.allocator, self.fused_attention = device.allocator, device.fused_attention
         self.recorded: dict[str, CallKernels] = {}
 
     def cost(self, call: NodeCall) -> CallCost:

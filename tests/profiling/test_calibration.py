@@ -34,7 +34,7 @@ def test_forward_and_backward_of_every_operator_that_launches_something(
     assert {"product", "product backward", "stream", "lookup"} <= names
     assert not {"views", "views backward"} & names
     assert all(sample.measured_ns and sample.kernels for sample in calibration.samples)
-    assert calibration.device.memory == "cpu"
+    assert calibration.device.allocator == "cpu"
     assert "measured by pipecompile calibrate" in calibration.device.sources["peak_flop_per_s"]
 
 

@@ -66,7 +66,7 @@ def _row(name: str, problem: PartitionProblem) -> dict[str, Any]:
     began = time.perf_counter()
     partition, units = _solved(problem)
     seconds = time.perf_counter() - began
-    loads, search = partition.loads_ns, partition.search
+    loads, search = partition.loads_with_transfers_ns, partition.search
     row = {
         "model": name,
         "cut_between": problem.granularity,

@@ -60,7 +60,7 @@ class PlanSetting(NamedTuple):
     # The budget of a rank is the mean of what it needs with whole stages recomputed and with none.
     mean_budget: bool = False
     stages_per_rank: int = 1
-    saving: tuple[str, ...] = ()
+    encodings: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -73,7 +73,7 @@ class PlanSetting(NamedTuple):
         words = [self.schedule, f"k={self.k}", f"m={self.microbatches}", self.optimizer]
         words += ["recompute", self.recompute] if self.recompute != "none" else []
         words += ["half way"] if self.mean_budget else []
-        return " ".join([*words, *self.saving])
+        return " ".join([*words, *self.encodings])
 
 
 SETTINGS = (
@@ -91,7 +91,7 @@ SETTINGS = (
     PlanSetting("gpipe", 2, 8, "sgd", "sqrt"),
     PlanSetting("1f1b", 4, 4, "momentum", "sqrt"),
     PlanSetting("1f1b", 4, 8, "adamw", "auto", mean_budget=True),
-    PlanSetting("gpipe", 2, 4, "sgd", "auto", mean_budget=True, saving=("mask", "relu", "pool")),
+    PlanSetting("gpipe", 2, 4, "sgd", "auto", mean_budget=True, encodings=("mask", "relu", "pool")),
     PlanSetting("interleaved-1f1b", 8, 8, "adamw", stages_per_rank=2),
     PlanSetting("interleaved-1f1b", 4, 4, "sgd", "auto", mean_budget=True, stages_per_rank=2),
     PlanSetting("looped-bfs", 4, 4, "sgd", "stage", stages_per_rank=2),
@@ -177,9 +177,9 @@ def _mean_budgets(target: Target, setting: PlanSetting) -> dict[str, Any]:
     They are what it needs without recompute and with whole stages recomputed, under the cut that is
     planned without recompute.
     """
-    plain = _compiled(target, setting._replace(recompute="none", saving=())).plan
+    plain = _compiled(target, setting._replace(recompute="none", encodings=())).plan
     pin = plain.assignment
-    recomputing = _compiled(target, setting._replace(recompute="stage", saving=()), pin=pin).plan
+    recomputing = _compiled(target, setting._replace(recompute="stage", encodings=()), pin=pin).plan
     budgets = []
     for most, least in zip(plain.prediction.memory, recomputing.prediction.memory, strict=True):
         budgets.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
@@ -195,7 +195,7 @@ def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:
         schedule=setting.schedule,
         stages_per_rank=setting.stages_per_rank,
         recompute=setting.recompute,
-        saving=setting.saving,
+        encodings=setting.encodings,
         optimizer=setting.optimizer,
         costs="flops",
         loss_fn=target.loss_fn,

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
     from pipecompile.api.compile import pipecompile
     from pipecompile.api.pipeline import Pipeline
-    from pipecompile.ir.encodings import Policy
+    from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import Granularity, Plan, Recompute
 
 __all__ = [
     "CaptureError",
     "Choices",
+    "Encoding",
     "FormatError",
     "Granularity",
     "InfeasibleError",
@@ -42,7 +43,6 @@ __all__ = [
     "Pipeline",
     "PlacementShape",
     "Plan",
-    "Policy",
     "Recompute",
     "ScheduleError",
     "ScheduleName",
@@ -64,7 +64,7 @@ _HOMES = {
     "Pipeline": "pipecompile.api.pipeline",
     "PlacementShape": "pipecompile.ir.options",
     "Plan": "pipecompile.ir.plan",
-    "Policy": "pipecompile.ir.encodings",
+    "Encoding": "pipecompile.ir.encodings",
     "Recompute": "pipecompile.ir.plan",
     "ScheduleName": "pipecompile.ir.options",
     "pipecompile": "pipecompile.api.compile",

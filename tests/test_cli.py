@@ -276,12 +276,12 @@ def test_half_precision_is_named_where_plans_and_verdicts_are_shown() -> None:
         invoke("plan", *options, "--format", "json").stdout.encode(), Plan, origin="stdout"
     )
     cap = str(plain.prediction.memory[0].total.bound * 99 // 100)
-    result = invoke("verify", *options, "--memory", cap, "--saving", "half,mask")
+    result = invoke("verify", *options, "--memory", cap, "--encodings", "half,mask")
     assert result.exit_code == 0, result.output
     assert "relative (saved in half precision)" in result.stdout
     assert "not exact, as saved in half precision: gradients differ by" in result.stdout
-    shown = invoke("plan", *options, "--memory", cap, "--saving", "half,mask")
-    assert re.search("^  saving     .*half, not exact$", shown.stdout, re.MULTILINE)
+    shown = invoke("plan", *options, "--memory", cap, "--encodings", "half,mask")
+    assert re.search("^  encodings  .*half, not exact$", shown.stdout, re.MULTILINE)
 
 
 def imported(*arguments: str) -> list[str]:
@@ -352,7 +352,7 @@ def test_partition(graph_file: str, form: str) -> None:
         assert found["stages"] == dict(
             zip([f"n{i}" for i in range(8)], [0, 0, 0, 1, 1, 1, 2, 2], strict=True)
         )
-        assert found["loads_ns"] == [921, 984, 691]
+        assert found["loads_with_transfers_ns"] == [921, 984, 691]
         assert (
             found["value"]
             == found["bound"]
@@ -373,7 +373,7 @@ def test_the_fields_of_a_partition(graph_file: str) -> None:
     assert set(json.loads(result.stdout)) == {
         *(
             "stages",
-            "loads_ns",
+            "loads_with_transfers_ns",
             "max_load_ns",
             "sum_of_squares_ns2",
             "variance_ns2",
@@ -442,23 +442,26 @@ def test_options_reach_the_partition(graph_file: str) -> None:
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 
-    free = cut("-k", "2")["loads_ns"]
+    free = cut("-k", "2")["loads_with_transfers_ns"]
     # each stage pays 1000 bytes and as many of gradient at 1 ns each, and twice the latency
-    assert cut("-k", "2", "--bandwidth", "1e9", "--latency", "50")["loads_ns"] == [
+    assert cut("-k", "2", "--bandwidth", "1e9", "--latency", "50")["loads_with_transfers_ns"] == [
         load + 2100 for load in free
     ]
     links = str(Path(graph_file).parent / "links.json")
-    assert cut("-k", "2", "--links", links, "--comm", "relay")["loads_ns"] == [
+    assert cut("-k", "2", "--links", links, "--comm", "relay")["loads_with_transfers_ns"] == [
         load + 2100 for load in free
     ]
-    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "overlap")["loads_ns"] == [2000, 2000]
-    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "none")["loads_ns"] == free
+    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "overlap")["loads_with_transfers_ns"] == [
+        2000,
+        2000,
+    ]
+    assert cut("-k", "2", "--bandwidth", "1e9", "--comm", "none")["loads_with_transfers_ns"] == free
     assert cut("-k", "2", "--pin", "n1=-1")["stages"]["n1"] == 1
     assert (
         len(set(map(cut("-k", "2", "--no-split", "n0,n5")["stages"].get, ("n0", "n3", "n5")))) == 1
     )
     assert sum(cut("-k", "2", "--ranks", "5")["replicas"]) <= 5
-    assert len(cut("-k", "4", "--stages-per-rank", "2")["loads_ns"]) == 2
+    assert len(cut("-k", "4", "--stages-per-rank", "2")["loads_with_transfers_ns"]) == 2
     assert cut("-k", "2", "--speeds", "1/2,1")["stages"]["n3"] == 1
     # in flight two microbatches in stage 0 and one in stage 1: 3 · 120 ≤ 360, 5 · 110 ≤ 550
     memory = ("--memory", "360,550", "--schedule", "1f1b", "--microbatches", "4")
@@ -596,7 +599,7 @@ def test_schedule(problem_file: str, form: str) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     if form == "json":
         found = json.loads(result.stdout)
-        assert (found["asked"], found["fits"], found["violations"], found["placement"]) == (
+        assert (found["request"], found["fits"], found["violations"], found["placement"]) == (
             "search",
             True,
             [],
@@ -619,12 +622,12 @@ def test_the_fields_of_a_schedule(problem_file: str) -> None:
     result = invoke("schedule", problem_file, "--name", "gpipe", "--format", "json")
     assert set(json.loads(result.stdout)) == {
         *(
-            "asked",
+            "request",
             "name",
             "weight_versions",
             "microbatches",
             "placement",
-            "shape",
+            "placement_shape",
             "orders",
             "objective",
         ),
@@ -688,7 +691,7 @@ def test_an_order_goes_to_torch_and_back(problem_file: str, tmp_path: Path) -> N
     )
     assert read_again.exit_code == 0, read_again.output
     found = json.loads(read_again.stdout)
-    assert (found["asked"], found["orders"], found["makespan_ns"]) == (
+    assert (found["request"], found["orders"], found["makespan_ns"]) == (
         "csv",
         made["orders"],
         made["makespan_ns"],

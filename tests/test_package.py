@@ -32,7 +32,7 @@ PUBLIC = """
     Pipeline
     PlacementShape
     Plan
-    Policy
+    Encoding
     Recompute
     ScheduleError
     ScheduleName

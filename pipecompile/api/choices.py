@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InputError, unknown
-from pipecompile.ir.encodings import POLICIES, Policy
+from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.options import (
     DEFAULT_STAGES,
@@ -20,7 +20,7 @@ from pipecompile.ir.options import (
     known_name,
     python_help,
 )
-from pipecompile.ir.plan import Granularity, Options, Recompute
+from pipecompile.ir.plan import BatchNormUpdate, Granularity, Options, Recompute
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import ASYNCHRONOUS, MAY_SPLIT, required_placement
@@ -47,7 +47,8 @@ class ChoiceTypes(TypedDict, total=False):
     optimizer: OptimizerName | None
     master_weights: bool
     recompute: Recompute
-    saving: Iterable[Policy]
+    encodings: Iterable[Encoding]
+    batch_norm: BatchNormUpdate
     pin: Mapping[str, int] | None
     groups: Iterable[Iterable[str]]
     parameters_everywhere: bool
@@ -100,7 +101,8 @@ def requested_options(**choices: Any) -> Options:
         schedule=given["schedule"],
         objective=given["objective"],
         recompute=given["recompute"],
-        saving=_encodings(given["saving"]),
+        encodings=_encodings(given["encodings"]),
+        batch_norm=given["batch_norm"],
         memory_bytes=None if memory is None else parse_budget(memory),
         optimizer=given["optimizer"],
         master_weights=given["master_weights"],
@@ -192,24 +194,25 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
             "recompute='except-last' is not possible under schedule 'search', which treats all "
             "microbatches alike; choose stage, or a named schedule"
         )
-    if options.saving:
-        _check_saving(options, placement)
+    if options.encodings:
+        _check_encodings(options, placement)
 
 
-def _check_saving(options: Options, placement: Sequence[int]) -> None:
-    """InputError if `saving` is not planned with the other options."""
+def _check_encodings(options: Options, placement: Sequence[int]) -> None:
+    """InputError if `encodings` are not planned with the other options."""
     if len(placement) > max(placement) + 1:
         raise InputError(
-            "saving chooses for ranks of one stage each; leave it out, or have one stage a rank"
+            "encodings are chosen for ranks of one stage each; leave them out, or have one stage a "
+            "rank"
         )
     if options.schedule in MAY_SPLIT:
         raise InputError(
-            f"saving is not planned under schedule {options.schedule!r}, whose backwards may be "
-            "split; leave it out, or choose another schedule"
+            f"encodings are not planned under schedule {options.schedule!r}, whose backwards may "
+            "be split; leave them out, or choose another schedule"
         )
     if options.recompute not in ("none", "auto"):
         raise InputError(
-            f"saving goes with recompute none or auto, not with {options.recompute!r}; choose one "
+            f"encodings go with recompute none or auto, not with {options.recompute!r}; choose one "
             "of them"
         )
 
@@ -221,7 +224,7 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _encodings(given: Iterable[str]) -> tuple[Policy, ...]:
+def _encodings(given: Iterable[str]) -> tuple[Encoding, ...]:
     """The encodings in the order in which they are tried."""
-    names = [known_name("saving", name, POLICIES) for name in _names("saving", given)]
-    return tuple(policy for policy in POLICIES if policy in names)
+    names = [known_name("encoding", name, ENCODINGS) for name in _names("encodings", given)]
+    return tuple(encoding for encoding in ENCODINGS if encoding in names)

@@ -197,7 +197,7 @@ def _cut_of(graph: CostGraph, partition: Partition, seconds: float) -> Cut:
     search = partition.search
     return Cut(
         stages=partition.assignment,
-        loads_ns=partition.loads_ns,
+        loads_with_transfers_ns=partition.loads_with_transfers_ns,
         max_load_ns=search.values["max_load_ns"],
         sum_of_squares_ns2=search.values["sum_of_squares_ns2"],
         variance_ns2=search.values["variance_ns2"],

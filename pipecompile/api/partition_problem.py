@@ -106,7 +106,7 @@ def has_recompute_in_compute(options: Options) -> bool:
 
 def may_pay_for_memory(options: Options) -> bool:
     """Whether stages may take longer to hold less, by recompute or by encodings."""
-    return options.recompute != "none" or bool(options.saving)
+    return options.recompute != "none" or bool(options.encodings)
 
 
 def _recomputed_share(options: Options) -> Fraction:
@@ -137,25 +137,27 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     # flight, and its gradients of parameters are there.
     has_gradients = options.microbatches > max(in_flight) and not one_in_flight
     resident, saved = bytes_lower_bounds(
-        graph, options.recompute, gradients=has_gradients, encodings=options.saving
+        graph, options.recompute, gradients=has_gradients, encodings=options.encodings
     )
     constraint = MemoryConstraint(caps, in_flight, resident, saved)
     if ranks != options.k:
         return constraint
-    can_free = options.recompute == "auto" or bool(options.saving)
+    can_free = options.recompute == "auto" or bool(options.encodings)
     rate = planner.policies.ranges.bytes_per_ns
     return replace(
         constraint,
         price=_price(planner, one_in_flight),
         boundary_buffers=BoundaryBuffers(*receive_buffers(graph, options.microbatches)),
-        freeable=freeable_bytes(graph, options.recompute, options.saving, rate) if can_free else (),
+        freeable=freeable_bytes(graph, options.recompute, options.encodings, rate)
+        if can_free
+        else (),
     )
 
 
 def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCandidate], Price]:
     """The price of a stage: the extra time with which it fits, by the plan's memory model."""
     graph, options, placement = planner.graph, planner.options, planner.view.placement
-    may_find_none = options.recompute == "auto" or bool(options.saving)
+    may_find_none = options.recompute == "auto" or bool(options.encodings)
 
     def price(candidate: StageCandidate) -> Price:
         piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)

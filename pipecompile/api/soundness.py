@@ -77,9 +77,11 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
         return f"recomputes nothing, yet takes {stage.recompute_ns} ns for it"
     if stage.recompute_bound_ns > stage.extra_ns:
         return f"takes {stage.extra_ns} ns more, but at least {stage.recompute_bound_ns}"
-    policies = {policy for run in stage.encoded_runs for policy in run.encodings}
-    if not policies <= {*options.saving}:
-        return f"saves by {min(policies - {*options.saving})!r}, which the options do not allow"
+    encodings = {encoding for run in stage.encoded_runs for encoding in run.encodings}
+    if not encodings <= {*options.encodings}:
+        return (
+            f"encodes by {min(encodings - {*options.encodings})!r}, which the options do not allow"
+        )
     return _misplaced_run(stage)
 
 
@@ -167,11 +169,11 @@ def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
 def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
     """Whether what the plan says of other orders is what its stages give."""
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
-    step_ns = ordering.searched_ns if ordering.kept else best
+    step_ns = ordering.searched_ns if ordering.is_in_plan else best
     return (
         (ordering.named_ns, ordering.bound_ns)
         == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
         and plan.prediction.step_ns == step_ns
-        and (ordering.kept or plan.schedule.name != "search")
+        and (ordering.is_in_plan or plan.schedule.name != "search")
     )

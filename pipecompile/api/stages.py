@@ -52,7 +52,7 @@ def stages_of(
 
 
 def _misfit(planner: RecomputePlanner, stage: int) -> str:
-    encodings = " and however it encodes saved tensors" if planner.options.saving else ""
+    encodings = " and however it encodes saved tensors" if planner.options.encodings else ""
     rank = planner.view.placement[stage]
     return f"rank {rank} does not fit, whatever it recomputes{encodings}"
 
@@ -74,14 +74,14 @@ def _stage(
         backward_input_ns=_sum_if_known(node.backward_input_ns for node in nodes),
         backward_weight_ns=_sum_if_known(node.backward_weight_ns for node in nodes),
         # `recompute.ns` includes encodings, which the plan lists by themselves.
-        recompute_ns=recompute.ns - sum(run.ns for run in recompute.saving),
+        recompute_ns=recompute.ns - sum(run.ns for run in recompute.encoded_runs),
         recompute_bound_ns=recompute.least,
         per_step_ns=sum(node.per_step_ns for node in nodes),
         inputs=inputs,
         outputs=outputs,
         recompute=recompute.kind,
         regions=recompute.regions,
-        encoded_runs=recompute.saving,
+        encoded_runs=recompute.encoded_runs,
         footprint=recompute.footprint,
     )
 

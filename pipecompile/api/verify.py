@@ -141,8 +141,8 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     apply_passes(graph.graph, [Seed(), EnterContexts()])
     graph.recompile()
 
-    def run(moment: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with use_stream(moment):
+    def run(key: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with use_stream(key):
             call = type(captured.sample)(args, kwargs)
             return captured.capture.outputs.unflatten(graph(*captured.capture.inputs.flatten(call)))
 

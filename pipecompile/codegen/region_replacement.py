@@ -33,8 +33,9 @@ from pipecompile.graph.recomputed_region import RecomputedRegion, enter_context
 from pipecompile.graph.saved_tensors import EncodedStorages
 from pipecompile.graph.stages import origin_of
 from pipecompile.graph.storages import storage_key
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.batch_norm import DeferStatistics
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.seed import Seed
@@ -48,7 +49,7 @@ _NO_EFFECTS = {"random": False, "mutates": (), "autograd_context": None}
 def replace_regions(
     graph: fx.Graph,
     regions: Iterable[Sequence[fx.Node]],
-    encoded_runs: Iterable[tuple[Sequence[fx.Node], tuple[Policy, ...]]],
+    encoded_runs: Iterable[tuple[Sequence[fx.Node], tuple[Encoding, ...]]],
 ) -> None:
     """Replace each region by a call of a `RecomputedRegion`, each run by one of an `EncodedRun`.
 
@@ -56,8 +57,8 @@ def replace_regions(
     `EnterContexts` have not been applied yet. They are applied to the bodies here.
     """
     storages, resident = EncodedStorages(), _resident_storages(graph)
-    for number, (nodes, policies) in enumerate(encoded_runs):
-        run = _EncodedRunReplacement(nodes, policies, storages, resident)
+    for number, (nodes, encodings) in enumerate(encoded_runs):
+        run = _EncodedRunReplacement(nodes, encodings, storages, resident)
         run.replace(graph, f"saving_{number}")
     # The shortest regions come first, so that an inner region is replaced before its outer one.
     replacements = [_RegionReplacement(nodes) for nodes in sorted(regions, key=len)]
@@ -183,12 +184,12 @@ class _EncodedRunReplacement(_RegionReplacement):
     def __init__(
         self,
         nodes: Sequence[fx.Node],
-        policies: tuple[Policy, ...],
+        encodings: tuple[Encoding, ...],
         storages: EncodedStorages,
         resident: Collection[int],
     ) -> None:
         super().__init__(nodes)
-        self._policies, self._storages, self._resident = policies, storages, resident
+        self._encodings, self._storages, self._resident = encodings, storages, resident
 
     def _callable(
         self, name: str, body: fx.GraphModule, arguments: Sequence[fx.Node]
@@ -199,7 +200,7 @@ class _EncodedRunReplacement(_RegionReplacement):
             if not _storages(argument).isdisjoint(self._resident)
         ]
         return EncodedRun(
-            name, body, policies=self._policies, storages=self._storages, exempt=exempt
+            name, body, encodings=self._encodings, storages=self._storages, exempt=exempt
         )
 
 
@@ -224,7 +225,7 @@ def _body_graph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output(tuple(copies[node] for node in results))
     output.meta.update(_NO_EFFECTS, val=None)
-    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
+    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts(), DeferStatistics()])
     for node in graph.find_nodes(op="call_function", target=EnteredContext):
         node.target, node.args = enter_context, (entered, *node.args)
     _call_module_arguments(
@@ -234,7 +235,13 @@ def _body_graph(
 
 
 def _call_module_arguments(graph: fx.Graph, modules: dict[Any, fx.Node]) -> None:
-    """Turn each `call_module` of a body into a call of the argument that holds the module."""
+    """Turn each `call_module` of a body into a call of the argument that holds the module.
+
+    A read of a module, the argument of a deferred batch norm, becomes that argument too.
+    """
+    for read in graph.find_nodes(op="get_attr"):
+        read.replace_all_uses_with(modules[read.target])
+        graph.erase_node(read)
     for node in graph.find_nodes(op="call_module"):
         with graph.inserting_before(node):
             call = graph.call_function(

@@ -21,14 +21,14 @@ from torch import fx
 
 from pipecompile.errors import InputError
 from pipecompile.graph.recomputability import RecomputeLimits, recompute_limits
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 
 __all__ = ["EncodedRuns", "Regions", "check_regions", "region_error", "stage_order"]
 
 Regions = Mapping[int, Sequence[Sequence[str]]]
 """By stage its regions, each as the names of its nodes in order. A region may contain another."""
-EncodedRuns = Mapping[int, Sequence[tuple[Sequence[str], tuple[Policy, ...]]]]
-"""By stage its encoded runs: the names of the nodes in order, and the policies of the encoding."""
+EncodedRuns = Mapping[int, Sequence[tuple[Sequence[str], tuple[Encoding, ...]]]]
+"""By stage its encoded runs: the names of the nodes in order, and the encodings by name."""
 
 
 def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> list[str]:
@@ -56,7 +56,7 @@ def check_regions(
         for names, _ in runs:
             if error := region_error(limits, order, names):
                 raise InputError(
-                    f"the run {_shortened(names)} of stage {stage}, which saves by policies, "
+                    f"the run {_shortened(names)} of stage {stage}, which encodes saved tensors, "
                     f"{error}"
                 )
         _check_runs_are_apart(stage, [names for names, _ in runs], regions.get(stage, ()))
@@ -76,8 +76,8 @@ def _check_runs_are_apart(
     for name in (name for names in runs for name in names):
         if counts[name] > 1:
             raise InputError(
-                f"{name} of stage {stage} saves by policies twice, or in a region too; a node "
-                "may be in one run at most, and not in a region besides"
+                f"{name} of stage {stage} encodes its saved tensors twice, or in a region too; a "
+                "node may be in one run at most, and not in a region besides"
             )
 
 

@@ -15,7 +15,7 @@ from pipecompile.codegen.regions import EncodedRuns, Regions, region_error, stag
 from pipecompile.errors import CaptureError
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.graph.ties import names_of_read_state
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 
 __all__ = ["transfer", "transfer_encodings", "transfer_regions"]
 
@@ -114,18 +114,18 @@ def transfer_encodings(
     source: fx.Graph,
     module: fx.GraphModule,
     assignment: Mapping[str, int],
-) -> dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]]:
+) -> dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]]:
     """Return encoded runs for `module`, transferred as `transfer_regions` transfers regions."""
-    transferred: dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]] = {}
+    transferred: dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]] = {}
     all_runs = [run for runs in encoded_runs.values() for run in runs]
-    for policies in dict.fromkeys(policies for _, policies in all_runs):
-        same_policies = {
-            stage: [names for names, run_policies in runs if run_policies == policies]
+    for encodings in dict.fromkeys(encodings for _, encodings in all_runs):
+        same_encodings = {
+            stage: [names for names, run_encodings in runs if run_encodings == encodings]
             for stage, runs in encoded_runs.items()
         }
-        regions = transfer_regions(same_policies, source, module, assignment)
+        regions = transfer_regions(same_encodings, source, module, assignment)
         for stage, stage_regions in regions.items():
-            transferred.setdefault(stage, []).extend((names, policies) for names in stage_regions)
+            transferred.setdefault(stage, []).extend((names, encodings) for names in stage_regions)
     return transferred
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.recomputed_region import run_body
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 
 __all__ = ["EncodedRun"]
 
 
 class EncodedRun:
-    """A function that calls the body of a run of nodes and encodes what it saves by `policies`.
+    """A function that calls the body of a run of nodes and encodes what it saves.
 
     `storages` are the encoded storages of the whole stage. `exempt` are the positions of arguments
     that stay in memory anyway: parameters, buffers and inputs of the stage, and views of them. The
@@ -32,13 +32,13 @@ class EncodedRun:
         name: str,
         body: fx.GraphModule,
         *,
-        policies: tuple[Policy, ...],
+        encodings: tuple[Encoding, ...],
         storages: EncodedStorages,
         exempt: Collection[int],
     ) -> None:
         self.__name__ = name  # fx names the node and the global of its code by it
         self.body = body
-        self.policies = policies
+        self.encodings = encodings
         self.storages = storages
         self.exempt = frozenset(exempt)
 
@@ -48,7 +48,7 @@ class EncodedRun:
             return run_body(self.body, values)
         exempt = self._exempt_tensors(values)
         with encode_saved_tensors(
-            *self.policies, storages=self.storages, exempt=exempt
+            *self.encodings, storages=self.storages, exempt=exempt
         ) as note_results:
             return note_results(run_body(self.body, values))
 

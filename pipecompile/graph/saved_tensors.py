@@ -1,11 +1,11 @@
 """Saved tensors that are encoded between the forward and the backward of a run of nodes.
 
     storages = EncodedStorages()                       # one for each stage
-    policies = "mask", "relu", "pool"
-    with encode_saved_tensors(*policies, storages=storages, exempt=parameters) as note_results:
+    encodings = "mask", "relu", "pool"
+    with encode_saved_tensors(*encodings, storages=storages, exempt=parameters) as note_results:
         value = note_results(run(value))               # the forward; the backward is unchanged
 
-Policies by name. `relu` and `pool` are used where they apply, else the first other one that fits:
+Encodings by name. `relu` and `pool` are used where they apply, else the first other one that fits:
 
     mask       dropout's masks, and all else that is zero or one constant, as bits      exact
     relu       what ReLU saves of its output, as bits, if no other node saves it        exact
@@ -19,7 +19,7 @@ Autograd calls one hook for each tensor that it saves, and another when the back
     forward    node saves t ──▶ pack(t)        ──▶ _SavedTensor    t itself, or its encoded storage
     backward   node needs t ◀── unpack(saved)  ◀──                 the storage restored, t as a view
 
-A tensor that no policy can encode is kept by reference.
+A tensor that no encoding fits is kept by reference.
 
 Without hooks autograd raises if a saved tensor was written to before the backward. With hooks it
 does not, so `_SavedTensor` does: it keeps an alias of the tensor, which shares the tensor's version
@@ -53,7 +53,7 @@ from pipecompile.graph.encodings import (
 from pipecompile.graph.offload import OffloadGroup, Traffic, offload_to_host
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import storage_key
-from pipecompile.ir.encodings import POLICIES, POLICY_OF, Policy, Use
+from pipecompile.ir.encodings import ENCODING_OF, ENCODINGS, Encoding, Use
 
 __all__ = ["EncodedStorages", "encode_saved_tensors"]
 
@@ -72,21 +72,21 @@ class EncodedStorages:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        # By policy, storage, version and type. The weak reference in the key keeps the address of a
-        # storage from being reused, but does not keep its memory.
+        # By encoding, storage, version and type. The weak reference in the key keeps the address of
+        # a storage from being reused, but does not keep its memory.
         self._shared: WeakValueDictionary[
-            tuple[Policy, StorageWeakRef, int, torch.dtype], _SharedStorage
+            tuple[Encoding, StorageWeakRef, int, torch.dtype], _SharedStorage
         ]
         self._shared = WeakValueDictionary()
 
-    def encode(self, value: Tensor, policy: Policy, encoder: Encoder) -> _SharedStorage | None:
+    def encode(self, value: Tensor, encoding: Encoding, encoder: Encoder) -> _SharedStorage | None:
         """Return the encoded storage of `value`, shared if it was encoded before.
 
         None if `encoder` cannot encode it.
         """
         # Offloading moves bytes, so views of several types share one copy.
-        dtype = torch.uint8 if policy == "offload" else value.dtype
-        key = policy, StorageWeakRef(value.untyped_storage()), value._version, dtype
+        dtype = torch.uint8 if encoding == "offload" else value.dtype
+        key = encoding, StorageWeakRef(value.untyped_storage()), value._version, dtype
         if (shared := self._shared.get(key)) is not None:
             shared.sharers += 1
         elif (encoded := encoder(_flat_elements(value, dtype))) is not None:
@@ -146,9 +146,9 @@ class _SavedTensor:
 
 @contextmanager
 def encode_saved_tensors(
-    *policies: Policy, storages: EncodedStorages, exempt: Iterable[Tensor]
+    *encodings: Encoding, storages: EncodedStorages, exempt: Iterable[Tensor]
 ) -> Iterator[Callable[[T], T]]:
-    """Encode by `policies` what autograd saves in the block, except for views of `exempt` tensors.
+    """Encode by `encodings` what autograd saves in the block, except for views of `exempt` tensors.
 
     Exempt tensors are those that stay in memory anyway, that is parameters and the inputs of the
     stage, and buffers, because batch normalisation writes to its statistics without raising their
@@ -160,13 +160,13 @@ def encode_saved_tensors(
     The context yields a function that returns the block's results as they are and notes them. Only
     through them can a pooling be found whose result no later node saves.
 
-    InputError if there is no such policy. A backward raises RuntimeError if a saved tensor was
+    InputError if there is no such encoding. A backward raises RuntimeError if a saved tensor was
     written to.
     """
-    for name in policies:
-        if name not in POLICIES:
-            raise unknown("policy", name, POLICIES)
-    block = _SavingBlock(policies, storages, {storage_key(value) for value in exempt})
+    for name in encodings:
+        if name not in ENCODINGS:
+            raise unknown("encoding", name, ENCODINGS)
+    block = _SavingBlock(encodings, storages, {storage_key(value) for value in exempt})
     try:
         with saved_tensors_hooks(block.pack, _SavedTensor.unpack):
             yield block.note_results
@@ -179,16 +179,20 @@ class _SavingBlock:
     """What autograd saves while one run of nodes runs."""
 
     def __init__(
-        self, policies: Sequence[Policy], storages: EncodedStorages, exempt: set[int]
+        self, encodings: Sequence[Encoding], storages: EncodedStorages, exempt: set[int]
     ) -> None:
-        self._policies_by_use = {policy for policy in policies if policy in ("relu", "pool")}
+        self._encodings_by_use = {
+            encoding for encoding in encodings if encoding in ("relu", "pool")
+        }
         offload = partial(offload_to_host, traffic=storages.traffic, group=OffloadGroup())
         encoders: dict[str, Encoder] = {
             "mask": encode_mask,
             "half": encode_half,
             "offload": offload,
         }
-        self._encoders = [(policy, encoders[policy]) for policy in policies if policy in encoders]
+        self._encoders = [
+            (encoding, encoders[encoding]) for encoding in encodings if encoding in encoders
+        ]
         self._storages, self._exempt = storages, exempt
         self._first_number = torch._C._autograd._get_sequence_nr()
         self._roots: list[Node] = []
@@ -200,7 +204,7 @@ class _SavingBlock:
         return results
 
     def _note_nodes(self, values: Iterable[Tensor]) -> None:
-        if self._policies_by_use:
+        if self._encodings_by_use:
             self._roots += [value.grad_fn for value in values if value.grad_fn is not None]
 
     def pack(self, value: Tensor) -> _SavedTensor:
@@ -209,7 +213,7 @@ class _SavingBlock:
         self._note_nodes([value])
         # Pending tensors keep their memory until the end of the block.
         if _is_plain(value) and storage_key(value) not in self._exempt:
-            if self._policies_by_use:
+            if self._encodings_by_use:
                 self._pending.append(saved)
             else:
                 self._encode(saved)
@@ -221,7 +225,7 @@ class _SavingBlock:
         self._roots.clear()
 
     def encode_pending(self) -> None:
-        """Encode the pending tensors, each for its use if a policy is for that."""
+        """Encode the pending tensors, each for its use if an encoding is for that."""
         encoders = self._encoders_by_use()
         # ReLU's sign is not enough if any other node saves the same storage for another use:
         #
@@ -242,14 +246,14 @@ class _SavingBlock:
         encoders: dict[int, Encoder] = {}
         for node in autograd_nodes_since(self._first_number, self._roots):
             for saved, use, bound in known_uses(node, _SavedTensor):
-                if POLICY_OF[use] in self._policies_by_use:
+                if ENCODING_OF[use] in self._encodings_by_use:
                     encoders[id(saved)] = _ENCODERS_BY_USE[use](bound)
         return encoders
 
     def _encode(self, saved: _SavedTensor) -> None:
-        """Encode by the first of the other policies that fits, if there is one."""
-        for policy, encoder in self._encoders:
-            if (shared := self._storages.encode(saved.value, policy, encoder)) is not None:
+        """Encode by the first of the other encodings that fits, if there is one."""
+        for encoding, encoder in self._encoders:
+            if (shared := self._storages.encode(saved.value, encoding, encoder)) is not None:
                 saved.release_to(shared)
                 return
 

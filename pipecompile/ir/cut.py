@@ -11,14 +11,14 @@ __all__ = ["Cut"]
 class Cut(Value, frozen=True, kw_only=True):
     """The stage of each node, and how good that is.
 
-    `loads_ns` are per rank and include transfers; `replicas` are the ranks of each stage.
+    `loads_with_transfers_ns` are per rank; `replicas` are the ranks of each stage.
 
     Times (`_ns`) are in `time_unit`. `seconds` are those that the search
     took: for people, never for a plan.
     """
 
     stages: dict[str, NonNegative]
-    loads_ns: tuple[NonNegative, ...]
+    loads_with_transfers_ns: tuple[NonNegative, ...]
     max_load_ns: NonNegative
     sum_of_squares_ns2: NonNegative
     variance_ns2: NonNegative

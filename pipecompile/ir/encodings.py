@@ -1,4 +1,4 @@
-"""Encodings of saved tensors: the policies by name, and the uses that they depend on."""
+"""Encodings of saved tensors by name, and the uses that they depend on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName
 
-__all__ = ["CHUNK_ELEMENTS", "ELEMENT_BYTES", "POLICIES", "POLICY_OF", "Policy", "Use"]
+__all__ = ["CHUNK_ELEMENTS", "ELEMENT_BYTES", "ENCODINGS", "ENCODING_OF", "Encoding", "Use"]
 
-Policy = Literal["mask", "relu", "pool", "offload", "half"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+Encoding = Literal["mask", "relu", "pool", "offload", "half"]
+ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 Use = Literal["relu", "pool input", "pool indices", "other"]
-POLICY_OF: Mapping[Use, Policy] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
+ENCODING_OF: Mapping[Use, Encoding] = {"relu": "relu", "pool input": "pool", "pool indices": "pool"}
 CHUNK_ELEMENTS: Mapping[AllocatorName, int] = {"cpu": 1 << 16, "cuda": 1 << 22}
 """How many elements are packed into bits, or unpacked, at a time; a multiple of 8."""
 

@@ -13,8 +13,8 @@ from textwrap import fill
 from typing import Any, Literal, get_args, get_origin
 
 from pipecompile.errors import InputError, unknown
-from pipecompile.ir.encodings import Policy
-from pipecompile.ir.plan import Granularity, Recompute
+from pipecompile.ir.encodings import Encoding
+from pipecompile.ir.plan import BatchNormUpdate, Granularity, Recompute
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -193,14 +193,22 @@ OPTIONS: tuple[Option, ...] = (
         "the least extra time (auto).",
     ),
     Option(
-        "saving",
-        Iterable[Policy],
+        "encodings",
+        Iterable[Encoding],
         (),
         "Encodings of saved tensors that stages may use where they do not fit their memory; "
         "gradients stay the same bit for bit, except with half.",
         default_text="none",
         form="list",
         metavar="ENCODING[,…]",
+    ),
+    Option(
+        "batch_norm",
+        BatchNormUpdate,
+        "microbatch",
+        "When BatchNorm updates its running averages: after each microbatch, as the original "
+        "module does, or once a step with the statistics of the whole minibatch, over all "
+        "replicas.",
     ),
     Option(
         "costs",

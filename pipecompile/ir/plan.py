@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
@@ -22,6 +22,7 @@ from pipecompile.ir.size import budgets
 __all__ = [
     "GRANULARITIES",
     "RECOMPUTES",
+    "BatchNormUpdate",
     "Boundary",
     "EncodedNodes",
     "Faster",
@@ -42,6 +43,8 @@ Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+BatchNormUpdate = Literal["microbatch", "minibatch"]
+"""After what batch norms update their running averages."""
 
 
 class Options(Value, frozen=True, kw_only=True):
@@ -51,9 +54,10 @@ class Options(Value, frozen=True, kw_only=True):
     `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer` its
     state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
     beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
-    time, the others are named in the glossary. `saving` are the encodings of saved tensors that
+    time, the others are named in the glossary. `encodings` are the ones of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
-    `leaf` are modules that were taken as one node.
+    `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
+    their running averages; no figure of a plan depends on it.
     """
 
     k: Positive
@@ -72,7 +76,8 @@ class Options(Value, frozen=True, kw_only=True):
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None
     master_weights: bool = False
-    saving: tuple[Policy, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
+    batch_norm: BatchNormUpdate = "microbatch"
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """Return the cap of each rank, None without caps.
@@ -98,13 +103,13 @@ class Boundary(Value, frozen=True, kw_only=True):
 
 
 class EncodedNodes(Value, frozen=True, kw_only=True):
-    """A run of nodes of a stage whose saved tensors are encoded, and by which policies.
+    """A run of nodes of a stage whose saved tensors are encoded, and the encodings.
 
     The times are what that adds to the forward and to the backward of a microbatch.
     """
 
     nodes: tuple[str, ...]
-    encodings: tuple[Policy, ...]
+    encodings: tuple[Encoding, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
 
@@ -220,14 +225,14 @@ class Search(Value, frozen=True, kw_only=True):
 class Ordering(Value, frozen=True, kw_only=True):
     """The result of a search for a schedule: steps of the best order and of named ones that fit.
 
-    No order on this placement has a shorter step than `bound_ns`. Unless the search's order is
-    `kept`, the plan has the best named one: the gain did not survive noise on the durations.
+    No order on this placement has a shorter step than `bound_ns`. If the search's order
+    `is_in_plan`, its gain survived noise on the durations. Else the plan has the best named one.
     """
 
     searched_ns: NonNegative
     bound_ns: NonNegative
     named_ns: dict[str, int]
-    kept: bool
+    is_in_plan: bool
 
 
 class Provenance(Value, frozen=True, kw_only=True):
@@ -328,8 +333,8 @@ class Plan(Value, frozen=True, kw_only=True):
         return {index: stage.regions for index, stage in enumerate(self.stages) if stage.regions}
 
     @property
-    def encoded_runs(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Policy, ...]], ...]]:
-        """By stage the runs of its nodes whose saved tensors are encoded, with the policies."""
+    def encoded_runs(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Encoding, ...]], ...]]:
+        """By stage the runs of its nodes whose saved tensors are encoded, with the encodings."""
         runs = {
             index: tuple((run.nodes, run.encodings) for run in s.encoded_runs)
             for index, s in enumerate(self.stages)

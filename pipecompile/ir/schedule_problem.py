@@ -122,11 +122,11 @@ class NamedOrder(Value, frozen=True, kw_only=True):
     """A named schedule on a problem, for comparison.
 
     `value_ns` is its objective, `peak_bytes` the most that a rank holds, `over_bytes` by how much
-    the worst rank exceeds its cap, and `shape` that of its placement.
+    the worst rank exceeds its cap, and `placement_shape` is that of its placement.
     """
 
     name: str
-    shape: str
+    placement_shape: str
     value_ns: NonNegative
     peak_bytes: NonNegative
     over_bytes: NonNegative
@@ -135,9 +135,9 @@ class NamedOrder(Value, frozen=True, kw_only=True):
 class Order(Value, frozen=True, kw_only=True):
     """A schedule for a problem, with its simulated times and bytes.
 
-    `asked` is the request: search, the name of a schedule, or csv for an order that was read.
+    `request` is search, the name of a schedule, or csv for an order that was read.
     `name` is the schedule's own name: a search returns a named schedule where none is better.
-    `shape` is that of the placement: linear, loop, v, or own for any other.
+    `placement_shape` is linear, loop, v, or own for any other.
 
     `lower_bound_ns` is a lower bound on the objective of all orders on all placements that were
     allowed. It is null where it has no meaning: for an order without backwards, and for one that
@@ -146,12 +146,12 @@ class Order(Value, frozen=True, kw_only=True):
     placements allow. `seconds` is the running time, for people to read.
     """
 
-    asked: str
+    request: str
     name: str
     weight_versions: WeightVersions
     microbatches: Positive
     placement: tuple[NonNegative, ...]
-    shape: str
+    placement_shape: str
     orders: tuple[tuple[str, ...], ...]
     objective: str
     makespan_ns: NonNegative

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.encodings import CHUNK_ELEMENTS, ELEMENT_BYTES, POLICY_OF, Policy, Use
+from pipecompile.ir.encodings import CHUNK_ELEMENTS, ELEMENT_BYTES, ENCODING_OF, Encoding, Use
 
-__all__ = ["EncodingCost", "SavedStorage", "cost_by_policy", "costs_by_use"]
+__all__ = ["EncodingCost", "SavedStorage", "cost_for_any_use", "costs_by_use"]
 
 # Integers below these limits fit into so many bytes.
 _INTEGER_BYTES = ((2**8, 1), (2**15, 2), (2**31, 4))
@@ -59,29 +59,29 @@ class EncodingCost:
 
 
 def costs_by_use(
-    policies: Collection[Policy], storage: SavedStorage, allocator: AllocatorName
+    encodings: Collection[Encoding], storage: SavedStorage, allocator: AllocatorName
 ) -> list[EncodingCost] | None:
     """Return the cost of each saved tensor, encoded for what its backward reads of it.
 
-    None if one of them has no such encoding among `policies`.
+    None if one of them has no such encoding among `encodings`.
     """
     costs = []
     for use in storage.uses:
-        cost = _cost_by_use(use, storage, allocator) if POLICY_OF.get(use) in policies else None
+        cost = _cost_by_use(use, storage, allocator) if ENCODING_OF.get(use) in encodings else None
         if cost is None:
             return None
         costs.append(cost)
     return costs
 
 
-def cost_by_policy(
-    policies: Collection[Policy], storage: SavedStorage, allocator: AllocatorName
-) -> tuple[Policy, EncodingCost] | None:
-    """Return the first of the policies that fits for any use, and its cost; None if none does."""
-    for policy in policies:
-        cost = _cost_by_policy(policy, storage, allocator)
+def cost_for_any_use(
+    encodings: Collection[Encoding], storage: SavedStorage, allocator: AllocatorName
+) -> tuple[Encoding, EncodingCost] | None:
+    """Return the first of the encodings that fits for any use, and its cost; None if none does."""
+    for encoding in encodings:
+        cost = _cost_for_any_use(encoding, storage, allocator)
         if cost is not None:
-            return policy, cost
+            return encoding, cost
     return None
 
 
@@ -96,20 +96,20 @@ def _cost_by_use(use: Use, storage: SavedStorage, allocator: AllocatorName) -> E
     return None if width is None else _cast_cost(size, count * width)
 
 
-def _cost_by_policy(
-    policy: Policy, storage: SavedStorage, allocator: AllocatorName
+def _cost_for_any_use(
+    encoding: Encoding, storage: SavedStorage, allocator: AllocatorName
 ) -> EncodingCost | None:
-    """Return the cost for any use; None where the storage is not what the policy encodes."""
+    """Return the cost for any use; None where the storage is not what the encoding is for."""
     size, count = storage.bytes, storage.elements
-    if policy == "offload":
+    if encoding == "offload":
         return EncodingCost(0, host_bytes=size, packing_bytes=size, unpacking_bytes=size)
-    if policy == "half" and storage.dtype == "float32":
+    if encoding == "half" and storage.dtype == "float32":
         return _cast_cost(size, size // 2)
-    if policy == "mask" and storage.dtype == "bool":
+    if encoding == "mask" and storage.dtype == "bool":
         return _bits_cost(count, allocator, packing=2 * count, unpacking=0)
     width = ELEMENT_BYTES[storage.dtype]
     # Whether a float tensor is a mask is only checked on a CPU: on a GPU the check would wait.
-    if policy == "mask" and storage.is_mask and allocator == "cpu" and width <= 8:
+    if encoding == "mask" and storage.is_mask and allocator == "cpu" and width <= 8:
         packing, unpacking = 9 * size + 2 * count, 3 * size + count
         return _bits_cost(count, allocator, packing=packing, unpacking=unpacking, width=width)
     return None

@@ -13,11 +13,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.encodings import Policy, Use
+from pipecompile.ir.encodings import Encoding, Use
 from pipecompile.memory_model.encoding_costs import (
     EncodingCost,
     SavedStorage,
-    cost_by_policy,
+    cost_for_any_use,
     costs_by_use,
 )
 from pipecompile.memory_model.live_ranges import Storage
@@ -28,18 +28,18 @@ OTHER: tuple[Use, ...] = ("other",)
 
 
 class EncodedPlaces(NamedTuple):
-    """A run of a stage's nodes, by place, whose saved tensors are encoded by these policies."""
+    """A run of a stage's nodes, by place, with the encodings that its saved tensors may have."""
 
     places: tuple[int, ...]
-    policies: tuple[Policy, ...]
+    encodings: tuple[Encoding, ...]
 
     @property
     def encodes_at_end(self) -> bool:
         """Whether nothing is encoded before the run is done.
 
-        These policies depend on who saves a tensor and what for, which is only known then.
+        These encodings depend on who saves a tensor and what for, which is only known then.
         """
-        return not {"relu", "pool"}.isdisjoint(self.policies)
+        return not {"relu", "pool"}.isdisjoint(self.encodings)
 
 
 class StorageEncoding(NamedTuple):
@@ -77,29 +77,31 @@ def storage_encodings(
     `runs` are by place. An encoding that fits any use is shared by all runs that choose it. Those
     that depend on the use of a saved tensor are made for each one.
     """
-    by_use, shared, plain = list[StorageEncoding](), dict[Policy, StorageEncoding](), list[int]()
+    by_use, shared, plain = list[StorageEncoding](), dict[Encoding, StorageEncoding](), list[int]()
     for run, group in groupby(savers, key=runs.get):
         places = tuple(group)
         saved = None if run is None else _saved(storage, places)
         if run is None or saved is None:
             plain += places
         # Encodings by use are tried first; every use must have one.
-        elif (costs := costs_by_use(run.policies, saved, allocator)) is not None:
+        elif (costs := costs_by_use(run.encodings, saved, allocator)) is not None:
             owners = [place for place in places for _ in storage.uses[place]]
             end = run.places[-1]
             by_use += [
                 StorageEncoding(storage.bytes, cost, end, True, (owner,), owner)
                 for owner, cost in zip(owners, costs, strict=True)
             ]
-        elif (choice := cost_by_policy(run.policies, saved, allocator)) is not None:
-            policy, cost = choice
+        elif (choice := cost_for_any_use(run.encodings, saved, allocator)) is not None:
+            encoding, cost = choice
             encoded_at = run.places[-1] if run.encodes_at_end else places[0]
             new = StorageEncoding(storage.bytes, cost, encoded_at, run.encodes_at_end, (), 0)
-            first = shared.get(policy, new)
+            first = shared.get(encoding, new)
             # What a run has moved to the host comes back together, with its last node.
-            from_host = policy == "offload" and allocator == "cuda"
+            from_host = encoding == "offload" and allocator == "cuda"
             decoded_at = run.places[-1] if from_host else places[-1]
-            shared[policy] = first._replace(savers=(*first.savers, *places), decoded_at=decoded_at)
+            shared[encoding] = first._replace(
+                savers=(*first.savers, *places), decoded_at=decoded_at
+            )
         else:
             plain += places
     return (*by_use, *shared.values()), tuple(plain)

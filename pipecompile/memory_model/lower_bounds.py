@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipecompile.ir.encodings import POLICY_OF, Policy
+from pipecompile.ir.encodings import ENCODING_OF, Encoding
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.plan import Recompute
 from pipecompile.memory_model.allocator import ALLOCATORS
@@ -37,7 +37,7 @@ class FreeableBytes:
 
 
 def bytes_lower_bounds(
-    graph: CostGraph, recompute: Recompute, *, gradients: bool, encodings: Sequence[Policy] = ()
+    graph: CostGraph, recompute: Recompute, *, gradients: bool, encodings: Sequence[Encoding] = ()
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes by node, resident and per microbatch in flight, that no stage's bound is below.
 
@@ -100,7 +100,7 @@ def receive_buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int]
 def freeable_bytes(
     graph: CostGraph,
     recompute: Recompute,
-    encodings: Sequence[Policy] = (),
+    encodings: Sequence[Encoding] = (),
     bytes_per_ns: Fraction = NO_TIME,
 ) -> tuple[FreeableBytes, ...]:
     """Return what need not be kept, the cheapest first: recomputed in regions, or encoded.
@@ -155,7 +155,7 @@ class _RequiredStorage(NamedTuple):
 
 
 def _required_storages(
-    graph: CostGraph, recompute: Recompute, encodings: Sequence[Policy]
+    graph: CostGraph, recompute: Recompute, encodings: Sequence[Encoding]
 ) -> Iterator[_RequiredStorage]:
     savers, sizes = _savers(graph), _least_sizes(graph)
     for producer, storage in _roots(graph, savers):
@@ -172,29 +172,29 @@ def _required_storages(
 
 
 def _moved_bytes(
-    graph: CostGraph, nodes: Sequence[Node], storage: int, policies: Sequence[Policy]
+    graph: CostGraph, nodes: Sequence[Node], storage: int, encodings: Sequence[Encoding]
 ) -> int | None:
     """Return the least bytes that are read and written to encode a storage that `nodes` save.
 
-    Either all of them encode it as suits their use of it, or some do by a policy for any use; then
-    that one alone counts. None if no encoding is smaller than the storage.
+    Either all of them encode it as suits their use of it, or some do by an encoding for any use;
+    then that one alone counts. None if no encoding is smaller than the storage.
     """
-    if not policies or not graph.contents or not all(node.is_recomputable for node in nodes):
+    if not encodings or not graph.contents or not all(node.is_recomputable for node in nodes):
         return None
     places = tuple(range(len(nodes)))
     known_uses = [dict(zip(node.saved, node.uses, strict=False)) for node in nodes]
     uses = {place: known.get(storage, OTHER) for place, known in enumerate(known_uses)}
     whole = Storage(graph.storages[storage], (), places, graph.contents[storage], uses)
     # A relaxation: savers are priced as one run, however a stage would choose its runs.
-    by_use = tuple(policy for policy in policies if policy in POLICY_OF.values())
-    for_any_use = [(policy,) for policy in policies if policy not in by_use]
+    by_use = tuple(encoding for encoding in encodings if encoding in ENCODING_OF.values())
+    for_any_use = [(encoding,) for encoding in encodings if encoding not in by_use]
     moved = []
     for chosen in (by_use, *for_any_use):
         runs = dict.fromkeys(places, EncodedPlaces(places, chosen))
-        encodings, plain = storage_encodings(whole, places, runs, graph.allocator)
-        kept = sum(encoding.kept_bytes(graph.allocator) for encoding in encodings)
+        forms, plain = storage_encodings(whole, places, runs, graph.allocator)
+        kept = sum(encoding.kept_bytes(graph.allocator) for encoding in forms)
         if not plain and kept < whole.bytes:
-            costs = [encoding.cost for encoding in encodings]
+            costs = [encoding.cost for encoding in forms]
             moved.append(sum(cost.packing_bytes + cost.unpacking_bytes for cost in costs))
     return min(moved, default=None)
 

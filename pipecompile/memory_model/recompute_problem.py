@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding
 from pipecompile.memory_model.gradient_sums import GradientSums
 from pipecompile.memory_model.live_ranges import LiveRanges
@@ -95,7 +95,7 @@ def recompute_problem_of(
     nodes: Iterable[str],
     *,
     has_gradients: bool,
-    encoded_runs: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+    encoded_runs: Iterable[tuple[Iterable[str], tuple[Encoding, ...]]] = (),
 ) -> RecomputeProblem:
     """Return the problem for the stage of `nodes`; nodes `before` it are in earlier stages.
 
@@ -104,8 +104,8 @@ def recompute_problem_of(
     """
     place = ranges.place
     runs = [
-        EncodedPlaces(tuple(sorted(place[name] for name in names)), policies)
-        for names, policies in encoded_runs
+        EncodedPlaces(tuple(sorted(place[name] for name in names)), encodings)
+        for names, encodings in encoded_runs
     ]
     places = sorted(place[name] for name in nodes)
     stage = StageValues(ranges, {place[name] for name in before}, places, (), runs)

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from pipecompile.ir.amount import ZERO
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint, MessageStorage, SharedParameter
 from pipecompile.ir.graph import Parameter
 from pipecompile.memory_model.encodings import EncodedPlaces
@@ -43,13 +43,13 @@ def footprint_of(
     before: Iterable[str],
     nodes: Iterable[str],
     regions: Iterable[Iterable[str]] = (),
-    encoded_runs: Iterable[tuple[Iterable[str], tuple[Policy, ...]]] = (),
+    encoded_runs: Iterable[tuple[Iterable[str], tuple[Encoding, ...]]] = (),
 ) -> Footprint:
     """Return what the stage of `nodes` holds; nodes `before` it are in earlier stages.
 
     All other nodes are in later stages. `regions` are runs of its nodes that are recomputed, apart
     or one within another. `encoded_runs` are runs apart from these whose saved tensors are encoded,
-    with the policies. Neither is planned together with a split backward.
+    with the encodings. Neither is planned together with a split backward.
     """
     place = ranges.place
     stage = _StageMemory(
@@ -58,8 +58,8 @@ def footprint_of(
         sorted(place[name] for name in nodes),
         [sorted(place[name] for name in region) for region in regions],
         [
-            EncodedPlaces(tuple(sorted(place[name] for name in names)), policies)
-            for names, policies in encoded_runs
+            EncodedPlaces(tuple(sorted(place[name] for name in names)), encodings)
+            for names, encodings in encoded_runs
         ],
     )
     return stage.footprint()

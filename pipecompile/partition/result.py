@@ -14,18 +14,18 @@ __all__ = ["Partition"]
 
 @dataclass(frozen=True)
 class Partition:
-    """The stage of each node, the load of each rank, and how good the cut is.
+    """The stage of each node, what each rank takes, and how good the cut is.
 
-    `loads_ns` are what the objectives measure, per rank: the load of the glossary (forward,
-    backward, recompute of one microbatch), what stages pay to fit their memory, and the transfers
-    that the problem's communication charges. `prediction.loads_ns` of a plan has no transfers.
+    `loads_with_transfers_ns` are what the objectives measure, per rank: the load (forward, backward
+    and recompute of one microbatch), what stages pay to fit their memory, and the transfers that
+    the problem's communication charges.
 
     `replicas` is the number of data-parallel ranks of each stage. `search.values` has the
     objectives' values by name: `max_load_ns`, `sum_of_squares_ns2` and `variance_ns2`.
     """
 
     assignment: dict[str, int]
-    loads_ns: tuple[int, ...]
+    loads_with_transfers_ns: tuple[int, ...]
     replicas: tuple[int, ...]
     search: Search
 

@@ -102,7 +102,9 @@ class StageBudget:
 
     def _recompute(self, choice: RegionChoice, least: int, plain: StageRecompute) -> StageRecompute:
         policies = self.policies
-        return policies.with_regions(self.piece, choice.regions, choice.ns, least, plain.saving)
+        return policies.with_regions(
+            self.piece, choice.regions, choice.ns, least, plain.encoded_runs
+        )
 
     def _room(self, plain: StageRecompute) -> _Room | None:
         """Return the room at the backward with most in flight; None if there is no backward."""
@@ -111,7 +113,7 @@ class StageBudget:
             return None
         tight = max(allowances, key=lambda each: (each.in_flight, each.has_gradients, -each.bytes))
         problem = self.policies.problem(
-            self.piece, has_gradients=bool(tight.has_gradients), saving=plain.saving
+            self.piece, has_gradients=bool(tight.has_gradients), encoded_runs=plain.encoded_runs
         )
         return _Room(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
 
@@ -125,7 +127,7 @@ class StageBudget:
 
         if recompute.ns == recompute.least:
             return recompute
-        encoding = encoding_ns(recompute.saving)
+        encoding = encoding_ns(recompute.encoded_runs)
         least = recompute.least - encoding
         if room.in_flight == 1:
             choice = nested_regions(room.problem, room.blocks, room.available)
@@ -161,10 +163,10 @@ class StageBudget:
         from pipecompile.recompute.encoding_offers import encoding_offers
 
         options = self.policies.options
-        exact = tuple(policy for policy in options.saving if policy != "half")
-        for policies in dict.fromkeys((exact, options.saving)):
+        exact = tuple(encoding for encoding in options.encodings if encoding != "half")
+        for encodings in dict.fromkeys((exact, options.encodings)):
             offers = encoding_offers(
-                self.policies.ranges, self.piece.before, self.piece.nodes, policies
+                self.policies.ranges, self.piece.before, self.piece.nodes, encodings
             )
             candidates = [recompute, *self._encoded(offers, plain, recompute)]
             fitting = [each for each in candidates if each is not None and self.fits(each)]

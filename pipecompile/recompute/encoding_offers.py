@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from pipecompile.ir.encodings import POLICIES, Policy
+from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import EncodedNodes
 from pipecompile.memory_model.encoding_costs import EncodingCost
@@ -20,7 +20,7 @@ from pipecompile.memory_model.stage_values import StageValues
 __all__ = ["EncodingOffer", "encoding_offers"]
 
 BY_USE = frozenset({"relu", "pool"})
-"""Policies that need to know what reads a saved tensor, and so all its savers in one run."""
+"""Encodings that need to know what reads a saved tensor, and so all its savers in one run."""
 
 HOST_BYTES_PER_NS = 12
 """A GPU's link to its host: what copies of pinned memory reach over PCIe 3.0 × 16, assumed."""
@@ -34,17 +34,17 @@ class EncodingOffer(NamedTuple):
 
 
 class _EncodableSpan(NamedTuple):
-    """Positions `start` … `stop` − 1, where `policies` make something smaller."""
+    """Positions `start` … `stop` − 1, where `encodings` make something smaller."""
 
     start: int
     stop: int
-    policies: frozenset[Policy]
+    encodings: frozenset[Encoding]
 
 
 def encoding_offers(
-    ranges: LiveRanges, before: Iterable[str], nodes: Sequence[str], policies: Collection[Policy]
+    ranges: LiveRanges, before: Iterable[str], nodes: Sequence[str], encodings: Collection[Encoding]
 ) -> tuple[EncodingOffer, ...]:
-    """Return the runs of a stage for these policies, without runs that free nothing.
+    """Return the runs of a stage for these encodings, without runs that free nothing.
 
     Each is as short as it can be. Kernels that encode take as long per byte as the fastest of the
     graph. What moves to the host on a GPU counts with the time that the run's own nodes do not
@@ -54,23 +54,25 @@ def encoding_offers(
     stage = StageValues(ranges, {ranges.place[name] for name in before}, places)
     blocks = [block_of(node.module) for node in stage.own_nodes]
     runs = []
-    for span in _joined(_widened(stage, _spans(stage, policies)), blocks):
-        ordered = tuple(policy for policy in POLICIES if policy in span.policies)
+    for span in _joined(_widened(stage, _spans(stage, encodings)), blocks):
+        ordered = tuple(encoding for encoding in ENCODINGS if encoding in span.encodings)
         runs.append(EncodedPlaces(tuple(stage.nodes[span.start : span.stop]), ordered))
     offers = _priced(StageValues(ranges, stage.before, stage.nodes, (), runs), runs)
     return tuple(sorted(offers, key=lambda offer: offer.ns_per_byte))
 
 
-def _spans(stage: StageValues, policies: Collection[Policy]) -> Iterator[_EncodableSpan]:
+def _spans(stage: StageValues, encodings: Collection[Encoding]) -> Iterator[_EncodableSpan]:
     """Yield for each storage that its savers could keep in fewer bytes where these are.
 
-    Savers must be in one run for policies by use, so that nobody else reads the storage as it is;
-    for other policies each saver is a run of its own.
+    Savers must be in one run for encodings by use, so that nobody else reads the storage as it is;
+    for other encodings each saver is a run of its own.
     """
-    by_use = frozenset(policies) & BY_USE
-    others = [frozenset([policy]) for policy in POLICIES if policy in set(policies) - by_use]
+    by_use = frozenset(encodings) & BY_USE
+    others = [
+        frozenset([encoding]) for encoding in ENCODINGS if encoding in set(encodings) - by_use
+    ]
     position = {place: index for index, place in enumerate(stage.nodes)}
-    memory = stage.graph.allocator
+    allocator = stage.graph.allocator
     for value in stage.stored:
         savers = [place for place in value.storage.savers if place in position]
         # A message to a later stage needs the storage as it is.
@@ -78,14 +80,14 @@ def _spans(stage: StageValues, policies: Collection[Policy]) -> Iterator[_Encoda
             continue
         for chosen in filter(None, (by_use, *others)):
             run = EncodedPlaces(
-                tuple(savers), tuple(policy for policy in POLICIES if policy in chosen)
+                tuple(savers), tuple(encoding for encoding in ENCODINGS if encoding in chosen)
             )
-            encodings, plain = storage_encodings(
-                value.storage, savers, dict.fromkeys(savers, run), memory
+            forms, plain = storage_encodings(
+                value.storage, savers, dict.fromkeys(savers, run), allocator
             )
             if (
                 plain
-                or sum(encoding.kept_bytes(memory) for encoding in encodings) >= value.storage.bytes
+                or sum(encoding.kept_bytes(allocator) for encoding in forms) >= value.storage.bytes
             ):
                 continue
             positions = [position[place] for place in savers]
@@ -93,7 +95,7 @@ def _spans(stage: StageValues, policies: Collection[Policy]) -> Iterator[_Encoda
                 yield _EncodableSpan(positions[0], positions[-1] + 1, chosen)
             else:
                 yield from (_EncodableSpan(at, at + 1, chosen) for at in positions)
-            break  # the first policy that fits counts
+            break  # the first encoding that fits counts
 
 
 def _widened(stage: StageValues, spans: Iterable[_EncodableSpan]) -> Iterator[_EncodableSpan]:
@@ -103,22 +105,22 @@ def _widened(stage: StageValues, spans: Iterable[_EncodableSpan]) -> Iterator[_E
         start = max(place for place in allowed if place <= span.start)
         stop = min(place for place in allowed if place >= span.stop)
         if all(node.is_recomputable for node in stage.own_nodes[start:stop]):
-            yield _EncodableSpan(start, stop, span.policies)
+            yield _EncodableSpan(start, stop, span.encodings)
 
 
 def _joined(spans: Iterable[_EncodableSpan], blocks: Sequence[str]) -> list[_EncodableSpan]:
-    """Return overlapping spans as one, and neighbours of the same policies in one block as one.
+    """Return overlapping spans as one, and neighbours of the same encodings in one block as one.
 
-    Neighbours are not joined for policies by use: these encode only when the whole run is done.
+    Neighbours are not joined for encodings by use: these encode only when the whole run is done.
     """
     joined: list[_EncodableSpan] = []
     for span in sorted(spans, key=lambda span: span[:2]):
         last = joined[-1] if joined else _EncodableSpan(-1, -1, frozenset())
         follows = span.start == last.stop and blocks[last.stop - 1] == blocks[span.start]
-        is_alike = span.policies == last.policies and not span.policies & BY_USE
+        is_alike = span.encodings == last.encodings and not span.encodings & BY_USE
         if span.start < last.stop or (follows and is_alike):
             stop = max(last.stop, span.stop)
-            joined[-1] = _EncodableSpan(last.start, stop, last.policies | span.policies)
+            joined[-1] = _EncodableSpan(last.start, stop, last.encodings | span.encodings)
         else:
             joined.append(span)
     return joined
@@ -149,7 +151,7 @@ def _priced(stage: StageValues, runs: Sequence[EncodedPlaces]) -> Iterator[Encod
             forward_ns, backward_ns = _times_ns(stage, run, moved[run])
             encoded = EncodedNodes(
                 nodes=tuple(stage.graph.nodes[place].name for place in run.places),
-                encodings=run.policies,
+                encodings=run.encodings,
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
             )

@@ -149,7 +149,7 @@ class RecomputePlanner:
             recompute = plain
         else:
             recompute = self._cheapest(budget, plain)
-        if not self.options.saving or budget is None or budget.fits(plain):
+        if not self.options.encodings or budget is None or budget.fits(plain):
             return recompute
         return budget.or_encoded(recompute, plain)
 

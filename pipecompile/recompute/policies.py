@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple, TypedDict
 
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import EMPTY_FOOTPRINT, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
@@ -42,9 +42,9 @@ class StageRecompute(NamedTuple):
     """What one stage recomputes, and what it holds then.
 
     `kind` is "none", "regions" of its nodes, the whole "stage", or the whole stage for all
-    microbatches of a step "except-last". `saving` are runs of nodes outside the regions whose saved
-    tensors are encoded. `ns` is the extra time of a microbatch for all of this. No choice that fits
-    the rank, and treats all microbatches alike, takes less than `least` ns.
+    microbatches of a step "except-last". `encoded_runs` are runs of nodes outside the regions whose
+    saved tensors are encoded. `ns` is the extra time of a microbatch for all of this. No choice
+    that fits the rank, and treats all microbatches alike, takes less than `least` ns.
     """
 
     kind: Literal["none", "stage", "except-last", "regions"]
@@ -52,7 +52,7 @@ class StageRecompute(NamedTuple):
     ns: int
     least: int
     footprint: Footprint
-    saving: tuple[EncodedNodes, ...] = ()
+    encoded_runs: tuple[EncodedNodes, ...] = ()
 
     def mean_ns(self, microbatches: int) -> Fraction:
         """Return the extra time of a microbatch on average over a step."""
@@ -142,30 +142,32 @@ class RecomputePolicies:
         regions: Iterable[tuple[int, int]],
         ns: int,
         least: int,
-        saving: Iterable[EncodedNodes] = (),
+        encoded_runs: Iterable[EncodedNodes] = (),
     ) -> StageRecompute:
         """Return the stage with `regions` (positions) that take `ns`, and with encoded runs."""
         named = tuple(piece.nodes[start:stop] for start, stop in regions)
-        runs = tuple(sorted(saving, key=lambda run: self.ranges.place[run.nodes[0]]))
-        footprint = footprint_of(self.ranges, piece.before, piece.nodes, named, _policies(runs))
+        runs = tuple(sorted(encoded_runs, key=lambda run: self.ranges.place[run.nodes[0]]))
+        footprint = footprint_of(
+            self.ranges, piece.before, piece.nodes, named, _encodings_by_nodes(runs)
+        )
         encoding = encoding_ns(runs)
         kind: Literal["regions", "none"] = "regions" if named else "none"
         return StageRecompute(kind, named, ns + encoding, least + encoding, footprint, runs)
 
     def problem(
-        self, piece: StageSlice, *, has_gradients: bool, saving: Iterable[EncodedNodes] = ()
+        self, piece: StageSlice, *, has_gradients: bool, encoded_runs: Iterable[EncodedNodes] = ()
     ) -> RecomputeProblem:
         """Return the stage as a problem of choosing regions.
 
         `has_gradients` says that gradients of parameters are there already when a backward begins.
         """
-        policies = _policies(saving)
+        named_runs = _encodings_by_nodes(encoded_runs)
         return recompute_problem_of(
             self.ranges,
             piece.before,
             piece.nodes,
             has_gradients=has_gradients,
-            encoded_runs=policies,
+            encoded_runs=named_runs,
         )
 
     def blocks(self, piece: StageSlice) -> list[str]:
@@ -208,10 +210,12 @@ class RecomputePolicies:
         return LiveRanges(self.graph, self.options.optimizer, self.options.master_weights)
 
 
-def encoding_ns(saving: Iterable[EncodedNodes]) -> int:
+def encoding_ns(encoded_runs: Iterable[EncodedNodes]) -> int:
     """Return the extra time of encoded runs, in forward and backward."""
-    return sum(run.ns for run in saving)
+    return sum(run.ns for run in encoded_runs)
 
 
-def _policies(saving: Iterable[EncodedNodes]) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    return [(run.nodes, run.encodings) for run in saving]
+def _encodings_by_nodes(
+    encoded_runs: Iterable[EncodedNodes],
+) -> list[tuple[tuple[str, ...], tuple[Encoding, ...]]]:
+    return [(run.nodes, run.encodings) for run in encoded_runs]

@@ -28,7 +28,7 @@ def cut_text(cut: Cut, draw: DrawTable = plain_table) -> str:
 
 
 def _header(cut: Cut) -> Iterator[str]:
-    loads, unit = cut.loads_ns, cut.time_unit
+    loads, unit = cut.loads_with_transfers_ns, cut.time_unit
     ranks = len(loads) if _is_shared(cut) else sum(cut.replicas)
     value = objective_text(cut.objective, cut.value, unit)
     bound = objective_text(cut.objective, cut.bound, unit)
@@ -48,9 +48,12 @@ def _header(cut: Cut) -> Iterator[str]:
 def _rows(cut: Cut) -> list[list[str]]:
     """The rows of the table, after the ideal: the mean, of which each stage would have as much."""
     # A bar that ends before the ideal has room; one that goes past it is waited for.
-    mean, largest = sum(cut.loads_ns) // len(cut.loads_ns), max(*cut.loads_ns, 1)
+    mean, largest = (
+        sum(cut.loads_with_transfers_ns) // len(cut.loads_with_transfers_ns),
+        max(*cut.loads_with_transfers_ns, 1),
+    )
     rows = [["ideal", time_text(mean, cut.time_unit), bar(mean / largest, _WIDTH), "100.0%"]]
-    for index, load in enumerate(cut.loads_ns):
+    for index, load in enumerate(cut.loads_with_transfers_ns):
         filled, share = bar(load / largest, _WIDTH), percent(load, mean)
         rows.append([str(index), time_text(load, cut.time_unit), filled, share])
     if _is_shared(cut):
@@ -64,4 +67,4 @@ def _rows(cut: Cut) -> list[list[str]]:
 
 def _is_shared(cut: Cut) -> bool:
     """Whether ranks have several stages: there is then one load for each rank."""
-    return len(cut.loads_ns) < len(cut.replicas)
+    return len(cut.loads_with_transfers_ns) < len(cut.replicas)

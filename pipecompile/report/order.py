@@ -44,7 +44,7 @@ def order_title(order: Order) -> str:
 
 
 def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
-    shape = "" if order.shape == "own" else f" ({order.shape})"
+    shape = "" if order.placement_shape == "own" else f" ({order.placement_shape})"
     makespan = time_with_unit(order.makespan_ns, time_unit)
     span = time_with_unit(order.span_ns, time_unit)
     yield f"{order_title(order)}{shape}"
@@ -57,7 +57,7 @@ def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
     yield f"  memory     {_memory(order)}"
     if order.weight_versions != "synchronous":
         yield f"  weights    {order.weight_versions}: {_versions(order)}; no flush"
-    if order.asked == "search":
+    if order.request == "search":
         yield f"  search     {_gain(order)}; {order.seconds:.2f} s"
 
 
@@ -96,7 +96,7 @@ def _gain(order: Order) -> str:
     if order.name != "search":
         return f"nothing better than {order.name}"
     gain = f"{1 - order.value_ns / best.value_ns:.2%}"
-    return f"{gain} less than {best.name} ({best.shape}), the best named one that fits"
+    return f"{gain} less than {best.name} ({best.placement_shape}), the best named one that fits"
 
 
 def _named(order: Order, draw: DrawTable, time_unit: TimeUnit) -> Iterator[str]:
@@ -104,7 +104,9 @@ def _named(order: Order, draw: DrawTable, time_unit: TimeUnit) -> Iterator[str]:
         rows = [["named", "placed", order.objective, "ratio", "memory"]]
         for other in order.named:
             value = time_text(other.value_ns, time_unit)
-            rows.append([other.name, other.shape, value, *_ratio_and_memory(other, order)])
+            rows.append(
+                [other.name, other.placement_shape, value, *_ratio_and_memory(other, order)]
+            )
         yield from draw(rows, {0, 1, 4})
 
 

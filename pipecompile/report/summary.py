@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 
-from pipecompile.ir.encodings import POLICIES
+from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.size import size_text
@@ -93,7 +93,7 @@ def _header(plan: Plan) -> Iterator[str]:
         f"  memory     {cap_text(plan)}; predicted for {ALLOCATOR_NAMES[plan.allocator]}; "
         f"{_optimizer_text(plan)}"
     )
-    may_recompute = plan.options.recompute == "auto" or plan.options.saving
+    may_recompute = plan.options.recompute == "auto" or plan.options.encodings
     if plan.options.memory_bytes is None and may_recompute:
         yield "  note       without a memory cap nothing is recomputed or encoded"
     yield from _encodings(plan)
@@ -104,14 +104,17 @@ def _header(plan: Plan) -> Iterator[str]:
 
 
 def _encodings(plan: Plan) -> Iterator[str]:
-    """The policies that stages use, if any may be used."""
+    """The encodings that stages use, if any may be used."""
     used = {
-        policy for stage in plan.stages for run in stage.encoded_runs for policy in run.encodings
+        encoding
+        for stage in plan.stages
+        for run in stage.encoded_runs
+        for encoding in run.encodings
     }
-    if used or plan.options.saving:
+    if used or plan.options.encodings:
         exact = ", not exact" if "half" in used else ""
-        names = [policy for policy in POLICIES if policy in used]
-        yield f"  saving     {', '.join(names) or 'not needed'}{exact}"
+        names = [encoding for encoding in ENCODINGS if encoding in used]
+        yield f"  encodings  {', '.join(names) or 'not needed'}{exact}"
 
 
 def _optimizer_text(plan: Plan) -> str:
@@ -138,7 +141,7 @@ def _ordering(plan: Plan) -> Iterator[str]:
         )
         return
     gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
-    noise = "" if ordering.kept else ", does not survive noise"
+    noise = "" if ordering.is_in_plan else ", does not survive noise"
     change = (
         f"search {searched} ({-gain:+.1%}){noise}" if gain > 0 else "the search found none shorter"
     )

@@ -114,13 +114,13 @@ def _memory(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         before = 0
         curve = activation_curve(plan.footprints(rank), [event.action for event in row])
         for event, (_, amount) in zip(row, curve, strict=True):
-            moment = event.start_ns if amount.expected > before else event.end_ns
+            time_ns = event.start_ns if amount.expected > before else event.end_ns
             before = amount.expected
             yield {
                 "ph": "C",
                 "name": "activations",
                 "pid": rank,
                 "tid": 0,
-                "ts": moment / 1000,
+                "ts": time_ns / 1000,
                 "args": {"bytes": amount.expected},
             }

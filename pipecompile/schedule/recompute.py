@@ -41,10 +41,12 @@ def add_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
 def move_recomputes(problem: PlacedProblem, schedule: Schedule) -> Schedule:
     """Return a schedule with recomputes moved into the nearest earlier gap.
 
-    Those that directly follow a wait of their rank stay. A gap is a wait that is long enough for
-    the recompute, so that no other action begins later than in the simulated step. No rank comes to
-    hold more than its cap, or than it held before. All other actions keep their order. Where this
-    shortens the step there are new gaps, and it is repeated.
+    A recompute stays where its own backward waits for a gradient anyway, since it then delays
+    nothing. A gap is a wait of the rank that is long enough for the recompute, so no other action
+    begins later than in the simulated step. No rank comes to hold more than its cap, or than it
+    held before. All other actions keep their order. Where moves shorten the step there are new
+    gaps, and recomputes are moved once more. Where they do not, the schedule is returned as it
+    was.
     """
     execution = execute(problem, schedule)
     while True:

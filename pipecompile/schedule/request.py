@@ -155,12 +155,12 @@ def _best_answer(
     # The smallest one holds for all placements together.
     bound_ns, timeline = min(bounds, default=None), best.timeline
     order = Order(
-        asked="csv" if request.order is not None else request.name,
+        request="csv" if request.order is not None else request.name,
         name=best.schedule.name,
         weight_versions=best.schedule.weight_versions,
         microbatches=best.schedule.microbatches,
         placement=best.schedule.placement,
-        shape=_shape(best.schedule.placement),
+        placement_shape=_placement_shape(best.schedule.placement),
         orders=best.schedule.actions,
         objective=request.objective,
         makespan_ns=timeline.makespan_ns,
@@ -250,7 +250,7 @@ def _problems_of_plan(plan: Plan, request: ScheduleRequest) -> list[PlacedProble
     return problems
 
 
-def _shape(placement: Sequence[int]) -> str:
+def _placement_shape(placement: Sequence[int]) -> str:
     return next(iter(shapes_of(placement)), "own")
 
 
@@ -289,7 +289,7 @@ def _searched(
                 problem, objective=request.objective, seconds=request.seconds / len(problems)
             )
         except InfeasibleError as error:
-            shape = f"{_shape(problem.placement)}: " if len(problems) > 1 else ""
+            shape = f"{_placement_shape(problem.placement)}: " if len(problems) > 1 else ""
             refusals.append(f"{shape}{error}")
             continue
         timeline = simulate(problem, result.schedule)
@@ -312,7 +312,7 @@ def _named_orders(candidate: _PlacementCandidate) -> Iterator[NamedOrder]:
     for named in candidate.named:
         yield NamedOrder(
             name=named.schedule.name,
-            shape=_shape(candidate.problem.placement),
+            placement_shape=_placement_shape(candidate.problem.placement),
             value_ns=named.value_ns,
             peak_bytes=max(named.peak_bytes),
             over_bytes=_over_bytes(candidate.problem, named.peak_bytes),

@@ -219,7 +219,7 @@ def _searched(
         searched_ns=min(order.value_ns for order in (result, named) if order is not None),
         bound_ns=order_lower_bound(problem, "makespan"),
         named_ns=_steps_ns(all_named),
-        kept=chosen is result,
+        is_in_plan=chosen is result,
     )
     return chosen.schedule, ordering
 

@@ -106,7 +106,7 @@ def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -
     kept = footprint.activations.bound
     # A forward that is recomputed keeps only what it sends and what it writes to.
     bare = (footprint.outputs + footprint.buffer_copies).bound if recomputes else 0
-    remade = footprint.outputs_freed_by_input_backward.bound if recomputes else 0
+    freed_outputs = footprint.outputs_freed_by_input_backward.bound if recomputes else 0
     region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
     encoding_ns = sum(run.forward_ns for run in stage.encoded_runs)
     decoding_ns = sum(run.backward_ns for run in stage.encoded_runs)
@@ -124,8 +124,8 @@ def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -
         between_bytes=kept
         + bare
         + (footprint.added_by_input_backward - footprint.freed_by_input_backward).bound
-        - remade,
-        remade_bytes=remade,
+        - freed_outputs,
+        freed_output_bytes=freed_outputs,
         can_split=can_split,
         recompute=recomputes,
         except_last=stage.recompute == "except-last",

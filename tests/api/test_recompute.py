@@ -1,4 +1,4 @@
-"""What stages compute again, by policy or to fit their memory: gradients stay, peaks fall, and the
+"""What stages recompute, by policy or to fit their memory: gradients stay, peaks fall, and the
 plan says so.
 """
 
@@ -59,7 +59,7 @@ def test_a_step_with_regions_is_the_unsplit_step(name: str, policy: str) -> None
 @pytest.mark.parametrize(
     ("name", "share", "others"), [sweep("gpt2", 0.8, None), ("unet", 0.95, "1GiB")]
 )
-def test_what_does_not_fit_is_computed_again(name: str, share: float, others: str | None) -> None:
+def test_what_does_not_fit_is_recomputed(name: str, share: float, others: str | None) -> None:
     """The least extra time that keeps every rank within its cap; gradients are those of the unsplit
     model.
     """
@@ -74,8 +74,8 @@ def test_what_does_not_fit_is_computed_again(name: str, share: float, others: st
     )
     assert set(plan.regions) == {rank for rank, size in enumerate(needed) if size > caps[rank]}
     assert compared(example(name), plan=plan, self_check=False)[1].passed
-    again = sum(stage.recompute_ns for stage in plan.stages)
-    assert 0 < again < sum(stage.forward_ns for stage in plan.stages) // 2
+    recompute_ns = sum(stage.recompute_ns for stage in plan.stages)
+    assert 0 < recompute_ns < sum(stage.forward_ns for stage in plan.stages) // 2
 
 
 def normed() -> Target:
@@ -94,7 +94,7 @@ def normed() -> Target:
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
-    """The last stage is over its budget, and only `auto` computes anything of it again: that is
+    """The last stage is over its budget, and only `auto` recomputes anything of it: that is
     said, and true.
     """
     fitting = planned("unet", schedule="gpipe")
@@ -169,7 +169,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-def test_what_is_computed_again_runs_twice_for_each_microbatch(schedule: str) -> None:
+def test_what_is_recomputed_runs_twice_for_each_microbatch(schedule: str) -> None:
     """Also where both halves of a backward need it."""
     target = normed()
     options = {
@@ -217,11 +217,13 @@ def tight(target: Target, options: dict[str, Any]) -> dict[str, Any]:
         pin = {"pin": plans[0].assignment} if plans else {}
         chosen = options_for(target, **{**options, **pin, "recompute": recompute})
         plans.append(make_plan(target, chosen, capture_target(target, chosen, verify=False)))
-    memory = [(plain + again) // 2 for plain, again in zip(*map(peaks, plans), strict=True)]
+    memory = [
+        (plain + recomputed) // 2 for plain, recomputed in zip(*map(peaks, plans), strict=True)
+    ]
     return {"memory": memory, "pin": plans[0].assignment}
 
 
-def test_nothing_is_computed_again_where_all_fits() -> None:
+def test_nothing_is_recomputed_where_all_fits() -> None:
     assert planned("unet", recompute="auto").regions == {}
     assert planned("unet", recompute="auto", memory="1GiB").regions == {}
 
@@ -245,18 +247,18 @@ def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(
 
 def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     options = {"schedule": "zb-h1", "k": 3, "pin": planned("gpt2", k=3).assignment}
-    plain, again = (
+    plain, recomputed = (
         peaks(planned("gpt2", **options)),
         peaks(planned("gpt2", **options, recompute="stage")),
     )
-    assert again[0] < plain[0] and max(plain) == plain[0]
-    plan = planned("gpt2", **options, memory=max(again), recompute="auto")
+    assert recomputed[0] < plain[0] and max(plain) == plain[0]
+    plan = planned("gpt2", **options, memory=max(recomputed), recompute="auto")
     assert (
         not plan.regions
         and plan.stages[0].recompute in ("stage", "except-last")
         and plan.stages[-1].recompute == "none"
     )
-    assert max(peaks(plan)) <= max(again)
+    assert max(peaks(plan)) <= max(recomputed)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +360,6 @@ def test_regions_and_runs_in_two_places_are_found_out() -> None:
     allowed = replace(
         plan,
         stages=(replace(first, encoded_runs=(run,)), last),
-        options=replace(plan.options, saving=("mask",)),
+        options=replace(plan.options, encodings=("mask",)),
     )
     assert "saves twice, or recomputes it too" in findings(allowed)[0].message

@@ -75,7 +75,7 @@ def test_no_policy_takes_less_at_its_own_peak(
 
     def of_rank(chosen: Sequence[StageRecompute | None], rank: int) -> dict[int, StageRecompute]:
         return {
-            i: again for i, again in enumerate(chosen) if placement[i] == rank and again is not None
+            i: stage for i, stage in enumerate(chosen) if placement[i] == rank and stage is not None
         }
 
     by_hand = choosing(policy, (1, 1))

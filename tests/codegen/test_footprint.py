@@ -52,7 +52,7 @@ class Residual(nn.Module):
 
 
 class Skip(nn.Module):
-    """What comes in first is read again at the end: between the two it only passes through."""
+    """What comes in first is read once more at the end: between the two it only passes through."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -685,7 +685,7 @@ WRITING: dict[str, tuple[range, ...]] = {
 
 
 @pytest.mark.parametrize("what", WRITING)
-def test_copies_of_buffers_are_held_until_what_writes_to_them_is_computed_again(what: str) -> None:
+def test_copies_of_buffers_are_held_until_what_writes_to_them_is_recomputed(what: str) -> None:
     """Three microbatches in flight; scratch of batch norms counts in their backwards too."""
     torch.manual_seed(0)
     layers = [kind for _ in range(3) for kind in (nn.Tanh(), nn.BatchNorm1d(4096), Queue())]
@@ -723,20 +723,20 @@ def rise_of(footprint: Footprint, row: Sequence[Action]) -> tuple[int, int]:
 
 
 def run_row(stage: StageModule, sample: Arguments, row: Sequence[Action]) -> None:
-    """Three forwards, of which all is kept or computed again, and their backwards."""
+    """Three forwards, of which all is kept or recomputed, and their backwards."""
     made = EagerStage(
         stage.module, gradient_inputs=stage.gradient_inputs, loss=loss_of, buffers=stage.buffers
     )
     made.module.zero_grad()
-    again = any(action.kind is Kind.RECOMPUTE for action in row)
+    recomputes = any(action.kind is Kind.RECOMPUTE for action in row)
     with record_function("row"):
         with record_function("forwards"):
             saved = {
-                number: made.forward(sample.args, StreamKey(0, 0, number), recompute=again)[1]
+                number: made.forward(sample.args, StreamKey(0, 0, number), recompute=recomputes)[1]
                 for number in range(3)
             }
         for number in range(3):
-            if again:
+            if recomputes:
                 made.recompute(saved[number])
             made.backward(saved.pop(number), (), {})
 

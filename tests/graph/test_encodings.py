@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from saving_models import (
+from saved_tensor_models import (
     bytes_of,
     saved_and_restored,
 )
@@ -55,9 +55,9 @@ NUMBERS = st.sampled_from(
 )
 def test_relu_needs_only_the_sign(values: list[float], dtype: torch.dtype) -> None:
     gradients = []
-    for policies in ((), ("relu",)):
+    for encodings in ((), ("relu",)):
         value = torch.tensor(values, dtype=dtype, requires_grad=True)
-        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()):
+        with encode_saved_tensors(*encodings, storages=EncodedStorages(), exempt=()):
             result = (value * 1).relu()
         result.backward(torch.arange(1, 1 + len(values), dtype=dtype))
         gradients.append(value.grad)
@@ -99,10 +99,12 @@ def test_pooling_reads_only_the_layout_of_its_input(
     image = torch.randn(2, 3, *size).to(memory_format=layout).round()  # with ties
     image = image[0] if isinstance(pool, nn.MaxPool1d) else image
     gradients = []
-    for policies in ((), ("pool",)):
+    for encodings in ((), ("pool",)):
         value = image.clone().requires_grad_()
         scaled = value * 2
-        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()) as note_results:
+        with encode_saved_tensors(
+            *encodings, storages=EncodedStorages(), exempt=()
+        ) as note_results:
             result = note_results(
                 pool(scaled[:, None])[:, 0] if "3d" in str(pool) else pool(scaled)
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from allocations import events
-from saving_models import (
+from saved_tensor_models import (
     MIXES,
     ConvolutionBlock,
     state_of,
@@ -16,11 +16,11 @@ from torch.profiler import record_function
 
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.memory_model.encoding_costs import (
     EncodingCost,
     SavedStorage,
-    cost_by_policy,
+    cost_for_any_use,
     costs_by_use,
 )
 
@@ -105,31 +105,31 @@ def test_saved_bytes_are_those_of_the_costs() -> None:
 
 
 def saving_cost(
-    policies: Sequence[Policy], storage: SavedStorage, allocator: AllocatorName
+    encodings: Sequence[Encoding], storage: SavedStorage, allocator: AllocatorName
 ) -> EncodingCost:
     """Return the bytes that `storage` takes in all."""
-    by_use = costs_by_use(policies, storage, allocator)
+    by_use = costs_by_use(encodings, storage, allocator)
     if by_use is None:
-        found = cost_by_policy(policies, storage, allocator)
+        found = cost_for_any_use(encodings, storage, allocator)
         return EncodingCost(storage.bytes) if found is None else found[1]
     names = ("kept_bytes", "host_bytes", "packing_bytes", "unpacking_bytes")
     return EncodingCost(*(sum(getattr(cost, name) for cost in by_use) for name in names))
 
 
-def predicted_bytes(policies: Sequence[Policy], storages: Sequence[SavedStorage]) -> int:
+def predicted_bytes(encodings: Sequence[Encoding], storages: Sequence[SavedStorage]) -> int:
     """Return the bytes on a CPU, where the host's memory is the device's."""
-    costs = [saving_cost(policies, storage, "cpu") for storage in storages]
+    costs = [saving_cost(encodings, storage, "cpu") for storage in storages]
     return sum(cost.kept_bytes + cost.host_bytes for cost in costs)
 
 
-def run_forward(label: str, name: str, policies: Sequence[str]) -> None:
+def run_forward(label: str, name: str, encodings: Sequence[str]) -> None:
     """Run a model's forward and free its result before its graph."""
     make, size, _ = SAVED_BY_MODEL[name]
     torch.manual_seed(0)
     model, value = make(), torch.randn(size)
     with record_function(label):
         with encode_saved_tensors(
-            *policies, storages=EncodedStorages(), exempt=[value, *state_of(model)]
+            *encodings, storages=EncodedStorages(), exempt=[value, *state_of(model)]
         ) as note_results:
             result = note_results(model(value))
         node = result.grad_fn

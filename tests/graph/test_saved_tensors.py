@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from saving_models import (
+from saved_tensor_models import (
     EXACT,
     MIXES,
     SAVING_MODELS,
@@ -35,7 +35,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
-from pipecompile.ir.encodings import POLICIES
+from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.runtime.stage import EagerStage
 
 
@@ -68,14 +68,14 @@ def trained(
     return [*found, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("policies", MIXES, ids="+".join)
+@pytest.mark.parametrize("encodings", MIXES, ids="+".join)
 @pytest.mark.parametrize("name", SAVING_MODELS)
-def test_the_backward_is_the_same(name: str, policies: Sequence[str]) -> None:
+def test_the_backward_is_the_same(name: str, encodings: Sequence[str]) -> None:
     inputs = [(image,) for image in images(3)]
     storages = EncodedStorages()
-    got = trained(saving_model(seeded_model(name), *policies, storages=storages), inputs)
+    got = trained(saving_model(seeded_model(name), *encodings, storages=storages), inputs)
     assert same(got, trained(seeded_model(name), inputs))
-    if "offload" in policies:
+    if "offload" in encodings:
         assert (
             0 < storages.traffic.back_bytes <= storages.traffic.out_bytes
         )  # not all that is saved is read
@@ -95,12 +95,12 @@ def test_an_emitted_stage_has_the_same_gradients(name: str) -> None:
     captured = capture(model, call)
     storages = EncodedStorages()
 
-    def gradients(*policies: str) -> list[Tensor | None]:
+    def gradients(*encodings: str) -> list[Tensor | None]:
         model.zero_grad()
         module = captured.instantiate(call)
         (stage,) = emit(module, {node.name: 0 for node in module.graph.nodes})
-        if policies:
-            saving_model(stage.module, *policies, storages=storages)
+        if encodings:
+            saving_model(stage.module, *encodings, storages=storages)
         run = EagerStage(
             stage.module, gradient_inputs=stage.gradient_inputs, random=stage.random, loss=loss_of
         )
@@ -157,9 +157,9 @@ def views(draw: st.DrawFn) -> Tensor:
     return flat.as_strided(size, stride, min(offset, flat.numel()))
 
 
-@given(value=views(), policy=st.sampled_from(["mask", "offload", "relu", "pool"]))
-def test_any_view_is_restored(value: Tensor, policy: str) -> None:
-    (got,) = saved_and_restored(policy, value)
+@given(value=views(), encoding=st.sampled_from(["mask", "offload", "relu", "pool"]))
+def test_any_view_is_restored(value: Tensor, encoding: str) -> None:
+    (got,) = saved_and_restored(encoding, value)
     assert (got.dtype, got.shape, got.stride()) == (value.dtype, value.shape, value.stride())
     assert got.storage_offset() == value.storage_offset()
     if value.dtype == torch.bool:
@@ -169,11 +169,11 @@ def test_any_view_is_restored(value: Tensor, policy: str) -> None:
 
 
 def result_of(
-    policies: Sequence[str], step: Callable[[Tensor], Tensor], *, exempt: Sequence[Tensor] = ()
+    encodings: Sequence[str], step: Callable[[Tensor], Tensor], *, exempt: Sequence[Tensor] = ()
 ) -> Tensor:
     """Return the result of a `step` on (4, 64) positive numbers, before its backward."""
     value = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=exempt):
+    with encode_saved_tensors(*encodings, storages=EncodedStorages(), exempt=exempt):
         return step(value * 1)
 
 
@@ -204,22 +204,22 @@ def write_to_a_mask(value: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("policies", [(), *MIXES, ("half",)], ids="+".join)
+@pytest.mark.parametrize("encodings", [(), *MIXES, ("half",)], ids="+".join)
 @pytest.mark.parametrize(
     "write", [write_to_an_argument, write_to_a_result, write_to_an_image, write_to_a_mask]
 )
-def test_writing_to_what_is_saved_raises_as_without_a_policy(
-    write: Callable[[Tensor], Tensor], policies: Sequence[str]
+def test_writing_to_what_is_saved_raises_as_without_encodings(
+    write: Callable[[Tensor], Tensor], encodings: Sequence[str]
 ) -> None:
-    result = result_of(policies, write)
+    result = result_of(encodings, write)
     with pytest.raises(RuntimeError, match=r"in.?place"):
         result.sum().backward()
 
 
-@pytest.mark.parametrize("policies", [(), *MIXES], ids="+".join)
-def test_writing_to_an_exempt_tensor_raises_too(policies: Sequence[str]) -> None:
+@pytest.mark.parametrize("encodings", [(), *MIXES], ids="+".join)
+def test_writing_to_an_exempt_tensor_raises_too(encodings: Sequence[str]) -> None:
     weight = torch.ones(64, requires_grad=True)
-    result = result_of(policies, lambda value: value * weight, exempt=[weight])
+    result = result_of(encodings, lambda value: value * weight, exempt=[weight])
     with torch.no_grad():
         weight.view(8, 8)[0].add_(1)
     with pytest.raises(RuntimeError, match=r"in.?place"):
@@ -236,12 +236,12 @@ def test_a_storage_that_was_written_to_is_encoded_anew() -> None:
     assert storages.traffic.out_bytes == 2 * value.nbytes
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_tensor_that_is_more_than_its_elements_is_kept(policy: str) -> None:
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_tensor_that_is_more_than_its_elements_is_kept(encoding: str) -> None:
     number = torch.randn(8, dtype=torch.complex64)
     sparse = torch.eye(3).to_sparse()
     conjugate, negative, other = saved_and_restored(
-        policy, number.conj(), number.conj().imag, sparse
+        encoding, number.conj(), number.conj().imag, sparse
     )
     assert torch.equal(conjugate.resolve_conj(), number.conj().resolve_conj())
     assert torch.equal(negative.resolve_neg(), number.conj().imag.resolve_neg())
@@ -262,24 +262,24 @@ def test_views_of_one_storage_are_moved_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["backward", "abandoned", "failed"])
-@pytest.mark.parametrize("policies", MIXES, ids="+".join)
-def test_storages_are_freed_at_the_end(policies: Sequence[str], end: str) -> None:
+@pytest.mark.parametrize("encodings", MIXES, ids="+".join)
+def test_storages_are_freed_at_the_end(encodings: Sequence[str], end: str) -> None:
     gc.collect()
     gc.disable()  # cycles would not be seen to stay
     try:
-        storage = saved_storage(policies, end)
+        storage = saved_storage(encodings, end)
         assert storage.expired()
     finally:
         gc.enable()
 
 
-def saved_storage(policies: Sequence[str], end: str) -> StorageWeakRef:
+def saved_storage(encodings: Sequence[str], end: str) -> StorageWeakRef:
     """Return the storage of a tensor that autograd saved, after the run."""
     value = torch.rand(4, 64, requires_grad=True) * 1
     storage = StorageWeakRef(value.untyped_storage())
     with (
         suppress(ZeroDivisionError),
-        encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=[value]),
+        encode_saved_tensors(*encodings, storages=EncodedStorages(), exempt=[value]),
     ):
         result = functional.max_pool1d(functional.dropout(value.sin(), 0.5).relu(), 2).sigmoid()
         if end == "failed":
@@ -336,14 +336,14 @@ def recomputed(value: Tensor) -> Tensor:
     return checkpoint(region, value.sin(), use_reentrant=False)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("policies", MIXES, ids="+".join)
+@pytest.mark.parametrize("encodings", MIXES, ids="+".join)
 @pytest.mark.parametrize("step", [relu_in_a_function, penalised, nested, recomputed])
 def test_other_hooks_and_nested_blocks(
-    step: Callable[[Tensor], Tensor], policies: Sequence[str]
+    step: Callable[[Tensor], Tensor], encodings: Sequence[str]
 ) -> None:
     """Other users of hooks: custom functions, backwards in a forward, blocks within blocks."""
     gradients = []
-    for chosen in ((), policies):
+    for chosen in ((), encodings):
         torch.manual_seed(0)
         leaf = torch.rand(4, 64, requires_grad=True)
         with encode_saved_tensors(*chosen, storages=EncodedStorages(), exempt=()):
@@ -355,10 +355,10 @@ def test_other_hooks_and_nested_blocks(
 
 def test_a_second_derivative_is_the_same() -> None:
     gradients = []
-    for policies in ((), EXACT):
+    for encodings in ((), EXACT):
         torch.manual_seed(0)
         leaf = torch.rand(4, 64, requires_grad=True)
-        with encode_saved_tensors(*policies, storages=EncodedStorages(), exempt=()):
+        with encode_saved_tensors(*encodings, storages=EncodedStorages(), exempt=()):
             result = functional.max_pool1d(
                 functional.dropout((leaf * 2 - 1).relu(), 0.2).sin().square(), 2
             )
@@ -376,20 +376,20 @@ def test_a_failure_leaves_no_hooks() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_an_unknown_encoding_is_refused() -> None:
     keeper: Any = encode_saved_tensors
-    with pytest.raises(InputError, match="unknown policy 'zip'; choose from mask, relu"):
+    with pytest.raises(InputError, match="unknown encoding 'zip'; choose from mask, relu"):
         keeper("zip", storages=EncodedStorages(), exempt=()).__enter__()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("policies", MIXES, ids="+".join)
+@pytest.mark.parametrize("encodings", MIXES, ids="+".join)
 @pytest.mark.parametrize("name", SAVING_MODELS)
-def test_the_backward_is_the_same_on_a_gpu(name: str, policies: Sequence[str]) -> None:
+def test_the_backward_is_the_same_on_a_gpu(name: str, encodings: Sequence[str]) -> None:
     inputs = [(image.cuda(),) for image in images(3)]
     got, plain = (
         trained(saving_model(seeded_model(name).cuda(), *chosen), inputs)
-        for chosen in (policies, ())
+        for chosen in (encodings, ())
     )
     torch.testing.assert_close(got, plain)  # some backwards sum in any order there
 

@@ -8,10 +8,10 @@ from itertools import groupby
 import msgspec
 from hypothesis import strategies as st
 
-from pipecompile.ir.encodings import POLICIES, Policy
+from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Node, Parameter, Tensor
 
-__all__ = ["cost_graphs", "regions_of", "saving_of", "stages_of"]
+__all__ = ["cost_graphs", "encoded_runs_of", "regions_of", "stages_of"]
 
 SIZES = st.sampled_from([0, 1, 8, 60, 64, 100, 513, 3000])
 USES = st.sampled_from(["relu", "pool input", "pool indices", "other"])
@@ -201,7 +201,7 @@ def stages_of(
 
 @st.composite
 def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Some runs of the nodes of a stage, each computed again, and some within others."""
+    """Some runs of the nodes of a stage, each recomputed, and some within others."""
     ends = sorted(draw(st.lists(st.integers(0, len(names)), max_size=6, unique=True)))
     found = _apart(names, ends)
     inner = [
@@ -215,10 +215,10 @@ def regions_of(draw: st.DrawFn, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 @st.composite
-def saving_of(
+def encoded_runs_of(
     draw: st.DrawFn, names: Sequence[str], regions: Iterable[Sequence[str]]
-) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    """Some runs of the nodes outside regions, each with policies in some order."""
+) -> list[tuple[tuple[str, ...], tuple[Encoding, ...]]]:
+    """Some runs of the nodes outside regions, each with encodings in some order."""
     aside = {name for region in regions for name in region}
     runs = [
         tuple(run) for outside, run in groupby(names, key=lambda name: name not in aside) if outside
@@ -227,8 +227,8 @@ def saving_of(
         sorted(draw(st.lists(st.integers(0, len(run)), max_size=6, unique=True))) for run in runs
     ]
     parts = [part for run, places in zip(runs, ends, strict=True) for part in _apart(run, places)]
-    policies = st.lists(st.sampled_from(POLICIES), min_size=1, max_size=3, unique=True).map(tuple)
-    return [(part, draw(policies)) for part in parts]
+    encodings = st.lists(st.sampled_from(ENCODINGS), min_size=1, max_size=3, unique=True).map(tuple)
+    return [(part, draw(encodings)) for part in parts]
 
 
 def _apart(names: Sequence[str], ends: Sequence[int]) -> list[tuple[str, ...]]:

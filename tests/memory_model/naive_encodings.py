@@ -32,7 +32,7 @@ class NaiveEncodings:
     """One of a cut's stages: which storages live how long, read off the graph.
 
     `regions` are recomputed, and known by their index; None stands for the forward. The saved
-    tensors of nodes in `encoded_runs` are encoded by policies.
+    tensors of nodes in `encoded_runs` are encoded by encodings.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class NaiveEncodings:
 
     def _encode(self) -> dict[Key, EncodedStorage]:
         collected: dict[Key, EncodedStorage] = {}
-        for names, policies in self.encoded_runs:
-            waits = "relu" in policies or "pool" in policies
+        for names, encodings in self.encoded_runs:
+            waits = "relu" in encodings or "pool" in encodings
             for storage in self.own_storages():
                 uses = [
                     (name, use)
                     for name in self._savers_in(names, storage)
                     for use in self._uses(name, storage)
                 ]
-                small = [self._by_use(use, policies, storage) for _, use in uses]
+                small = [self._by_use(use, encodings, storage) for _, use in uses]
                 if not uses or not self.graph.contents[storage] or not self.graph.storages[storage]:
                     continue
                 if None not in small:
@@ -78,17 +78,18 @@ class NaiveEncodings:
                             storage, *sizes, names[-1], True, [name], name
                         )
                     continue
-                for policy in policies:
-                    if (sizes := self._by_policy(policy, storage)) is not None:
+                for encoding in encodings:
+                    if (sizes := self._for_any_use(encoding, storage)) is not None:
                         savers = self._savers_in(names, storage)
                         made = names[-1] if waits else savers[0]
                         encoding = collected.setdefault(
-                            (storage, policy), EncodedStorage(storage, *sizes, made, waits, [], "")
+                            (storage, encoding),
+                            EncodedStorage(storage, *sizes, made, waits, [], ""),
                         )
                         encoding.savers += savers
                         encoding.decoded_at = (
                             names[-1]
-                            if policy == "offload" and self.graph.allocator == "cuda"
+                            if encoding == "offload" and self.graph.allocator == "cuda"
                             else savers[-1]
                         )
                         break
@@ -106,9 +107,9 @@ class NaiveEncodings:
         assert content is not None
         return self.graph.storages[storage] // WIDTHS[content.dtype]
 
-    def _by_use(self, use: str, policies: Sequence[str], storage: int) -> tuple[int, int] | None:
+    def _by_use(self, use: str, encodings: Sequence[str], storage: int) -> tuple[int, int] | None:
         content = self.graph.contents[storage]
-        if content is None or use == "other" or use.split()[0] not in policies:
+        if content is None or use == "other" or use.split()[0] not in encodings:
             return None
         if use == "pool input":
             return 0, 0
@@ -123,7 +124,7 @@ class NaiveEncodings:
         )
         return None if width is None else (count * width, 0)
 
-    def _by_policy(self, policy: str, storage: int) -> tuple[int, int] | None:
+    def _for_any_use(self, encoding: str, storage: int) -> tuple[int, int] | None:
         content, size, on_cpu = (
             self.graph.contents[storage],
             self.graph.storages[storage],
@@ -131,13 +132,13 @@ class NaiveEncodings:
         )
         assert content is not None
         count, chunk = self._count(storage), 1 << (16 if on_cpu else 22)
-        if policy == "mask" and (content.dtype == "bool" or (content.is_mask and on_cpu)):
+        if encoding == "mask" and (content.dtype == "bool" or (content.is_mask and on_cpu)):
             return -(-count // 8), (1 + (WIDTHS[content.dtype] if on_cpu else 1)) * min(
                 count, chunk
             )
-        if policy == "half" and content.dtype == "float32":
+        if encoding == "half" and content.dtype == "float32":
             return size // 2, 0
-        return (size * on_cpu, 0) if policy == "offload" else None
+        return (size * on_cpu, 0) if encoding == "offload" else None
 
     def produced_by(self, node: Node) -> list[int]:
         """Return the storages that `node` produces; inputs of the minibatch are buffers."""

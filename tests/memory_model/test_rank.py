@@ -29,7 +29,7 @@ from pipecompile.memory_model.snapshots import _all_snapshots, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
-from tests.ir.cost_graphs import cost_graphs, regions_of, saving_of, stages_of
+from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, regions_of, stages_of
 from tests.memory_model.naive import highest
 
 CPU = ALLOCATORS["cpu"]
@@ -47,9 +47,9 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
         for n in fitting_names(placement, microbatches)
         if n not in (*ASYNCHRONOUS, "forward-only")
     ]
-    again, but_last = draw(st.booleans()), draw(st.booleans())
+    recomputes, except_last = draw(st.booleans()), draw(st.booleans())
     return generate(
-        draw(st.sampled_from(names)), placement, microbatches, again, except_last=but_last
+        draw(st.sampled_from(names)), placement, microbatches, recomputes, except_last=except_last
     )
 
 
@@ -98,14 +98,16 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
 ) -> None:
     cut = data.draw(stages_of(graph))
     regions = {index: data.draw(regions_of(names)) for index, names in enumerate(cut)}
-    saving = {index: data.draw(saving_of(names, regions[index])) for index, names in enumerate(cut)}
+    encoded_runs = {
+        index: data.draw(encoded_runs_of(names, regions[index])) for index, names in enumerate(cut)
+    }
     schedule = generate(
         data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4))
     )
     ranges = LiveRanges(graph)
     for index, row in enumerate(schedule.rows):
         footprint = footprint_of(
-            ranges, chain(*cut[:index]), cut[index], regions[index], saving[index]
+            ranges, chain(*cut[:index]), cut[index], regions[index], encoded_runs[index]
         )
         memory = rank_memory(
             {index: footprint},
@@ -114,7 +116,7 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
             allocator=ALLOCATORS[graph.allocator],
         )
         assert memory.total.expected == highest(
-            graph, cut, row, schedule.microbatches, regions, saving
+            graph, cut, row, schedule.microbatches, regions, encoded_runs
         ), index
         assert memory.total.bound >= memory.total.expected
 
@@ -125,9 +127,11 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
     graph: CostGraph, data: st.DataObject
 ) -> None:
     cut = data.draw(stages_of(graph, most=2))
-    saving = {index: data.draw(saving_of(names, ())) for index, names in enumerate(cut)}
+    encoded_runs = {index: data.draw(encoded_runs_of(names, ())) for index, names in enumerate(cut)}
     for index, names in enumerate(cut):
-        footprint = footprint_of(LiveRanges(graph), chain(*cut[:index]), names, (), saving[index])
+        footprint = footprint_of(
+            LiveRanges(graph), chain(*cut[:index]), names, (), encoded_runs[index]
+        )
         row = [Action(index, Kind.FORWARD, 0), Action(index, Kind.BACKWARD, 0)]
         for part in (row[:1], row):
             memory = rank_memory(
@@ -136,7 +140,7 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
                 microbatches=1,
                 allocator=ALLOCATORS[graph.allocator],
             )
-            assert memory.total.expected == highest(graph, cut, part, 1, {}, saving), index
+            assert memory.total.expected == highest(graph, cut, part, 1, {}, encoded_runs), index
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,7 +148,7 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
 def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
     """Of one stage, without forwards and gradients that would hide most of it."""
     bare = [replace(node, forward_peak_bytes=0, workspace_bytes=0) for node in graph.nodes]
-    # Copies that nothing needs again would go as a node ends, of which the peak is left out.
+    # Copies that nothing needs any more would go as a node ends, of which the peak is left out.
     nodes = [replace(node, buffer_copies=()) if node.saves_at == "never" else node for node in bare]
     graph = replace(graph, nodes=tuple(nodes), gradients=())
     names = tuple(node.name for node in graph.nodes)
@@ -215,8 +219,8 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     """
     cut = data.draw(stages_of(graph))
     microbatches, stages = data.draw(st.integers(1, 5)), len(cut)
-    again, but_last = recompute != "none", recompute == "except-last"
-    schedule = generate("1f1b", range(stages), microbatches, again, except_last=but_last)
+    recomputes, except_last = recompute != "none", recompute == "except-last"
+    schedule = generate("1f1b", range(stages), microbatches, recomputes, except_last=except_last)
     flights = [min(microbatches, stages - stage) for stage in range(stages)]
     summed = microbatches > max(flights)
     resident, saved = bytes_lower_bounds(graph, recompute, gradients=summed)
@@ -243,14 +247,14 @@ def test_there_is_never_less_room_than_said(
     allocator, microbatches = ALLOCATORS[graph.allocator], schedule.microbatches
     for rank, row in enumerate(schedule.rows):
         held = _held(schedule, rank, footprints)
-        again = {action.stage for action in row if action.kind is Kind.RECOMPUTE}
+        recomputed = {action.stage for action in row if action.kind is Kind.RECOMPUTE}
         earlier = _with_earlier_recomputes(row, data)
         kept = max((amount.bound for _, amount in activation_curve(held, earlier)), default=0)
         total = rank_memory(
             held, peak_snapshots(earlier), microbatches=microbatches, allocator=allocator
         ).total.bound
         left = available_for_activations(
-            held, total - 1, microbatches=microbatches, allocator=allocator, recomputed=again
+            held, total - 1, microbatches=microbatches, allocator=allocator, recomputed=recomputed
         )
         assert kept > left, "a byte less is too little"
 

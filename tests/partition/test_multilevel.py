@@ -80,7 +80,9 @@ def test_blocks_are_split_where_they_are_too_few_or_too_large_for_a_rank() -> No
         InfeasibleError, match=r"at most 2 stages .*choose k ≤ 2, or a finer granularity"
     ):
         solve(PartitionProblem(graph, 3, granularity="blocks"))
-    assert len(solve_multilevel(PartitionProblem(graph, 3), SECONDS)[0].loads_ns) == 3
+    assert (
+        len(solve_multilevel(PartitionProblem(graph, 3), SECONDS)[0].loads_with_transfers_ns) == 3
+    )
     with pytest.raises(InfeasibleError, match=r"at most 5 stages; choose k ≤ 5$"):
         solve(PartitionProblem(graph, 6, granularity="auto"))
     heavy = msgspec.structs.replace(

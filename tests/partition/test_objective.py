@@ -79,7 +79,7 @@ def test_the_last_stage_does_not_recompute() -> None:
     graph = CostGraph(
         nodes=tuple(node(f"n{i}", 1, 1) for i in range(5)), tensors=chain([0] * 5).tensors
     )
-    assert solve(PartitionProblem(graph, 2, recompute=True)).loads_ns == (6, 6)
+    assert solve(PartitionProblem(graph, 2, recompute=True)).loads_with_transfers_ns == (6, 6)
 
 
 def test_the_measures_of_loads() -> None:

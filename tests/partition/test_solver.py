@@ -247,7 +247,7 @@ def test_a_cap_moves_the_cut() -> None:
     loads = {
         cap: solve(
             PartitionProblem(graph, 2, memory=MemoryConstraint.simple(graph, (cap,) * 2, (1, 1), 1))
-        ).loads_ns
+        ).loads_with_transfers_ns
         for cap in (70, 69)
     }
     assert loads == {70: (2, 2), 69: (1, 3)}
@@ -274,7 +274,7 @@ def test_a_stage_pays_for_its_memory_and_the_search_weighs_that() -> None:
 
     memory = replace(MemoryConstraint.simple(graph, (9, 9), (1, 1), 1), price=price)
     partition = solve(PartitionProblem(graph, 2, objective="max-load", memory=memory))
-    assert partition.loads_ns == (4, 10)
+    assert partition.loads_with_transfers_ns == (4, 10)
     assert partition.search.proven
 
 

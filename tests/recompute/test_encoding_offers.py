@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.ir.encodings import POLICIES, Policy, Use
+from pipecompile.ir.encodings import ENCODINGS, Encoding, Use
 from pipecompile.ir.graph import Content, CostGraph, Node, Tensor
 from pipecompile.memory_model.encodings import EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import LiveRanges, Storage
@@ -27,9 +27,9 @@ WIDE = 4 * COUNT
 
 
 @settings(max_examples=200, deadline=None)
-@given(cost_graphs(), st.lists(st.sampled_from(POLICIES), min_size=1, unique=True), st.data())
+@given(cost_graphs(), st.lists(st.sampled_from(ENCODINGS), min_size=1, unique=True), st.data())
 def test_runs_lie_apart_and_together_free_memory(
-    graph: CostGraph, policies: list[Policy], data: st.DataObject
+    graph: CostGraph, encodings: list[Encoding], data: st.DataObject
 ) -> None:
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
@@ -40,7 +40,7 @@ def test_runs_lie_apart_and_together_free_memory(
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     ranges, before = LiveRanges(graph), list(chain(*cut[:index]))
-    found = encoding_offers(ranges, before, cut[index], policies)
+    found = encoding_offers(ranges, before, cut[index], encodings)
     named = [name for offer in found for name in offer.encoded.nodes]
     assert len(set(named)) == len(named) and not fixed.intersection(named)
     assert all(a.ns_per_byte <= b.ns_per_byte for a, b in pairwise(found))
@@ -57,13 +57,13 @@ def test_runs_lie_apart_and_together_free_memory(
 @settings(max_examples=400, deadline=None)
 @given(
     cost_graphs(),
-    st.lists(st.sampled_from(POLICIES), unique=True),
+    st.lists(st.sampled_from(ENCODINGS), unique=True),
     st.sampled_from(["none", "auto"]),
     st.data(),
 )
 def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     graph: CostGraph,
-    policies: list[Policy],
+    encodings: list[Encoding],
     recompute: Literal["none", "auto"],
     data: st.DataObject,
 ) -> None:
@@ -77,9 +77,9 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
     )
     graph = msgspec.structs.replace(graph, nodes=nodes)
     ranges, before, names = LiveRanges(graph), list(chain(*cut[:index])), cut[index]
-    offered = [offer.encoded for offer in encoding_offers(ranges, before, names, policies)]
-    saving = [run for run in offered if data.draw(st.booleans())]
-    runs = [(run.nodes, run.encodings) for run in saving]
+    offered = [offer.encoded for offer in encoding_offers(ranges, before, names, encodings)]
+    chosen = [run for run in offered if data.draw(st.booleans())]
+    runs = [(run.nodes, run.encodings) for run in chosen]
     problem = recompute_problem_of(ranges, before, names, has_gradients=True, encoded_runs=runs)
     regions = (
         [names[a:b] for a, b in data.draw(st.sampled_from(_choices(problem)))]
@@ -87,8 +87,8 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
         else []
     )
     kept = footprint_of(ranges, before, names, regions, runs).activations.bound
-    _, saved = bytes_lower_bounds(graph, recompute, gradients=False, encodings=policies)
-    classes = freeable_bytes(graph, recompute, policies, ranges.bytes_per_ns)
+    _, saved = bytes_lower_bounds(graph, recompute, gradients=False, encodings=encodings)
+    classes = freeable_bytes(graph, recompute, encodings, ranges.bytes_per_ns)
     held = [sum(each.bytes.get(name, 0) for name in names) for each in classes]
     missing, least = sum(saved[name] for name in names) + sum(held) - kept, Fraction(0)
     for each, size in zip(classes, held, strict=True):
@@ -96,7 +96,7 @@ def test_nothing_frees_bytes_in_less_time_than_a_search_takes_it_to(
         missing, least = missing - freed, least + freed * each.rate
     assert all(a.rate <= b.rate for a, b in pairwise(classes)) and missing <= 0
     assert least <= sum(extra_ns(graph, region) for region in regions) + sum(
-        run.ns for run in saving
+        run.ns for run in chosen
     )
 
 
@@ -151,9 +151,9 @@ FLOAT, MASK = Content(dtype="float32"), Content(dtype="float32", is_mask=True)
 
 
 def offered(
-    graph: CostGraph, *policies: Policy
-) -> list[tuple[tuple[str, ...], tuple[Policy, ...]]]:
-    found = encoding_offers(LiveRanges(graph), (), [node.name for node in graph.nodes], policies)
+    graph: CostGraph, *encodings: Encoding
+) -> list[tuple[tuple[str, ...], tuple[Encoding, ...]]]:
+    found = encoding_offers(LiveRanges(graph), (), [node.name for node in graph.nodes], encodings)
     return sorted((offer.encoded.nodes, offer.encoded.encodings) for offer in found)
 
 

@@ -46,7 +46,7 @@ def price(graph: CostGraph, runs: Sequence[Run]) -> tuple[int, int]:
 def extra_ns(
     graph: CostGraph, cut: Sequence[Sequence[str]], index: int, regions: Sequence[Sequence[str]]
 ) -> int:
-    """Each region of a stage runs again until the last that is put aside for it."""
+    """Each region of a stage is recomputed until the last that is put aside for it."""
     stage = NaiveStage(graph, cut, index, regions)
     found = 0
     for frame in filter(stage.is_recomputed, range(len(regions))):

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import (
@@ -21,7 +21,7 @@ from pipecompile.recompute.choice import priced
 from pipecompile.recompute.menus import menu
 from pipecompile.recompute.region import Region
 from pipecompile.recompute.region_search import RegionSearch
-from tests.ir.cost_graphs import cost_graphs, saving_of, stages_of
+from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, stages_of
 
 RegionChoice = tuple[int, int, int]
 
@@ -44,10 +44,10 @@ def price(
     before: Sequence[str],
     names: Sequence[str],
     regions: Sequence[Sequence[str]],
-    saving: Sequence[tuple[tuple[str, ...], tuple[Policy, ...]]] = (),
+    encoded_runs: Sequence[tuple[tuple[str, ...], tuple[Encoding, ...]]] = (),
 ) -> RegionChoice:
     """What is kept, the peak and the extra time, by the memory model and by hand."""
-    footprint = footprint_of(LiveRanges(graph), before, names, regions, saving)
+    footprint = footprint_of(LiveRanges(graph), before, names, regions, encoded_runs)
     kept = footprint.activations.bound
     highest = max(kept, footprint.forward_peak.bound, kept + footprint.backward_peak.bound)
     return kept, highest, sum(extra_ns(graph, region) for region in regions)
@@ -105,16 +105,16 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     cut = data.draw(stages_of(graph, most=2))
     index = data.draw(st.integers(0, len(cut) - 1))
     before, names = list(chain(*cut[:index])), cut[index]
-    saving = data.draw(saving_of(names, ()))
+    encoded_runs = data.draw(encoded_runs_of(names, ()))
     problem = recompute_problem_of(
-        LiveRanges(graph), before, names, has_gradients=True, encoded_runs=saving
+        LiveRanges(graph), before, names, has_gradients=True, encoded_runs=encoded_runs
     )
     sent = problem.sent_bytes
     search = RegionSearch(problem, 0, len(names))
     for state, front in search.fronts[len(names)].items():
         for row in range(len(front)):
             regions = [names[a:b] for a, b in search.regions(len(names), state, row)]
-            kept, peak, ns = price(graph, before, names, regions, saving)
+            kept, peak, ns = price(graph, before, names, regions, encoded_runs)
             assert (kept, ns) == (int(front.kept[row]) + sent, int(front.ns[row])), regions
             assert peak <= max(kept, int(front.peak[row])), regions
 

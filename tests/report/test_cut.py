@@ -8,7 +8,7 @@ from pipecompile.report.cut import cut_text
 
 CUT = Cut(
     stages={"a": 0, "b": 0, "c": 1},
-    loads_ns=(1_000, 3_000),
+    loads_with_transfers_ns=(1_000, 3_000),
     max_load_ns=3_000,
     sum_of_squares_ns2=10_000_000,
     variance_ns2=1_000_000,
@@ -53,7 +53,9 @@ def test_stages_that_share_ranks_are_printed_by_rank() -> None:
 @pytest.mark.parametrize("loads", [(0,), (0, 0), (10**17,) * 3, tuple(range(64))])
 def test_a_cut_is_at_most_a_hundred_columns_wide(loads: tuple[int, ...]) -> None:
     stages = {f"a_long_name_of_node_{stage}": stage for stage in range(len(loads))}
-    cut = msgspec.structs.replace(CUT, loads_ns=loads, stages=stages, replicas=(1,) * len(loads))
+    cut = msgspec.structs.replace(
+        CUT, loads_with_transfers_ns=loads, stages=stages, replicas=(1,) * len(loads)
+    )
     assert max(map(len, cut_text(cut).splitlines())) <= 100
 
 

@@ -6,16 +6,18 @@ from pipecompile.ir.schedule import Action, Event, Idle, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.report.order import order_text, order_title
 
-BEST = NamedOrder(name="1f1b", shape="linear", value_ns=500, peak_bytes=8, over_bytes=0)
-LARGE = NamedOrder(name="gpipe", shape="linear", value_ns=380, peak_bytes=4096, over_bytes=2048)
+BEST = NamedOrder(name="1f1b", placement_shape="linear", value_ns=500, peak_bytes=8, over_bytes=0)
+LARGE = NamedOrder(
+    name="gpipe", placement_shape="linear", value_ns=380, peak_bytes=4096, over_bytes=2048
+)
 TIMELINE = Timeline(((Event(Action.parse("0F0"), 0, 400),),), ())
 ORDER = Order(
-    asked="search",
+    request="search",
     name="search",
     weight_versions="synchronous",
     microbatches=1,
     placement=(0,),
-    shape="linear",
+    placement_shape="linear",
     orders=(("0F0", "0B0"),),
     objective="makespan",
     makespan_ns=400,
@@ -76,7 +78,7 @@ def test_what_is_over_its_cap_has_no_ratio() -> None:
     text = ("rank 0: from 0F0 on it holds up to 8 B, 4 B over its cap of 4 B",)
     lines = _lines(
         msgspec.structs.replace(
-            ORDER, asked="gpipe", fits=False, violations=text, memory_bytes=(4,)
+            ORDER, request="gpipe", fits=False, violations=text, memory_bytes=(4,)
         )
     )
     assert lines[1] == "makespan 400 ns"

@@ -57,7 +57,7 @@ def test_encodings_are_named_with_their_time(make_plan: MakePlan) -> None:
     )
     first = msgspec.structs.replace(first, encoded_runs=(run,))
     text = summary(msgspec.structs.replace(plan, stages=(first, *plan.stages[1:])))
-    assert "  saving     mask, half, not exact\n" in text
+    assert "  encodings  mask, half, not exact\n" in text
     assert re.search(r"^ +0 nothing, encodings +5\.0 µs", text, re.MULTILINE)
     assert re.search(r"^ +1 nothing$", text, re.MULTILINE)
     assert (

@@ -138,10 +138,10 @@ def random_order(
 def _of_stage(problem: PlacedProblem, stage: int, halved: set[tuple[int, int]]) -> Iterator[Action]:
     for microbatch in range(problem.microbatches):
         half = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        again = (Kind.RECOMPUTE,) if problem.costs[stage].recompute else ()
+        recompute = (Kind.RECOMPUTE,) if problem.costs[stage].recompute else ()
         for kind in (
             Kind.FORWARD,
-            *again,
+            *recompute,
             *(half if (stage, microbatch) in halved else (Kind.BACKWARD,)),
         ):
             yield Action(stage, kind, microbatch)

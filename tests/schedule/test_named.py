@@ -197,12 +197,12 @@ def test_each_stage_takes_each_microbatch_once_and_in_order(
         assert kinds[Kind.BACKWARD_INPUT] == kinds[Kind.BACKWARD_WEIGHT]
         backwards = sorted([*kinds[Kind.BACKWARD], *kinds[Kind.BACKWARD_INPUT]], key=every.index)
         assert backwards == ([] if name == "forward-only" else every)
-        again = (
+        recomputes = (
             backwards[: len(backwards) - except_last]
             if recompute and stage < len(placement) - 1
             else []
         )
-        assert kinds[Kind.RECOMPUTE] == again
+        assert kinds[Kind.RECOMPUTE] == recomputes
     if name not in SPLIT:
         assert not {kind for _, kind in orders} & {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
 

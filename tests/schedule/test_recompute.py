@@ -43,11 +43,11 @@ def test_nothing_begins_later_no_peak_is_higher_and_no_other_order_changes(
 
 
 def _gpipe(caps: tuple[int, ...] | None) -> PlacedProblem:
-    again = StageCosts(
+    recomputing = StageCosts(
         10, 20, recompute_ns=10, kept_bytes=1, recomputed_bytes=9, between_bytes=10, recompute=True
     )
     last = StageCosts(10, 20, kept_bytes=10, between_bytes=10)
-    return replace(equal(range(3), 4), costs=(again, again, last), caps=caps)
+    return replace(equal(range(3), 4), costs=(recomputing, recomputing, last), caps=caps)
 
 
 def test_gpipe_recomputes_before_the_gradient_arrives_what_fits() -> None:

@@ -85,7 +85,12 @@ def simulated(path: Path, order: Order) -> tuple[int, int]:
 
 def test_the_search_is_no_worse_than_any_named_schedule_and_says_what_it_is(loop: Path) -> None:
     found = schedule(loop, QUICK)
-    assert (found.asked, found.shape, found.fits, found.violations) == ("search", "loop", True, ())
+    assert (found.request, found.placement_shape, found.fits, found.violations) == (
+        "search",
+        "loop",
+        True,
+        (),
+    )
     assert {other.name for other in found.named} == {"gpipe", "interleaved-1f1b", "looped-bfs"}
     assert found.best_named is not None
     assert found.best_named.value_ns == min(other.value_ns for other in found.named)
@@ -99,7 +104,7 @@ def test_the_search_is_no_worse_than_any_named_schedule_and_says_what_it_is(loop
 def test_where_a_named_schedule_is_best_the_answer_has_its_name(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(0), stage(1)], 2, 4, split_backward=False, transfer_ns=0)
     found = schedule(path, QUICK)
-    assert (found.asked, found.name, found.proven) == ("search", "1f1b", True)
+    assert (found.request, found.name, found.proven) == ("search", "1f1b", True)
     assert {other.name for other in found.named} == {
         "gpipe",
         "1f1b",
@@ -136,7 +141,7 @@ def test_an_open_placement_is_the_best_of_three_and_its_bound_holds_for_all(unpl
         order_lower_bound(placed_problem(given, place(shape, 2, 2)), "makespan") for shape in SHAPES
     ]
     assert found.lower_bound_ns == min(bounds)
-    assert {other.shape for other in found.named} == set(SHAPES)
+    assert {other.placement_shape for other in found.named} == set(SHAPES)
     assert [order.placement for order in each] == [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)]
     assert all(order.lower_bound_ns == bound for order, bound in zip(each, bounds, strict=True))
 
@@ -167,7 +172,7 @@ def test_every_named_schedule_can_be_asked_for(tmp_path: Path, name: str) -> Non
     per_rank = required_placement(name)[1] or 2
     path = write_problem(tmp_path, [stage(None) for _ in range(2 * per_rank)], 2, 4)
     found = schedule(path, ScheduleRequest(name=name))
-    assert (found.asked, found.name) == (name, name)
+    assert (found.request, found.name) == (name, name)
     assert found.orders == generate(name, found.placement, 4).actions
     # Without backwards less is done, and without a flush no step ends: a bound has no meaning.
     comparable = name != "forward-only" and name not in ASYNCHRONOUS
@@ -209,8 +214,8 @@ def test_an_open_placement_leaves_out_what_cannot_fit(tmp_path: Path) -> None:
     sizes = [8, 8, 1, 1]
     stages = [stage(None, activation_bytes=size, weight_gradient_bytes=0) for size in sizes]
     found = schedule(write_problem(tmp_path, stages, 2, 2, memory_bytes=[9, 9]), QUICK)
-    assert found.shape in ("loop", "v")
-    assert "linear" not in {other.shape for other in found.named}
+    assert found.placement_shape in ("loop", "v")
+    assert "linear" not in {other.placement_shape for other in found.named}
 
 
 def test_the_last_stage_keeps_what_others_recompute(tmp_path: Path) -> None:
@@ -244,7 +249,7 @@ def csv_of(folder: Path, found: Schedule) -> Path:
 def test_an_order_is_read_checked_and_simulated(loop: Path, tmp_path: Path) -> None:
     made = answer_for_file(loop, QUICK)
     found = schedule(loop, ScheduleRequest(order=csv_of(tmp_path, made.schedule)))
-    assert (found.asked, found.name, found.orders) == ("csv", "csv", made.order.orders)
+    assert (found.request, found.name, found.orders) == ("csv", "csv", made.order.orders)
     assert (found.makespan_ns, found.lower_bound_ns) == (
         made.order.makespan_ns,
         made.order.lower_bound_ns,
@@ -256,7 +261,7 @@ def test_the_ranks_of_an_order_are_taken_where_the_file_leaves_them_open(
 ) -> None:
     order = csv_of(tmp_path, generate("gpipe", [0, 1, 1, 1], 4))
     found = schedule(unplaced, ScheduleRequest(order=order))
-    assert (found.placement, found.shape) == ((0, 1, 1, 1), "own")
+    assert (found.placement, found.placement_shape) == ((0, 1, 1, 1), "own")
     with pytest.raises(
         InputError,
         match="the stages on ranks 0 1 1 1, but the problem has not; use --placement open",
@@ -323,7 +328,7 @@ def test_halves_are_refused_where_the_backward_is_whole(tmp_path: Path) -> None:
 def test_uneven_stages_have_no_shape(tmp_path: Path) -> None:
     path = write_problem(tmp_path, [stage(0), stage(1), stage(1)], 2, 4)
     found = schedule(path, QUICK)
-    assert (found.shape, [other.name for other in found.named]) == ("own", ["gpipe"])
+    assert (found.placement_shape, [other.name for other in found.named]) == ("own", ["gpipe"])
     with pytest.raises(InputError, match="3 stages cannot lie evenly on 2 ranks"):
         schedule(path, ScheduleRequest(placement="loop"))
 
@@ -377,11 +382,11 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
             backward_input_ns=draw(number),
             backward_weight_ns=draw(number),
             activation_bytes=kept,
-            recompute_ns=draw(number) if again else 0,
-            recompute_bytes=again,
-            weight_gradient_bytes=draw(st.integers(0, kept + again)),
+            recompute_ns=draw(number) if recomputed else 0,
+            recompute_bytes=recomputed,
+            weight_gradient_bytes=draw(st.integers(0, kept + recomputed)),
         )
-        for rank, (kept, again) in zip(on, held, strict=True)
+        for rank, (kept, recomputed) in zip(on, held, strict=True)
     ]
     return {
         "stages": stages,

@@ -110,14 +110,16 @@ def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recom
     assert made.prediction.step_ns == simulate_plan(made).makespan_ns
     halves = any(action.kind is Kind.BACKWARD_WEIGHT for _, action in made.schedule)
     assert halves == (name in SPLIT)
-    again = sorted((a.stage, a.microbatch) for _, a in made.schedule if a.kind is Kind.RECOMPUTE)
-    assert again == list(
+    recomputed = sorted(
+        (a.stage, a.microbatch) for _, a in made.schedule if a.kind is Kind.RECOMPUTE
+    )
+    assert recomputed == list(
         product(range(7), range({"none": 0, "stage": 8, "except-last": 7}[recompute]))
     )
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
-def test_cuts_are_compared_by_what_is_computed_again(recompute: str) -> None:
+def test_cuts_are_compared_by_what_is_recomputed(recompute: str) -> None:
     """All of four microbatches recompute, or three; loads are means over them."""
     made = planned(EVEN, microbatches=4, recompute=recompute)
     assert made.search.values["max_load_ns"] == max(made.prediction.loads_ns)
@@ -193,9 +195,9 @@ def test_a_searched_plan_is_no_longer_than_any_named_one(
     assert made.ordering is not None
     assert made.ordering.bound_ns <= made.ordering.searched_ns
     assert made.prediction.step_ns <= min(made.ordering.named_ns.values())
-    assert made.ordering.kept == (made.schedule.name == "search") or made.ordering.searched_ns in (
-        made.ordering.named_ns.values()
-    )
+    assert made.ordering.is_in_plan == (
+        made.schedule.name == "search"
+    ) or made.ordering.searched_ns in (made.ordering.named_ns.values())
 
 
 @pytest.mark.parametrize("each", [1, 2])
@@ -261,7 +263,7 @@ def test_a_plan_that_misstates_the_other_schedules_is_found_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kept": False}, "the other schedules are not"),
+        ({"is_in_plan": False}, "the other schedules are not"),
         ({"searched_ns": 1}, "the other schedules are not"),
         ({"bound_ns": 0}, "the other schedules are not"),
     ],

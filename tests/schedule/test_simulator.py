@@ -168,9 +168,9 @@ def test_steps_and_versions_take_no_time() -> None:
 def test_recomputation_fills_the_wait_for_the_gradient() -> None:
     problem = equal([0, 1], 1, time=10)
     plain = simulate(problem, order(["0F0 0B0", "1F0 1B0"], [0, 1], 1))
-    again = simulate(problem, order(["0F0 0R0 0B0", "1F0 1B0"], [0, 1], 1))
-    assert again.makespan_ns == plain.makespan_ns
-    assert _starts(again, 0) == [0, 10, 30]
+    recomputing = simulate(problem, order(["0F0 0R0 0B0", "1F0 1B0"], [0, 1], 1))
+    assert recomputing.makespan_ns == plain.makespan_ns
+    assert _starts(recomputing, 0) == [0, 10, 30]
 
 
 def test_without_a_gradient_a_backward_does_not_wait() -> None:

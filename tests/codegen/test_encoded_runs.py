@@ -21,7 +21,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.encoded_run import EncodedRun
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.recomputability import recompute_limits
-from pipecompile.ir.encodings import CHUNK_ELEMENTS, Policy
+from pipecompile.ir.encodings import CHUNK_ELEMENTS, Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
@@ -32,7 +32,7 @@ from pipecompile.recompute.encoding_offers import encoding_offers
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import expected, loss_of
 
-Runs = dict[int, list[tuple[Sequence[str], tuple[Policy, ...]]]]
+Runs = dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]]
 TRIALS = 2  # on a busy machine the profiler loses events
 SCRATCH = 5 * CHUNK_ELEMENTS["cpu"]
 SMALL = 1 << 14  # of sums that kernels make inside
@@ -101,10 +101,10 @@ class Case:
         apply_passes(module.graph, [Group()])
         return module
 
-    def runs(self, *policies: Policy) -> Runs:
-        """All that these policies make smaller."""
+    def runs(self, *encodings: Encoding) -> Runs:
+        """All that these encodings make smaller."""
         found = (
-            encoding_offers(LiveRanges(self.graph), chain(*self.cut[:i]), names, policies)
+            encoding_offers(LiveRanges(self.graph), chain(*self.cut[:i]), names, encodings)
             for i, names in enumerate(self.cut)
         )
         return {
@@ -155,7 +155,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("name", "policies"),
+    ("name", "encodings"),
     [
         ("wide", ("mask",)),
         ("blocks", ("relu", "pool")),
@@ -164,10 +164,10 @@ class Case:
     ],
 )
 def test_a_stage_holds_what_is_predicted_and_trains_the_same(
-    name: str, policies: tuple[Policy, ...]
+    name: str, encodings: tuple[Encoding, ...]
 ) -> None:
     case = Case(name)
-    runs, plain = case.runs(*policies), case.train({})
+    runs, plain = case.runs(*encodings), case.train({})
     assert all(runs.values())
     predicted = case.predicted(runs)
     for _ in range(TRIALS):
@@ -179,7 +179,7 @@ def test_a_stage_holds_what_is_predicted_and_trains_the_same(
         if not wrong:
             break
     assert not wrong
-    if "half" not in policies:
+    if "half" not in encodings:
         assert all(map(torch.equal, got, plain))
     without = case.predicted({0: [], 1: []})
     for stage in (0, 1):
@@ -222,11 +222,12 @@ def test_runs_that_cannot_be_are_refused() -> None:
     case = Case("blocks")
     names = case.cut[1]
     with pytest.raises(
-        InputError, match=rf"{names[1]} of stage 1 saves by policies twice, or in a region too"
+        InputError,
+        match=rf"{names[1]} of stage 1 encodes its saved tensors twice, or in a region too",
     ):
         emit(case.module(), case.assignment, {1: [names[1:3]]}, {1: [(names[:2], ("relu",))]})
     with pytest.raises(
-        InputError, match=r"of stage 1, which saves by policies, is no run of the stage's nodes"
+        InputError, match=r"of stage 1, which encodes saved tensors, is no run of the stage's nodes"
     ):
         emit(case.module(), case.assignment, {}, {1: [((names[0], names[2]), ("relu",))]})
     with pytest.raises(InputError, match=r"may not hold output: it computes nothing"):

@@ -11,12 +11,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
-from pipecompile.ir.encodings import POLICIES
+from pipecompile.ir.encodings import ENCODINGS
 
-EXACT = tuple(policy for policy in POLICIES if policy != "half")
+EXACT = tuple(encoding for encoding in ENCODINGS if encoding != "half")
 
 
-MIXES = (*((policy,) for policy in EXACT), ("mask", "relu", "pool"), EXACT)
+MIXES = (*((encoding,) for encoding in EXACT), ("mask", "relu", "pool"), EXACT)
 
 
 class ConvolutionBlock(nn.Module):
@@ -137,14 +137,14 @@ def state_of(model: nn.Module) -> list[Tensor]:
 
 
 def saving_model(
-    model: nn.Module, *policies: Any, storages: EncodedStorages | None = None
+    model: nn.Module, *encodings: Any, storages: EncodedStorages | None = None
 ) -> nn.Module:
-    """Return `model` with a forward whose saved tensors are encoded by `policies`."""
+    """Return `model` with a forward whose saved tensors are encoded by `encodings`."""
     forward, storages = model.forward, storages or EncodedStorages()
 
     def encoded_forward(*values: Any) -> Any:
         with encode_saved_tensors(
-            *policies, storages=storages, exempt=[*state_of(model), *values]
+            *encodings, storages=storages, exempt=[*state_of(model), *values]
         ) as note_results:
             return note_results(forward(*values))
 
@@ -162,10 +162,10 @@ class SaveArguments(torch.autograd.Function):
 
 
 def saved_and_restored(
-    policy: Any, *values: Tensor, storages: EncodedStorages | None = None
+    encoding: Any, *values: Tensor, storages: EncodedStorages | None = None
 ) -> tuple[Tensor, ...]:
-    """Return `values` as a backward gets them, after they were saved under `policy`."""
-    with encode_saved_tensors(policy, storages=storages or EncodedStorages(), exempt=()):
+    """Return `values` as a backward gets them, after they were saved under `encoding`."""
+    with encode_saved_tensors(encoding, storages=storages or EncodedStorages(), exempt=()):
         result = SaveArguments.apply(torch.ones(1, requires_grad=True), *values)
     return result.grad_fn.saved_tensors  # type: ignore[no-any-return]
 

@@ -28,7 +28,7 @@ from pipecompile.api.stages import stages_of
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
-from pipecompile.ir.encodings import Policy
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import EncodedNodes, Plan, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
@@ -117,10 +117,10 @@ def reference() -> tuple[Plan, LiveRanges, tuple[list[Tensor], list[Tensor]]]:
 EDGES = ("placeholder", "output")
 
 
-def formed(plan: Plan, forms: tuple[Policy, ...]) -> Plan:
+def formed(plan: Plan, forms: tuple[Encoding, ...]) -> Plan:
     """All stages save in all of these forms, as the options now say, whether they fit or not."""
     before, stages = list[str](), []
-    plan = replace(plan, options=replace(plan.options, saving=forms))
+    plan = replace(plan, options=replace(plan.options, encodings=forms))
     for stage in plan.stages:
         offers = encoding_offers(reference()[1], before, stage.nodes, forms)
         found = [offer.encoded for offer in offers]
@@ -148,11 +148,13 @@ def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("forms", [("mask", "relu", "pool"), ("offload",)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_is_the_same_under_every_schedule(schedule: str, forms: tuple[Policy, ...]) -> None:
+def test_a_step_is_the_same_under_every_schedule(
+    schedule: str, forms: tuple[Encoding, ...]
+) -> None:
     plain, _, wanted = reference()
     changed = formed(planned(k=4, schedule=schedule, pin=plain.assignment), forms)
     assert {
-        policy for s in changed.stages for run in s.encoded_runs for policy in run.encodings
+        encoding for s in changed.stages for run in s.encoded_runs for encoding in run.encodings
     } == set(forms)
     got = trained(changed)
     assert len(got[0]) == len(list(target().model.parameters()))
@@ -162,9 +164,9 @@ def test_a_step_is_the_same_under_every_schedule(schedule: str, forms: tuple[Pol
 def test_a_stage_that_does_not_fit_saves_otherwise_and_trains_the_same() -> None:
     fitting = planned()
     cap = int(0.85 * max(peaks(fitting)))
-    plan = planned(memory=cap, pin=fitting.assignment, saving=("relu", "pool", "mask"))
+    plan = planned(memory=cap, pin=fitting.assignment, encodings=("relu", "pool", "mask"))
     assert max(peaks(plan)) <= cap
-    assert plan.options.saving == ("mask", "relu", "pool") and not plan.regions
+    assert plan.options.encodings == ("mask", "relu", "pool") and not plan.regions
     assert {len(stage.encoded_runs) > 0 for stage in plan.stages} == {
         True,
         False,
@@ -179,10 +181,10 @@ def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
     every = ("mask", "relu", "pool")
     for share in (0.95, 0.8, 0.7):
         cap = int(share * max(peaks(planned())))
-        again, both = (
-            fitted(memory=cap, recompute="auto", saving=saving) for saving in ((), every)
+        recomputed, both = (
+            fitted(memory=cap, recompute="auto", encodings=encodings) for encodings in ((), every)
         )
-        assert sum(s.extra_ns for s in both.stages) <= sum(s.extra_ns for s in again.stages)
+        assert sum(s.extra_ns for s in both.stages) <= sum(s.extra_ns for s in recomputed.stages)
         assert max(peaks(both)) <= cap
         named = [
             set(chain(*s.regions)) & {n for run in s.encoded_runs for n in run.nodes}
@@ -192,30 +194,40 @@ def test_what_takes_less_time_is_taken_and_nothing_where_all_fits() -> None:
         assert not any(
             s.recompute_bound_ns for s in both.stages
         )  # of all mixtures nothing is proven
-    assert planned(memory="1GiB", recompute="auto", saving=every).encoded_runs == {}
-    assert planned(saving=every).encoded_runs == {}
+    assert planned(memory="1GiB", recompute="auto", encodings=every).encoded_runs == {}
+    assert planned(encodings=every).encoded_runs == {}
 
 
 def test_half_precision_is_for_what_nothing_exact_lets_fit_and_is_said_not_to_be_exact() -> None:
     fitting = planned()
-    exact = fitted(memory=int(0.85 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
+    exact = fitted(
+        memory=int(0.85 * max(peaks(fitting))), encodings=("mask", "relu", "pool", "half")
+    )
     assert "half" not in {
-        policy for s in exact.stages for run in s.encoded_runs for policy in run.encodings
+        encoding for s in exact.stages for run in s.encoded_runs for encoding in run.encodings
     }
     with pytest.raises(InfeasibleError):
-        fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool"))
-    halved = fitted(memory=int(0.7 * max(peaks(fitting))), saving=("mask", "relu", "pool", "half"))
+        fitted(memory=int(0.7 * max(peaks(fitting))), encodings=("mask", "relu", "pool"))
+    halved = fitted(
+        memory=int(0.7 * max(peaks(fitting))), encodings=("mask", "relu", "pool", "half")
+    )
     assert "half" in {
-        policy for s in halved.stages for run in s.encoded_runs for policy in run.encodings
+        encoding for s in halved.stages for run in s.encoded_runs for encoding in run.encodings
     }
 
 
 @pytest.mark.parametrize(("share", "exact"), [(0.85, True), (0.7, False)])
 def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     cap = int(share * max(peaks(planned(k=1))))
-    saving = ("mask", "relu", "pool", *([] if exact else ["half"]))
+    encodings = ("mask", "relu", "pool", *([] if exact else ["half"]))
     plan, comparisons = verify(
-        target(), self_check=False, k=1, microbatches=4, costs="flops", memory=cap, saving=saving
+        target(),
+        self_check=False,
+        k=1,
+        microbatches=4,
+        costs="flops",
+        memory=cap,
+        encodings=encodings,
     )
     assert max(peaks(plan)) <= cap and plan.encoded_runs
     for comparison in comparisons:
@@ -229,21 +241,21 @@ def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     ("options", "message"),
     [
         (
-            {"saving": ("zip",)},
-            "unknown saving 'zip'; choose from mask, relu, pool, offload, half",
+            {"encodings": ("zip",)},
+            "unknown encoding 'zip'; choose from mask, relu, pool, offload, half",
         ),
-        ({"saving": "mask"}, "saving='mask' is not a list of names"),
+        ({"encodings": "mask"}, "encodings='mask' is not a list of names"),
         (
-            {"saving": ("mask",), "recompute": "block"},
-            "saving goes with recompute none or auto, not with 'block'",
-        ),
-        (
-            {"saving": ("mask",), "k": 4, "schedule": "looped-bfs"},
-            "saving chooses for ranks of one stage each",
+            {"encodings": ("mask",), "recompute": "block"},
+            "encodings go with recompute none or auto, not with 'block'",
         ),
         (
-            {"saving": ("mask",), "schedule": "zb-h1"},
-            "saving is not planned under schedule 'zb-h1'",
+            {"encodings": ("mask",), "k": 4, "schedule": "looped-bfs"},
+            "encodings are chosen for ranks of one stage each",
+        ),
+        (
+            {"encodings": ("mask",), "schedule": "zb-h1"},
+            "encodings are not planned under schedule 'zb-h1'",
         ),
     ],
 )
@@ -260,7 +272,7 @@ UNASKED: dict[str, tuple[dict[str, Any], str]] = {
                 EncodedNodes(nodes=NODES, encodings=("half",), forward_ns=0, backward_ns=0),
             )
         },
-        "saves by 'half', which the options do not allow",
+        "encodes by 'half', which the options do not allow",
     ),
     "regions": (
         {"regions": (NODES,), "recompute": "regions"},
@@ -288,7 +300,7 @@ def test_what_the_options_do_not_ask_for_is_found_out(what: str) -> None:
     assert finding.message == f"stage 0 {message}: the file was edited; plan again"
 
 
-def test_another_policy_than_the_plan_has_is_found_out() -> None:
+def test_another_encoding_than_the_plan_has_is_found_out() -> None:
     plan = planned(recompute="stage")
     assert findings(plan) == []
     edited = replace(plan, options=replace(plan.options, recompute="block"))

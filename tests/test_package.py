@@ -22,6 +22,7 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 PUBLIC = """
     CaptureError
     Choices
+    Encoding
     FormatError
     Granularity
     InfeasibleError
@@ -32,7 +33,6 @@ PUBLIC = """
     Pipeline
     PlacementShape
     Plan
-    Encoding
     Recompute
     ScheduleError
     ScheduleName

@@ -246,7 +246,7 @@ def test_a_device_without_sources_is_refused() -> None:
     with pytest.raises(ValueError, match="launch_ns"):
         Device(
             name="x",
-            memory="cpu",
+            allocator="cpu",
             memory_bytes=1,
             bandwidth_bytes_per_s=1,
             peak_flop_per_s={"float32": 1},

@@ -26,6 +26,7 @@ class Amount(Value, frozen=True, kw_only=True, array_like=True):
     def __sub__(self, other: Amount) -> Amount:
         return Amount(expected=self.expected - other.expected, bound=self.bound - other.bound)
 
+    # For differences only, such as what a backward frees: no file holds negative bytes.
     def __neg__(self) -> Amount:
         return ZERO - self
 

@@ -38,6 +38,7 @@ def kind_mismatch(data: bytes, type_: type[Any]) -> str | None:
             f"is {_with_article(kind)} ({given}), but {_with_article(wanted)} is expected; "
             f"name {_with_article(wanted)}"
         )
+    # An older version has no message here: what could not be decoded then says why itself.
     if version > known:
         return (
             f"is {_with_article(kind)} of version {version} ({given}), "

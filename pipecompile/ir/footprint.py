@@ -109,6 +109,7 @@ class Footprint(Value, frozen=True, kw_only=True):
         )
 
 
+# `field.type` is a type although annotations are strings here: msgspec resolves them.
 AMOUNT_FIELDS: tuple[str, ...] = tuple(
     field.name for field in msgspec.structs.fields(Footprint) if field.type is Amount
 )

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.serialization import NonNegative, Value
 
@@ -55,6 +56,8 @@ class Node(Value, frozen=True, kw_only=True):
     forward_ns: NonNegative
     backward_ns: NonNegative
     parameter_bytes: NonNegative
+    # For `pipecompile partition`, whose graphs may come from elsewhere. The memory of a plan is
+    # counted from `saved`, which says which storages nodes share.
     saved_bytes: NonNegative
     group: str | None
     backward_input_ns: NonNegative | None = None
@@ -89,6 +92,12 @@ class Content(Value, frozen=True, kw_only=True):
     bound: NonNegative | None = None
 
 
+# For x of shape (4, 6), contiguous and in float32:
+#
+#     x          travels as it lies                                              96 bytes
+#     x.t()      is_permuted: it travels as x lies, and is seen through a view   96 bytes
+#     x[:, ::2]  is not dense: 12 elements travel, and are laid out with their   48 bytes
+#                strides (6, 2) where they are read: 3 · 6 + 2 · 2 + 1 = 23      92 bytes there
 class Tensor(Value, frozen=True, kw_only=True):
     """The value of `producer`: one transfer, however many consumers there are.
 
@@ -122,6 +131,12 @@ class Tensor(Value, frozen=True, kw_only=True):
         )
 
 
+# A value h with readers a, b and c. Autograd begins with the last one, and adds in place:
+#
+#     backward of   c         b         a         h
+#     storage 0     ├─────────┤                       the gradient that c gives
+#     storage 1               ├─────────┤             is_sum, with that of b; continues 0
+#     storage 2                         ├─────────┤   is_sum, with that of a; continues 1
 class GradientStorage(Value, frozen=True, kw_only=True):
     """A storage of the backward that outlives the node it is made in.
 
@@ -161,6 +176,7 @@ class Parameter(Value, frozen=True, kw_only=True):
     shape: tuple[NonNegative, ...] | None = None
 
 
+# dict=True, because a cached_property needs a __dict__.
 class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     """The planner's whole input: nodes in the order of the forward, and the tensors between them.
 
@@ -175,7 +191,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
     fingerprint: str = ""
     time_unit: TimeUnit = "ns"
-    allocator: Literal["cpu", "cuda"] = "cuda"
+    allocator: AllocatorName = "cuda"
     fused_attention: tuple[FusedType, ...] = FUSED_ATTENTION
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
@@ -186,6 +202,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     recomputed_together: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        # First of all: `by_name` is a dict, and would hide a second node of the same name.
         _refuse_duplicates("node", (node.name for node in self.nodes))
         _refuse_duplicates("tensor of", (tensor.producer for tensor in self.tensors))
         _refuse_duplicates("parameter", (parameter.name for parameter in self.parameters))

@@ -44,6 +44,7 @@ def _schema_first(value: Any) -> Any:
     if isinstance(value, list):
         return [_schema_first(item) for item in value]
     if isinstance(value, dict):
+        # So the first line of a file says what it is. Sorting is stable: others keep their order.
         keys = sorted(value, key=lambda key: key != "schema")
         return {key: _schema_first(value[key]) for key in keys}
     return value
@@ -55,6 +56,7 @@ def _laid_out(value: Any, indent: int, column: int) -> str:
     line = _line(value)
     if column + len(line) < WIDTH or not isinstance(value, dict | list) or not value:
         return line  # one column is kept for the comma behind it
+    # One column less: rows lie one space deeper than their bracket.
     width = WIDTH - indent - 1
     if isinstance(value, dict):
         return _framed("{}", _rows(_entries(value, indent + 1), width), indent)
@@ -73,6 +75,7 @@ def _framed(brackets: str, rows: Iterable[str], indent: int) -> str:
 
 
 def _line(value: Any) -> str:
+    # With indent=0 all is one line with spaces: {"a": 1, "b": [1, 2]}.
     return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 

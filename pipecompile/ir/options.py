@@ -79,7 +79,9 @@ class Option:
 
     def __post_init__(self) -> None:
         if not self.flag:
+            # A frozen dataclass refuses plain assignment, in its own __post_init__ too.
             object.__setattr__(self, "flag", f"--{self.name.replace('_', '-')}")
+        # The empty text stands for the name. None says something else: no field of a plan holds it.
         if self.field == "":
             object.__setattr__(self, "field", self.name)
 
@@ -105,6 +107,7 @@ def _literals(kind: Any) -> Iterable[str]:
 
 
 _MEMORY = int | str | Sequence[int | str] | None
+# Help and page list them in this order.
 OPTIONS: tuple[Option, ...] = (
     Option(
         "k",

@@ -63,6 +63,7 @@ class Options(Value, frozen=True, kw_only=True):
     recompute: Recompute
     memory_bytes: NonNegative | tuple[NonNegative, ...] | None
     costs: str
+    # Not shared: msgspec gives each instance an empty dict of its own.
     pin: dict[str, int] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
@@ -188,6 +189,7 @@ class Prediction(Value, frozen=True, kw_only=True):
 
     step_ns: NonNegative
     span_ns: NonNegative
+    # Of one microbatch, on average over the step: with `except-last` the last one takes less.
     bubble: float
     loads_ns: tuple[NonNegative, ...]
     idle: tuple[Idle, ...]
@@ -209,6 +211,8 @@ class Search(Value, frozen=True, kw_only=True):
 
     objective: str
     method: str
+    # Whole numbers in the unit of the objective, ns² for `variance` and else ns: so whether they
+    # are equal, which is the proof, does not depend on rounding.
     value: NonNegative
     bound: NonNegative
     gap: float
@@ -303,6 +307,7 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the options ask for {self.options.schedule!r}, "
                 f"the schedule is {self.schedule.name!r}"
             )
+        # A node in two stages would run twice for each microbatch.
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
         # Also of what is only relayed: every tensor crosses one boundary at a time.

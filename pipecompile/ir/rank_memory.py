@@ -24,6 +24,7 @@ class RankMemory(Value, frozen=True, kw_only=True):
     @property
     def total(self) -> Amount:
         """All kinds together."""
+        # Kinds that peak at other moments cannot be added up, so all six are of one moment.
         kinds = (
             self.parameters,
             self.gradients,

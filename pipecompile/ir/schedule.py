@@ -64,10 +64,12 @@ BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 COMPUTE = frozenset(
     {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.RECOMPUTE}
 )
+# After one of these the weight gradients of a microbatch are there; BACKWARDS begin a backward.
 WEIGHT_GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 TRANSFERS = frozenset(
     {Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD}
 )
+# Without leading zeros each action has one spelling, so equal schedules are equal text.
 _NUMBER = r"0|[1-9][0-9]*"
 _KINDS = "REDUCE_GRAD|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B|R"
 _PATTERN = re.compile(rf"({_NUMBER})({_KINDS})({_NUMBER}|)(?:@({_NUMBER}))?")
@@ -86,6 +88,7 @@ class Action(NamedTuple):
     microbatch: int | None = None
     version: int | None = None
 
+    # A search makes thousands of schedules of the same few hundred actions.
     @staticmethod
     @cache
     def parse(text: str) -> Action:
@@ -107,6 +110,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{microbatch}{version}"
 
 
+# dict=True, because a cached_property needs a __dict__, which a msgspec struct lacks otherwise.
 class Schedule(Value, frozen=True, kw_only=True, dict=True):
     """For each rank its actions, in the order in which it performs them.
 
@@ -132,6 +136,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
             raise ValueError(
                 f"placement {list(self.placement)} does not fit {len(self.actions)} ranks"
             )
+        # This parses every action too, so a schedule with a misspelled one cannot be made.
         for rank, action in self:
             if action.stage >= len(self.placement) or self.placement[action.stage] != rank:
                 raise ValueError(
@@ -162,6 +167,7 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
 
     def first_microbatches(self, microbatches: int) -> Schedule:
         """Return the same order without the later microbatches; no earlier one depends on them."""
+        # The last minibatch of a data set may be smaller; its step runs a part of the plan's order.
         if microbatches == self.microbatches:
             return self
         rows = [
@@ -271,6 +277,8 @@ class Timeline:
         """1 − mean busy time / makespan."""
         if not self.makespan_ns:
             return 0.0
+        # GPipe with 4 ranks, 4 microbatches, F of 1 and B of 2: each rank is busy for 12 of 21, so
+        # the bubble is 1 − 12 / 21 = 3 / 7, which is (k − 1) / (M + k − 1).
         return 1 - sum(self.busy_ns) / (len(self.events) * self.makespan_ns)
 
     @property

@@ -34,6 +34,8 @@ class StageProblem(Value, frozen=True, kw_only=True):
     reduce_ns: NonNegative = 0
 
     def __post_init__(self) -> None:
+        # F takes 4 bytes and R 2 more; I then frees 6 − `weight_gradient_bytes`, which cannot be
+        # negative.
         if self.weight_gradient_bytes > self.activation_bytes + self.recompute_bytes:
             raise ValueError(
                 "weight_gradient_bytes is the part of activation_bytes that is held until the "
@@ -96,6 +98,7 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
             raise ValueError(f"a stage is on rank {unknown_rank}, but there are {ranks} ranks")
         if None not in stage_ranks and len(set(stage_ranks)) < ranks:
             raise ValueError(f"rank {min(set(range(ranks)) - set(stage_ranks))} has no stage")
+        # The scheduler tries the shapes linear, loop and v, which have equally many stages a rank.
         if None in stage_ranks and stages % ranks:
             raise ValueError(
                 f"{stages} stages cannot be placed evenly on {ranks} ranks; give each stage a rank"

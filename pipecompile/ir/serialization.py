@@ -29,22 +29,28 @@ __all__ = [
     "write",
 ]
 
+# msgspec checks types and bounds when it decodes a file, not when code makes a value. So code may
+# make an Amount of negative bytes for a difference, but a file with one is refused.
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 T = TypeVar("T")
 
 
+# Unknown fields are forbidden: a misspelled optional field would otherwise mean its default.
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything on disk: frozen, keyword-only, no unknown fields."""
 
 
 def encode(value: Any) -> bytes:
     """Return `value` as JSON for a file: sorted keys, laid out by layout.py, and a newline."""
+    # The way through JSON turns structs, tuples and enums into dicts, lists and scalars.
     return layout(msgspec.json.decode(_sorted(value))).encode() + b"\n"
 
 
 def fingerprint(value: Any) -> str:
     """Return the SHA-256 of `value` as JSON with sorted keys, whatever the layout of files."""
+    # Plans are committed with their fingerprints. So this text must never change, while the
+    # layout of files may.
     return hashlib.sha256(msgspec.json.format(_sorted(value), indent=1) + b"\n").hexdigest()
 
 
@@ -85,6 +91,7 @@ def check_writable(*paths: str | Path | None) -> None:
     for target in (Path(path) for path in paths if path is not None):
         if target.is_dir():
             raise FormatError(f"{target}: is a folder; name a file in it")
+        # To open the file would empty it, or leave an empty one if the work then fails.
         if not os.access(target.parent, os.W_OK | os.X_OK):
             raise FormatError(
                 f"{target}: cannot be written, as the folder {target.parent} does not exist "
@@ -105,6 +112,7 @@ def write(path: str | Path, data: bytes) -> None:
             file.write(data)
         os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
         os.replace(temporary, target)
+    # BaseException, so that Ctrl-C leaves no temporary file either.
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -11,6 +11,7 @@ __all__ = ["budgets", "exact_size_text", "parse_budget", "parse_bytes", "size_te
 
 UNITS = {
     "B": 1,
+    # KiB, MiB, GiB, TiB and KB, MB, GB, TB; the kilobyte has a large K in both.
     **{f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGT", 1)},
     **{f"{p}B": 10 ** (3 * n) for n, p in enumerate("KMGT", 1)},
 }
@@ -29,6 +30,7 @@ def parse_bytes(size: int | str) -> int:
         raise InputError(
             f"{size!r} is not a size; write 16GiB (2³⁰ bytes each), 16GB (10⁹) or a number of bytes"
         )
+    # A fraction of a byte is dropped, so a cap is never more than was written.
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 

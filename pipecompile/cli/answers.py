@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FINE", "NO", "AnswerGroup", "framed", "print_findings", "say", "table_style"]
 
+# As diff(1) and grep(1) have them. CI tells "the plan does not fit" (1) from "no answer" (2).
 FINE, NO, ERROR = 0, 1, 2
 
 
@@ -36,6 +37,7 @@ class AnswerCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command with the log on standard error."""
+        # Taken out of the parameters: the functions of commands do not know these two.
         quiet, verbose = ctx.params.pop("quiet"), ctx.params.pop("verbose")
         with logging_to_stderr(quiet=quiet, verbose=verbose):
             return super().invoke(ctx)
@@ -52,6 +54,7 @@ class AnswerGroup(click.Group):
         """Run a command, and exit with its code."""
         try:
             code = super().invoke(ctx)
+        # "It does not fit" and "it is stale" are answers: the question was understood.
         except (InfeasibleError, StalePlanError, StaleProfileError) as error:
             code = _complain(str(error), NO)
         except PipecompileError as error:
@@ -69,6 +72,7 @@ class AnswerGroup(click.Group):
 
 
 def _unexpected(error: Exception) -> str:
+    # The last frame is where it was raised: in the user's model, or in what that calls.
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).strip().split("\n")[0][:300]
     return (
@@ -79,6 +83,7 @@ def _unexpected(error: Exception) -> str:
 
 def _complain(message: str, code: int) -> int:
     if is_first_rank():
+        # In one line, since logs of CI and of torchrun mix the lines of several processes.
         click.echo(f"pipecompile: {' '.join(message.split())}", err=True)
     return code
 
@@ -112,6 +117,7 @@ def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
         figures = {"plan": path, "sound": not failed, "findings": failed, "checks": findings}
         click.echo(encode(figures), nl=False)
     elif form == "github":
+        # GitHub shows such lines beside the file in the diff of a pull request.
         lines = [f"::error file={path}::{finding.message}" for finding in failed]
         click.echo("\n".join(lines) or f"::notice file={path}::sound")
     else:

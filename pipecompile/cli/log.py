@@ -30,6 +30,7 @@ def logging_to_stderr(*, quiet: bool, verbose: bool) -> Iterator[None]:
     handler = _TerminalHandler(level) if has_bar else _LineHandler(level)
     before = logger.level, logger.propagate
     logger.setLevel((logging.DEBUG if has_bar else level) if is_first_rank() else logging.CRITICAL)
+    # Otherwise a root logger that the user's model configures would print each line once more.
     logger.propagate = False
     logger.addHandler(handler)
     try:
@@ -63,6 +64,7 @@ class _TerminalHandler(logging.Handler):
         # Imported here: a command whose output goes to a file does not need it.
         from rich.console import Console
 
+        # Progress is logged at DEBUG and must come through; `_shown_level` is for other records.
         super().__init__(logging.DEBUG)
         self._shown_level = level
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -78,6 +80,7 @@ class _TerminalHandler(logging.Handler):
             self._console.print(_line(record), style=style, markup=False)
 
     def _show(self, progress: Any) -> None:
+        # Imported when the first bar is shown: most commands end before they need one.
         from rich.progress import Progress
 
         if self._bar is None:

@@ -64,6 +64,7 @@ def planning_options(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        # The last decorator that is applied comes first in the help.
         for option in reversed(OPTIONS):
             function = plan_option(option.name, **changes.get(option.name, {}))(function)
         return function
@@ -77,6 +78,7 @@ def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Cal
     """
     option = next(option for option in OPTIONS if option.name == name)
     flag, attributes = _on_command_line(option)
+    # A command with a default of its own must not show that of `OPTIONS` in its help.
     if "default" in changes:
         changes.setdefault("help", _help(option, str(changes["default"])))
     return click.option(flag, option.name, **{**attributes, **changes})
@@ -86,6 +88,7 @@ def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
     """The flag of an option, and the attributes with which click declares it."""
     shown: dict[str, Any] = {"help": _help(option)}
     if option.form == "switch":
+        # What is on by default needs a way to be turned off: --self-check/--no-self-check.
         flag = f"{option.flag}/--no-{option.flag[2:]}" if option.default else option.flag
         return flag, {**shown, "is_flag": True, "default": option.default}
     shown["metavar"] = option.metavar
@@ -132,11 +135,13 @@ def _pinned(
     """The stage of each node that NODE=STAGE gives; InputError if a node has two."""
     pins: dict[str, int] = {}
     for text in texts:
+        # From the right: the name of a node may have an = of its own, a number has none.
         node, _, stage = text.rpartition("=")
         try:
             number = int(stage)
         except ValueError:
             raise InputError(f"--pin {text}: write NODE=STAGE, for example lm_head=-1") from None
+        # The same pin twice does no harm: scripts add to lists of options.
         if pins.setdefault(node, number) != number:
             raise InputError(f"--pin {node}={pins[node]} and {node}={number}: a node has one stage")
     return pins

@@ -9,4 +9,5 @@ __all__ = ["is_first_rank"]
 
 def is_first_rank() -> bool:
     """Return whether this process speaks for all that torchrun started."""
+    # torchrun sets RANK. To ask torch.distributed would import PyTorch.
     return os.environ.get("RANK", "0") == "0"

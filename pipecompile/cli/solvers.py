@@ -79,6 +79,7 @@ def partition(
     from pipecompile.api.cut import partition as cut
     from pipecompile.api.report import cut_text
 
+    # Two ways to say the same: a file with a link for each pair, or one link for all of them.
     connected = links_from_options(links, bandwidth, latency)
     request = CutRequest(links=connected, communication=comm, **options)
     result = cut(path, request, seconds=time_limit)

@@ -80,6 +80,7 @@ def profile(
 
     check_writable(output, page)
     factory = Factory.of(target)
+    # A profile has no stages. k=1 lets the same checks of options serve here.
     requested = requested_options(k=1, **options)
     # Only now is PyTorch imported.
     from pipecompile.api.profile import profiled
@@ -120,6 +121,7 @@ def verify(target: str, form: str, **options: Any) -> int:
     choices = {
         name: value for name, value in options.items() if name not in ("links", "self_check")
     }
+    # The results are not used: this only finds mistakes before PyTorch is imported.
     links_for(requested_options(**choices), options["links"])
     # Only now is PyTorch imported.
     from pipecompile.api.target import Target
@@ -142,6 +144,7 @@ def measure_links(output: str | None, form: str) -> int:
     from pipecompile.api.links import probe_links
     from pipecompile.api.report import links_table
 
+    # All ranks measure, and get the same links; one of them writes the file.
     output = output if is_first_rank() else None
     check_writable(output)
     links = probe_links()

@@ -10,6 +10,7 @@ from pipecompile.ir.plan import Plan
 
 __all__ = ["figures", "text"]
 
+# A reader sees two losses that differ and would take that for a failure.
 WHY_TWO = (
     "the model draws random numbers, for dropout for instance, so it is compared in two modes: "
     "the losses of the two",
@@ -76,6 +77,8 @@ def _lines(comparison: Comparison) -> list[str]:
             lines.append(f"  {kind}s: {equal} of {len(rows)} equal bit for bit")
     for difference in comparison.differences:
         if not difference.equal:
+            # The gradient of a tied parameter is summed over ranks, in another order than in the
+            # unsplit model, so its last bits may differ. Anything else is a defect.
             cause = "summed over ranks" if difference.name in comparison.tied else "NOT EXPLAINED"
             halved = comparison.distance is not None and difference.kind == "gradient"
             cause = "saved in half precision" if halved else cause

@@ -33,6 +33,8 @@ def _header(cut: Cut) -> Iterator[str]:
     value = objective_text(cut.objective, cut.value, unit)
     bound = objective_text(cut.objective, cut.bound, unit)
     proof = "proven" if cut.proven else "not proven"
+    # 1 is perfect. For loads of 3, 3 and 2 it is 3 / (8 / 3) = 1.125: the largest rank takes 12.5 %
+    # more than an even cut would.
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     yield f"{len(cut.replicas)} stages of {len(cut.stages)} nodes on {ranks} ranks"
     yield (
@@ -48,12 +50,10 @@ def _header(cut: Cut) -> Iterator[str]:
 def _rows(cut: Cut) -> list[list[str]]:
     """The rows of the table, after the ideal: the mean, of which each stage would have as much."""
     # A bar that ends before the ideal has room; one that goes past it is waited for.
-    mean, largest = (
-        sum(cut.loads_with_transfers_ns) // len(cut.loads_with_transfers_ns),
-        max(*cut.loads_with_transfers_ns, 1),
-    )
+    loads = cut.loads_with_transfers_ns
+    mean, largest = sum(loads) // len(loads), max(*loads, 1)
     rows = [["ideal", time_text(mean, cut.time_unit), bar(mean / largest, _WIDTH), "100.0%"]]
-    for index, load in enumerate(cut.loads_with_transfers_ns):
+    for index, load in enumerate(loads):
         filled, share = bar(load / largest, _WIDTH), percent(load, mean)
         rows.append([str(index), time_text(load, cut.time_unit), filled, share])
     if _is_shared(cut):

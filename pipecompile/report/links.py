@@ -15,6 +15,7 @@ _TYPICAL = 1 << 20  # bytes of a message by which links are compared
 
 def links_table(links: Links, draw: DrawTable = plain_table) -> str:
     """Return bandwidth and latency from each rank (row) to each other rank, as two tables."""
+    # Links for any number of ranks are alike between all of them: two rows show all.
     ranks = links.ranks or 2
 
     def latency_text(link: Link) -> str:

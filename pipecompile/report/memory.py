@@ -58,6 +58,7 @@ def kinds_of(plan: Plan) -> list[str]:
     """Return the kinds of memory of which any rank holds something at its peak."""
     return [
         kind
+        # In the order of the fields, so that tables and pages have the kinds in one order.
         for kind in RankMemory.__struct_fields__
         if any(getattr(memory, kind).expected for memory in plan.prediction.memory)
     ]

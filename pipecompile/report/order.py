@@ -93,6 +93,7 @@ def _gain(order: Order) -> str:
     best = order.best_named
     if best is None:
         return "no named schedule fits"
+    # A search returns a named schedule by its own name where it found none shorter.
     if order.name != "search":
         return f"nothing better than {order.name}"
     gain = f"{1 - order.value_ns / best.value_ns:.2%}"

@@ -79,6 +79,7 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
         kinds=[*kinds, "fixed"],
         has_cap=plan.options.memory_bytes is not None,
         ranks=list(_ranks(plan, kinds, bounds)),
+        # With the caps, so that a cap far above all bounds is on the chart too.
         largest_memory=max(max(bound.bound, bound.cap or 0) for bound in bounds),
         largest_load=max(loads),
         mean_load=sum(loads) // len(loads),

@@ -205,12 +205,14 @@ def _fold_key(child: tuple[str, list[_Member]]) -> tuple[Any, ...]:
     """Equal for blocks of one list that do the same on parameters of the same sizes."""
     name, members = child
     nodes = [member.node for member in members]
+    # Without times, since those of like blocks may differ where they were measured.
     likeness = [node.operator for node in nodes], [node.parameter_bytes for node in nodes]
     return (re.sub(r"\d+$", "", name), *likeness)
 
 
 def _child(path: tuple[str, ...]) -> str:
     """Return the first module of a path, with the number behind it if it is a list of blocks."""
+    # h.0 is one step, so that blocks stand side by side and not below a row `h`.
     is_list = len(path) > 1 and path[1].isdigit() and not path[0].isdigit()
     return ".".join(path[: 1 + is_list])
 

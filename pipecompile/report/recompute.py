@@ -31,6 +31,7 @@ def recompute_shares(plan: Plan) -> dict[int, float]:
     return {
         index: stage.recompute_ns / max(stage.backward_ns + stage.recompute_ns, 1)
         for index, stage in enumerate(plan.stages)
+        # Whole stages recompute in actions of their own, which timelines draw as they are.
         if stage.regions
     }
 

@@ -279,6 +279,7 @@ def _by_stage(title: str, texts: Callable[[Stage], Iterable[str]], plan: Plan) -
 
 
 def _routes(plan: Plan) -> list[str]:
+    # A relayed tensor crosses several boundaries, with the same bytes at each.
     sizes = {tensor.name: tensor.bytes for stage in plan.stages for tensor in stage.outputs}
     lines = [
         f"  {_fitted(route.name, 50)}  {_stage_numbers(route.stages, ' → ')}  "

@@ -116,6 +116,7 @@ def _title(headline: str, timeline: Timeline, time_unit: TimeUnit) -> Iterator[s
 def _axis(scale: _Scale) -> Iterator[str]:
     """Vertical lines at round times, labelled in the unit of the makespan."""
     length = scale.makespan_ns / scale.unit_ns
+    # At most eight spans: for 58 ms each has 10 ms, since 58 / 8 = 7.25.
     step = _round_step(length / 8)
     digits = max(0, -math.floor(math.log10(step)))
     # The last line may fall on the end of the step, which rounding must not push beyond it.
@@ -151,6 +152,7 @@ def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
 def _shades(row: Sequence[Event]) -> dict[int, str]:
     """Return how opaque each stage of a rank is drawn: the first one fully, the others paler."""
     stages = sorted({event.action.stage for event in row})
+    # From 1 down to 0.6 for the last one, on which white numbers can still be read.
     step = 0.4 / max(len(stages) - 1, 1)
     return {
         stage: f"{1 - index * step:.2f}".rstrip("0").rstrip(".")

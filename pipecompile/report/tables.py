@@ -36,6 +36,7 @@ def terminal_table(rows: Rows, left: Collection[int] = ()) -> Iterator[str]:
     from rich.table import Table
     from rich.text import Text
 
+    # No frame, only a line under the header: rows can be copied, and fit in 100 columns.
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(zip(*rows, strict=True)):
         # rich narrows what may wrap before it cuts off what may not: numbers stay whole.
@@ -44,7 +45,9 @@ def terminal_table(rows: Rows, left: Collection[int] = ()) -> Iterator[str]:
             Text(column[0]), justify="left" if index in left else "right", no_wrap=not is_text
         )
     for row in rows[1:]:
+        # As Text, since rich would take a word in brackets for markup.
         table.add_row(*map(Text, row))
+    # Only drawn here, and printed by the caller; the width is still that of the real terminal.
     console = Console(file=StringIO(), force_terminal=True)
     with console.capture() as capture:
         console.print(table)
@@ -54,5 +57,6 @@ def terminal_table(rows: Rows, left: Collection[int] = ()) -> Iterator[str]:
 
 def bar(part: float, width: int) -> str:
     """Return a bar of `width` columns of which `part` is filled, to an eighth of a column."""
+    # Unicode has blocks of 1 to 7 eighths, so 5 columns show 40 lengths and not 5.
     eighths = round(part * width * 8)
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip().ljust(width)

@@ -50,6 +50,7 @@ def _line(row: Sequence[Event], recompute: Mapping[int, float], scale: float, wi
 
 
 def _letter(event: Event) -> str:
+    # One column has room for one letter: microbatch 12 is shown as 2 and c, after 11 as 1 and b.
     number = (event.action.microbatch or 0) % 10
     if event.action.kind is Kind.FORWARD:
         return str(number)

@@ -37,6 +37,7 @@ def trace(plan: Plan, timeline: Timeline) -> bytes:
         *_memory(plan, timeline),
     ]
     document = {"displayTimeUnit": "ms", "traceEvents": events}
+    # Sorted and indented, so that goldens show in a diff what changed.
     return json.dumps(document, sort_keys=True, ensure_ascii=False, indent=1).encode() + b"\n"
 
 
@@ -94,6 +95,8 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         shared = {"name": str(send), "cat": "message", "id": number, "tid": 0}
         rank, peer = plan.schedule.placement[send.stage], plan.schedule.placement[receiver]
         arguments = {"bytes": _message_bytes(plan, send)}
+        # "bp": "e" makes the arrow end at the event that encloses its end, the reader's action.
+        # Without it the arrow would end at the event after that.
         yield {**shared, "ph": "s", "pid": rank, "ts": source.end_ns / 1000, "args": arguments}
         yield {**shared, "ph": "f", "bp": "e", "pid": peer, "ts": target.start_ns / 1000}
 

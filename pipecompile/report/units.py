@@ -31,6 +31,7 @@ def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:
 
 def time_scale(time_ns: float, unit: TimeUnit = "ns") -> tuple[str, float]:
     """Return the unit in which a time reads best, and how many ns (or relative units) it is."""
+    # T is for squares only.
     scales = _COUNTS[1:] if unit == "relative" else _SECONDS
     smallest = ("", 1.0) if unit == "relative" else ("ns", 1.0)
     return next((pair for pair in scales if abs(time_ns) >= pair[1]), smallest)
@@ -50,6 +51,7 @@ def costs_text(costs: str, unit: TimeUnit) -> str:
 
 def objective_text(objective: str, value: int, unit: TimeUnit = "ns") -> str:
     """Return a value of an objective with its unit, which is a square for `variance`."""
+    # A load of 1 ms has a square of 10¹² ns², which is 1 ms².
     if objective != "variance":
         return time_with_unit(value, unit)
     if unit == "relative":

@@ -66,8 +66,10 @@ def capture_target(
     so. With `method` the model is captured in the way that another rank has proven. The log says
     what is special about the capture.
     """
+    # One microbatch stands for all: the parts of a minibatch have one size.
     call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
     if not target.has_values:
+        # No operator mixes tensors with values and without: all get the device of the model.
         call = pytree.tree_map_only(Tensor, target.on_device, call)
     sample = Arguments(*call)
     if verify and target.has_values:

@@ -113,6 +113,7 @@ def requested_options(**choices: Any) -> Options:
         stages_per_rank=given["stages_per_rank"],
         placement=given["placement"],
     )
+    # All placements that the options allow have equally many ranks, so the first one will do.
     _check_together(options, placements(options)[0])
     return options
 
@@ -122,6 +123,7 @@ def _checked(option: Option, value: Any) -> Any:
     if value is None and option.default is None:
         return None
     if option.type == int | None:
+        # Not isinstance: True is an int too, but no number of stages.
         if type(value) is not int:
             raise InputError(f"{option.name}={value!r} must be a whole number")
         if value < 1:
@@ -158,6 +160,7 @@ def _stages(given: Mapping[str, Any]) -> int:
 def _stages_per_rank(schedule: str, requested: int | None) -> int:
     """How many stages lie on each rank if `requested` are asked for, as `placements` has it."""
     shape, needed = ("any", None) if schedule == "search" else required_placement(schedule)
+    # Around and around with one stage a rank is linear: a loop begins at two.
     return requested or needed or (2 if shape == "loop" else 1)
 
 
@@ -167,6 +170,7 @@ def _check_costs(costs: Any) -> None:
     if kind == "roofline" and place:
         load_device(place)
     elif kind == "table" and place:
+        # Read only for its errors, before PyTorch is imported; `cost_model` reads it to use it.
         read(place, CostGraph)
     elif costs not in ("flops", "measured", "function") and not (kind == "measured" and place):
         raise unknown_costs(costs)
@@ -180,6 +184,7 @@ def unknown_costs(costs: object) -> InputError:
 
 def _check_together(options: Options, placement: Sequence[int]) -> None:
     """InputError if options are given together that no plan can have."""
+    # For its error: a list of caps must have one for each rank.
     options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
         raise InputError(
@@ -216,6 +221,7 @@ def _check_encodings(options: Options, placement: Sequence[int]) -> None:
 
 
 def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    # A text is iterable too: leaf="Block" would become B, l, o, c and k.
     names = () if isinstance(given, str) else tuple(given)
     if isinstance(given, str) or not all(isinstance(name, str) for name in names):
         raise InputError(f"{what}={given!r} is not a list of names")

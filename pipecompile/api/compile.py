@@ -73,6 +73,7 @@ def pipecompile(
     target.check_values("a pipeline")
     if plan is None:
         options = _shared_options(target, k, costs, choices)
+        # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
         connected = world.run_on_first(lambda: links_for(options, links)) or FREE
         captured = _captured(target, options, self_check=self_check)
         committed = _planned(target, options, captured, connected)

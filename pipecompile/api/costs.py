@@ -69,6 +69,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
+        # Stands for "no such device": it is refused below.
         device = torch.device("meta")
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
         return device
@@ -112,6 +113,7 @@ def cost_graph(
     """
     model = cost_model(costs, target.costs, target.device)
     if isinstance(model, Table):
+        # At once: a file of another model must not be found out after minutes of profiling.
         model.check(captured.digest, (node.name for node in _operations(captured)))
     if model.real:
         target.check_values(f"costs={costs!r}")
@@ -144,6 +146,7 @@ def _measured(
 
 
 def _operations(captured: Captured) -> Iterable[fx.Node]:
+    # A get_attr node only reads a parameter: it takes no time, and lies in no stage.
     return (node for node in captured.module.graph.nodes if node.op != "get_attr")
 
 
@@ -173,6 +176,7 @@ def _time_unit(model: CostModel) -> TimeUnit:
     """Nanoseconds for costs that are measured or of a named device; else relative units."""
     if isinstance(model, Table):
         return model.graph.time_unit
+    # A user's function has a unit of its own, and `flops` assume a device of round numbers.
     return "relative" if isinstance(model, Flops | Function) else "ns"
 
 
@@ -203,6 +207,7 @@ def loss_of(
     leaves, spec = torch.utils._pytree.tree_flatten(split(target.targets, microbatches)[0])
 
     def loss(outputs: Sequence[Any], given: Sequence[Tensor]) -> Tensor:
+        # What is no tensor among the targets, such as a flag, keeps its place in the tree.
         rest = iter(given)
         tree = torch.utils._pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -214,6 +219,7 @@ def loss_of(
 
 def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
     """The same graph with every parameter under its first name in the original model."""
+    # A tied parameter has several names, and the recorded graph may read it by any of them.
     first, aliases = captured.first_names, captured.aliases
     parameters = []
     for parameter in costs.parameters:

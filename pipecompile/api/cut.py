@@ -63,6 +63,7 @@ class CutRequest:
 
     def __post_init__(self) -> None:
         self._check_schedule()
+        # For its error: the value is used only after the graph was read.
         _fraction(self.state_factor)
         if self.schedule is not None and self.stages_per_rank > 1:
             raise InputError(
@@ -186,6 +187,7 @@ def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -
     try:
         result = solve(request.problem(graph), seconds=seconds)
     except InfeasibleError as error:
+        # No larger number of stages would fit either.
         if request.k > len(graph.nodes):
             raise
         raise InfeasibleError(f"{error}{_what_would_fit(graph, request)}") from None
@@ -243,6 +245,7 @@ def _is_feasible(graph: CostGraph, request: CutRequest) -> bool:
 
 def _fraction(text: str) -> Fraction:
     try:
+        # Exact: as a float 0.1 is not 1 / 10, and values that are proven are whole numbers.
         number = Fraction(text)
     except (ValueError, ZeroDivisionError):
         raise InputError(f"{text!r} is not a number; write 1, 0.5 or 3/2") from None

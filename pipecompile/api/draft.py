@@ -61,6 +61,7 @@ def draft(
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
+    # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
     for placement in placements(options):
         try:
@@ -96,6 +97,7 @@ def _plan_on_placement(
     partition = cut(planner, links, assignment)
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:
+        # The cut was scored with regions, which take other times than whole stages.
         problem = problem_of(graph, options, links, planner.view.placement)
         while_waiting = _while_waiting(planner)
         partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
@@ -146,6 +148,7 @@ def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, 
     with_regions = _schedule(planner, links, assignment)
     has_regions = any(stage.regions for stage in with_regions.stages)
     if planner.options.recompute == "auto" and has_regions:
+        # A whole stage may hold more at its peak than regions do, and then not fit.
         with suppress(InfeasibleError):
             with_stages = _schedule(_while_waiting(planner), links, assignment)
             return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
@@ -174,6 +177,7 @@ def _with_step(search: Search, step_ns: int) -> Search:
     The cut of another objective is only named if its step is more than 1 % shorter than that.
     """
     faster = search.faster
+    # Against a step of 1,000 ns one of 989 is named, and one of 990 is not.
     if faster is not None and faster.step_ns * 100 >= step_ns * 99:
         faster = None
     values = {**search.values, "step_ns": step_ns}
@@ -195,6 +199,7 @@ def predicted(
         step_ns=timeline.makespan_ns,
         span_ns=timeline.span_ns,
         bubble=timeline.bubble,
+        # Reductions are not in it, as they run beside compute; messages that occupy a rank are.
         loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
         idle=timeline.idle,
         memory=memory_by_rank(stages, schedule, allocator),

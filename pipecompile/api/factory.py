@@ -32,6 +32,7 @@ class Factory:
 
         Nothing is imported for it, so that a misspelt name is answered at once.
         """
+        # From the right: a path may have a colon of its own.
         place, _, name = text.rpartition(":")
         if not place or not name.isidentifier():
             raise InputError(
@@ -99,6 +100,7 @@ def _functions_of(module: ModuleType) -> str:
 
 def _of_name(place: str) -> ModuleType:
     """The module of that name, also if it lies in the working directory."""
+    # As `python -m` does. A console script has its own folder at the front instead.
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(place)
@@ -111,6 +113,7 @@ def _of_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # torch and pickling look functions up by the name of their module.
+    # A file may have the name of a library, such as json.py, which stays where it is.
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

@@ -38,6 +38,7 @@ def check_limits(
 
 def _imbalance(plan: Plan, limit: float) -> Finding:
     loads = plan.prediction.loads_ns
+    # Nothing that takes time is perfectly balanced.
     imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
     text = f"imbalance {imbalance:.3f} (largest load / mean load)"
     passed = imbalance <= limit
@@ -53,6 +54,8 @@ def _imbalance(plan: Plan, limit: float) -> Finding:
 def _bubble(plan: Plan, limit: float) -> Finding:
     bubble = plan.prediction.bubble
     passed = bubble <= limit
+    # With equal stages GPipe and 1F1B idle for (k − 1) / (M + k − 1) of a step: for k = 4 that is
+    # 43 % with 4 microbatches, and 16 % with 16.
     advice = "" if passed else "; more microbatches make it smaller"
     return Finding(
         code="bubble",
@@ -65,6 +68,7 @@ def _bubble(plan: Plan, limit: float) -> Finding:
 
 def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
     for rank, (memory, limit) in enumerate(zip(plan.prediction.memory, limits, strict=True)):
+        # The bound and not what is expected: who sets a limit wants no rank to run out of memory.
         needed = memory.total.bound
         passed = needed <= limit
         if passed:

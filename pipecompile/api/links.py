@@ -29,6 +29,7 @@ def links_of(given: LinksInput) -> Links:
     if isinstance(given, Links):
         return given
     if isinstance(given, Mapping):
+        # Through JSON, so that a mapping is checked as strictly as a file.
         return decode(encode(given), Links, origin="links")
     return read(given, Links)
 

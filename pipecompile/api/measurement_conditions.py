@@ -19,6 +19,8 @@ from pipecompile.runtime.microbatch import split
 __all__ = ["conditions_of"]
 
 logger = logging.getLogger("pipecompile.api")
+# Where torch.backends says whether TF32 or bfloat16 may stand in for float32: other kernels, other
+# times, and the same graph.
 FLOAT32 = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
@@ -57,6 +59,7 @@ def _described_loss(target: Target, microbatches: int) -> str:
     LookupError if the loss uses an object whose behaviour has no description.
     """
 
+    # Better no cache than a wrong one: costs of another loss would be taken without a word.
     def refuse(value: object) -> str:
         raise LookupError(f"an object of {qualified_name(type(value))}")
 

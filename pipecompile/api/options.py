@@ -48,6 +48,7 @@ def _check_microbatches(target: Target, microbatches: int) -> None:
     """InputError unless the minibatch can be cut into `microbatches` parts of one size."""
     leaves = torch.utils._pytree.tree_leaves((target.call.args, target.call.kwargs))
     batch = batch_size([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    # Stages, messages and memory are planned for one size of microbatch.
     if batch % microbatches:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise InputError(

@@ -118,6 +118,7 @@ def with_memory_time(
     Method and bound are those of `partition`.
     """
     extra_ns: dict[int, int] = {}
+    # What `problem` has in its compute already would count twice.
     if may_pay_for_memory(planner.options) and not has_recompute_in_compute(planner.options):
         stages = stages_of(planner.graph, assignment, planner)
         extra_ns = {index: stage.extra_ns for index, stage in enumerate(stages)}
@@ -174,6 +175,7 @@ def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
         problem = replace(problem_of(graph, options, links), objective="max-load")
         assert problem.memory is not None
         unpriced = replace(problem.memory, price=None, freeable=())
+        # Each raises InfeasibleError where it finds no cut.
         for variant in (replace(problem, memory=unpriced), problem):
             solve(variant, seconds=SHORT_SECONDS, explained=False)
         return True

@@ -87,6 +87,7 @@ def problem_of(
         recompute=_recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),
         pin=options.pin,
+        # Only cuts whose pipeline sums gradients in the order of the unsplit model, bit for bit.
         precedence=tuple(gradient_sum_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
@@ -114,6 +115,7 @@ def _recomputed_share(options: Options) -> Fraction:
     if options.recompute == "stage":
         return Fraction(1)
     if options.recompute == "except-last":
+        # Three of four microbatches recompute, so a stage pays 3 / 4 of its forward on average.
         return Fraction(options.microbatches - 1, options.microbatches)
     return Fraction(0)
 
@@ -175,6 +177,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
         )
         if excess:
             return Price(None, None)
+        # It fits, and `recompute` of the problem has the time.
         if has_recompute_in_compute(options):
             return Price(0, 0)
         return Price(recompute.ns, recompute.least)
@@ -199,6 +202,7 @@ def rank_excess_bytes(
     caps, rank = options.caps(max(placement) + 1), placement[min(footprints)]
     assert caps is not None
     allocator = ALLOCATORS[graph.allocator]
+    # No schedule is known yet, so no snapshot: each stage holds one microbatch, and all at once.
     if one_in_flight:
         needed = sum(
             (footprint.activations + footprint.added_by_input_backward).bound

@@ -42,6 +42,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
         links=links,
     )
+    # From here on the other ranks wait in `assist`: whatever happens, they must be dismissed.
     timer = _stage_timer(target, options, captured)
     try:
         graph = cost_graph(target, options.costs, options.microbatches, captured)
@@ -91,6 +92,7 @@ def _warn_if_too_large(plan: Plan) -> None:
     kind, _, device = plan.options.costs.partition(":")
     if kind != "roofline" or plan.options.memory_bytes is not None:
         return
+    # `roofline:DEVICE` names the device that the plan is for, so its memory is known.
     there = load_device(device).memory_bytes
     needed = max(rank.total.bound for rank in plan.prediction.memory)
     if needed > there:

@@ -28,6 +28,7 @@ from pipecompile.runtime.local_share import LocalShare
 
 __all__ = ["Program", "Programs"]
 
+# A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
 
 
@@ -42,13 +43,13 @@ class Program:
         module: fx.GraphModule,
         assignment: Mapping[str, int],
         regions: Regions,
-        savings: EncodedRuns,
+        encoded_runs: EncodedRuns,
     ) -> None:
         self.captured = captured
         self._context = current_context()
         self.remember()
         self.modes = _modes_of(captured.model)
-        self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, savings)
+        self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, encoded_runs)
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
             BoundaryShape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
@@ -130,6 +131,7 @@ class Program:
         self.check_unchanged()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
+        # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.
         for path, part in model.named_modules():
             part.training = path in self.modes
         for stage in self.stages:
@@ -165,6 +167,7 @@ class Programs:
         """Return the program for the modes that the modules are in now."""
         modes = _modes_of(self._target.model)
         if modes not in self._by_modes:
+            # A graph of the changed model could not be cut where the planned one was.
             self.planned.check_unchanged()
             log_on_first_rank(
                 ["the model is captured once more: its modules are in other modes than planned"]

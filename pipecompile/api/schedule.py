@@ -41,6 +41,7 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 def _is_plan(path: str | Path) -> bool:
     """Whether the file says that it is a plan; a file that cannot be read is none."""
     try:
+        # By its head alone: a damaged plan is then refused as a plan, with what is wrong in it.
         return schema_of(Path(path).read_bytes()).startswith("pipecompile/plan/")
     except OSError:
         return False

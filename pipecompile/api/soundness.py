@@ -37,6 +37,7 @@ def findings(plan: Plan) -> list[Finding]:
     """
     try:
         problem = problem_of_plan(plan)
+        # Without caps: `_over_cap` compares them with all that a rank holds.
         faults = check_schedule(plan.schedule, replace(problem, caps=None))
         return (
             [Finding(code="schedule", message=fault) for fault in faults]
@@ -94,6 +95,7 @@ def _misplaced_run(stage: Stage) -> str | None:
     """
     encoded = [run.nodes for run in stage.encoded_runs]
     for nodes in chain(stage.regions, encoded):
+        # If there is no such node, any position will do: the comparison below fails.
         first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
         if not nodes or nodes != stage.nodes[first : first + len(nodes)]:
             name = nodes[0] if nodes else "nothing"
@@ -121,6 +123,7 @@ def _over_cap(plan: Plan) -> Iterator[Finding]:
 
 def _contradictions(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
     """What the plan says of itself that its stages and its schedule contradict."""
+    # All of this is computed once more from stages and rows, which takes milliseconds.
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
         yield f"the prediction is not what the plan's stages and schedule give: {EDITED}"

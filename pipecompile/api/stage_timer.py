@@ -111,6 +111,7 @@ class StageTimer:
         mine = [
             index
             for index, rank in enumerate(plan.schedule.placement)
+            # A plan for 4 ranks may be made by 2 processes, or by one: then they share its ranks.
             if rank % world.size() == world.rank()
         ]
         is_on_device = self.device.type == self.target.device.type
@@ -122,6 +123,7 @@ class StageTimer:
                     times |= _timed(plan, {index: works.pop(index) for index in group}, self.device)
         if mine:
             last = times[mine[-1]]
+            # What a rank takes once a step is in one of its stages, so that it counts once.
             reduce_ns = last[Kind.REDUCE] + self._step_overhead_ns(plan, program)
             times[mine[-1]] = {**last, Kind.REDUCE: reduce_ns}
         return times
@@ -143,6 +145,7 @@ class StageTimer:
         return.
         """
         values, works, targets = self._inputs, dict[int, StageWorkload](), self._targets(plan)
+        # A rank runs all stages before its own ones too: their outputs are its inputs.
         for stage in program.stages[: max(mine, default=-1) + 1]:
             run = EagerStage(
                 stage.module,
@@ -155,6 +158,7 @@ class StageTimer:
             if stage.index in mine:
                 is_last = stage.index == plan.k - 1
                 run.loss = self._loss(program, outputs) if is_last else None
+                # Copies, since a stage may write to its inputs.
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
                 ]
@@ -213,6 +217,7 @@ def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Ten
     has_gradient = [edge.has_gradient for edge in stage.outputs]
     if not has_gradient:
         has_gradient = [value.is_floating_point() for value in outputs]
+    # Times do not depend on the values of gradients.
     pairs = zip(outputs, has_gradient, strict=True)
     return [torch.ones_like(value) if is_needed else None for value, is_needed in pairs]
 

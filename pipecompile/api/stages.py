@@ -96,6 +96,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     """The sum; None if a value is not known."""
     total = 0
     for value in values:
+        # The sum of some would pass for a short time of all.
         if value is None:
             return None
         total += value
@@ -107,6 +108,7 @@ def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> It
     for tensor in graph.tensors:
         # A tensor without consumers crosses nothing.
         last = max((assignment[name] for name in tensor.consumers), default=-1)
+        # From stage 0 to a reader in stage 3 it crosses the boundaries behind 0, 1 and 2.
         if assignment[tensor.producer] <= stage < last:
             yield Boundary(
                 name=tensor.producer, bytes=tensor.bytes, gradient_bytes=tensor.gradient_bytes
@@ -119,6 +121,7 @@ def routes_of(graph: CostGraph, assignment: Mapping[str, int]) -> Iterator[Route
         first = assignment[tensor.producer]
         last = max((assignment[name] for name in tensor.consumers), default=first)
         if last - first > 1:
+            # From stage 0 to a reader in stage 3: (0, 1, 2, 3), where 1 and 2 relay it.
             yield Route(name=tensor.producer, stages=tuple(range(first, last + 1)))
 
 

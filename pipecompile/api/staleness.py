@@ -48,6 +48,7 @@ def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
             if source.op != "get_attr" and stages[source.name] > stage:
                 return f"{node.name} runs before {source.name}, which it needs"
         group = node.meta["group"]
+        # setdefault gives the stage of the first node of the group that was met.
         if group is not None and stage_of_group.setdefault(group, stage) != stage:
             return f"it separates the nodes of group {group}"
     return None
@@ -75,6 +76,7 @@ def staleness(plan: Plan, target: Target) -> str | None:
     before, now = plan.fingerprint.costs, current.fingerprint.costs
     if now != before:
         return f"the costs changed ({before[:12]}… to {now[:12]}…); plan again"
+    # As bytes: the same model, costs and options always give the same file.
     if encode(current) != encode(plan):
         return "planning again gives another plan: the file was edited; plan again"
     return None

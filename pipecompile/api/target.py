@@ -47,6 +47,7 @@ class Target:
         """Where the model is; costs are measured there. Fake tensors count as being on the meta
         device.
         """
+        # A model without parameters runs where new tensors are made.
         first = next(self.model.parameters(), torch.empty(0))
         return torch.device("meta") if isinstance(first, FakeTensor) else first.device
 
@@ -107,6 +108,7 @@ def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
         return value
     if isinstance(value, torch.optim.Optimizer):
         _check_state(value, model, origin)
+    # SGD has a buffer for each parameter only if a group has momentum: two optimizers in one class.
     groups = value.param_groups if isinstance(value, torch.optim.SGD) else ()
     if any(group["momentum"] for group in groups):
         return "momentum"
@@ -123,6 +125,7 @@ def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str
     that it steps.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
+    # Options that add a tensor for each parameter: amsgrad (Adam), centered and momentum (RMSprop).
     options = [] if isinstance(optimizer, torch.optim.SGD) else ["amsgrad", "centered", "momentum"]
     given = [f"{name}={group[name]}" for name in options for group in groups if group.get(name)]
     estimate = f"give optimizer={kind.lower()!r}, its name, to count it"
@@ -178,6 +181,7 @@ def model_loss(output: Any, target: Any) -> Tensor:
 def sum_of_squares(output: Any, target: Any) -> Tensor:
     """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
     values: Sequence[Tensor] = _tensors(output)
+    # In float32, since in float16 the square of 256 is infinite already.
     squares = [value.float().square().sum() for value in values if value.requires_grad]
     if not squares:
         raise InputError("no output of the model carries a gradient, so there is nothing to train")

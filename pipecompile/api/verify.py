@@ -193,6 +193,7 @@ def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:
         if (got is None) != (other is None):
             return float("inf")
         if got is not None and other is not None:
+            # In float64: sums of millions of squares would lose digits in float32.
             apart += (got.double() - other.double()).square().sum().item()
             size += other.double().square().sum().item()
     return (apart / size) ** 0.5 if size else float(apart > 0)
@@ -235,6 +236,8 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
 def _loss_for(target: Target) -> LossFunction | None:
     if target.loss_fn is not None:
         return target.loss_fn
+    # A copy, and the generators are restored: a forward updates buffers and draws numbers, which
+    # the steps that are compared must not see.
     probe = copy.deepcopy(target.model)
     with torch.no_grad(), torch.random.fork_rng():
         output = probe(*target.call.args, **target.call.kwargs)
@@ -254,6 +257,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     )
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)
+    # The step adds to gradients that are there, such as those of the user's last step.
     for parameter in target.model.parameters():
         parameter.grad = None
     loss = pipeline.step(target.call, target.targets)
@@ -266,6 +270,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
 def _gathered(own: Comparison) -> Comparison:
     """The comparisons of all ranks as one comparison."""
     parts = world.gather(own)
+    # Only ranks with the last stage have a loss of the pipeline; the others repeat the unsplit one.
     losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
     distance = None if own.distance is None else max(part.distance or 0.0 for part in parts)
     differences = tuple(difference for part in parts for difference in part.differences)

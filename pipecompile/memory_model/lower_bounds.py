@@ -160,7 +160,7 @@ def _required_storages(
     savers, sizes = _savers(graph), _least_sizes(graph)
     for producer, storage in _roots(graph, savers):
         node, names = graph.by_name[producer], savers[storage]
-        # If others save it too, its producer must run again, unless they may encode it.
+        # If others save it too, its producer must be recomputed, unless they may encode it.
         is_only_saver = producer in names if encodings else names == {producer}
         yield _RequiredStorage(
             producer,

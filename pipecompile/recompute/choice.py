@@ -45,6 +45,7 @@ class RegionChoice:
 
         No microbatch may keep more than `most_kept` bytes, if that is given.
         """
+        # Three in flight that keep 10 bytes each, of which one peaks at 25, need 2 · 10 + 25 = 45.
         keeps_little = most_kept is None or self.kept <= most_kept
         return keeps_little and (in_flight - 1) * self.kept + self.peak <= available
 

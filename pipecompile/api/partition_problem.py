@@ -7,7 +7,7 @@ PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -202,12 +202,7 @@ def rank_excess_bytes(
     caps, rank = options.caps(max(placement) + 1), placement[min(footprints)]
     assert caps is not None
     allocator = ALLOCATORS[graph.allocator]
-    # No schedule is known yet, so no snapshot: each stage holds one microbatch, and all at once.
     if one_in_flight:
-        needed = sum(
-            (footprint.activations + footprint.added_by_input_backward).bound
-            for footprint in footprints.values()
-        )
         left = available_for_activations(
             footprints,
             caps[rank],
@@ -215,7 +210,7 @@ def rank_excess_bytes(
             allocator=allocator,
             recomputed=recomputed,
         )
-        return max(0, needed - left)
+        return max(0, _one_of_each_bytes(footprints.values()) - left)
     snapshots = snapshots_of(
         representative_schedule(options, placement),
         tuple(placement),
@@ -227,6 +222,15 @@ def rank_excess_bytes(
         footprints, snapshots[rank], microbatches=options.microbatches, allocator=allocator
     )
     return max(0, memory.total.bound - caps[rank])
+
+
+def _one_of_each_bytes(footprints: Iterable[Footprint]) -> int:
+    """The activations of a rank whose stages hold one microbatch each, all at the same time."""
+    # No schedule is known yet, so there are no snapshots to count from.
+    return sum(
+        (footprint.activations + footprint.added_by_input_backward).bound
+        for footprint in footprints
+    )
 
 
 # Time

@@ -275,6 +275,11 @@ class Plan(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         # What a plan says twice must agree, so that a file that was edited in one place is refused.
+        self._check_sizes()
+        self._check_options()
+        self._check_stages()
+
+    def _check_sizes(self) -> None:
         _same("stages", len(self.stages), "k", self.k)
         _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
         _same("placed stages", len(self.schedule.placement), "k", self.k)
@@ -290,6 +295,8 @@ class Plan(Value, frozen=True, kw_only=True):
             raise ValueError(
                 f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}"
             )
+
+    def _check_options(self) -> None:
         _same("k of the options", self.options.k, "k", self.k)
         self.options.caps(self.ranks)
         _same(
@@ -307,6 +314,8 @@ class Plan(Value, frozen=True, kw_only=True):
                 f"the options ask for {self.options.schedule!r}, "
                 f"the schedule is {self.schedule.name!r}"
             )
+
+    def _check_stages(self) -> None:
         # A node in two stages would run twice for each microbatch.
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))

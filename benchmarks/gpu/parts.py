@@ -1,0 +1,35 @@
+"""The parts of the benchmark, in the order in which they run.
+
+To add one: write a file with a function from a bench to cases, and add a line here and to the
+docstring of __main__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.gpu.attention import attention_cases
+from benchmarks.gpu.captures import capture_cases
+from benchmarks.gpu.cases import Part
+from benchmarks.gpu.graphs import graph_cases
+from benchmarks.gpu.messages import message_cases
+from benchmarks.gpu.offload import offload_cases
+from benchmarks.gpu.operators import operator_cases
+from benchmarks.gpu.peaks import memory_cases, rank_cases
+from benchmarks.gpu.times import time_cases
+
+__all__ = ["PARTS"]
+
+# The first one also calibrates the device, for parts that need costs of an unknown one. The last
+# ones are the first to be left out where time runs short.
+PARTS: Mapping[str, Part] = {
+    "operators": Part(operator_cases, seconds=75),
+    "memory": Part(memory_cases, seconds=200),
+    "rank": Part(rank_cases, seconds=60),
+    "times": Part(time_cases, seconds=90),
+    "attention": Part(attention_cases, seconds=30),
+    "offload": Part(offload_cases, seconds=30),
+    "graphs": Part(graph_cases, seconds=30),
+    "messages": Part(message_cases, seconds=30),
+    "capture": Part(capture_cases, seconds=75),
+}

@@ -1,0 +1,97 @@
+"""Allocator peaks of ranks against `expected` and `bound`, and the times of their actions.
+
+Part `memory`: the ten models, each under several plans, one rank at a time.
+Part `rank`: GPT-2 medium on four ranks, peaks and times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu.bench import Bench, warm_up
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.models import MODELS, gpt2_medium
+from benchmarks.gpu.rows import Row
+from benchmarks.gpu.single_rank import SingleRank, ranks_of
+from benchmarks.gpu.subject import Subject, subject_of
+from benchmarks.gpu.times import action_rows
+from pipecompile.ir.plan import Plan
+
+__all__ = ["memory_cases", "rank_cases"]
+
+MICROBATCHES = 4
+
+
+def memory_cases(bench: Bench) -> Iterator[Case]:
+    """Yield the workspace of the libraries, then each model under all plans."""
+    yield Case("library workspaces", lambda: _workspaces(bench))
+    for name, factory in MODELS.items():
+        yield Case(name, partial(_model_rows, bench, name, factory))
+
+
+def _workspaces(bench: Bench) -> Iterator[Row]:
+    """Yield what cuBLAS and cuDNN keep from their first kernels on, which no plan counts."""
+    usage = bench.meter.usage(lambda: warm_up(bench.device))
+    note = "cuBLAS and cuDNN, kept from their first kernels on; in no other row"
+    yield Row("library workspaces", None, usage.kept, "bytes", note=note)
+
+
+def _model_rows(bench: Bench, name: str, factory: Any) -> Iterator[Row]:
+    warm_up(bench.device)
+    subject = subject_of(bench, factory, microbatches=MICROBATCHES)
+    for label, plan in _plans(subject):
+        for rank, alone in enumerate(ranks_of(subject, plan)):
+            yield from _peak_rows(bench, plan, rank, alone, f"{name}, {label}, rank {rank}")
+
+
+def _plans(subject: Subject) -> Iterator[tuple[str, Plan]]:
+    """Yield four plans for two ranks, which save, recompute and go backward in different ways.
+
+    The budgets of the third lie half way between what the ranks of the first two need.
+    """
+    options: dict[str, Any] = {"k": 2, "schedule": "1f1b", "optimizer": "adamw"}
+    plain = subject.plan(**options)
+    yield "plain", plain
+    options["pin"] = plain.assignment
+    whole = subject.plan(**options, recompute="stage")
+    yield "stages recomputed", whole
+    budgets = []
+    for most, least in zip(plain.prediction.memory, whole.prediction.memory, strict=True):
+        budgets.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
+    yield "regions recomputed", subject.plan(**options, recompute="auto", memory=budgets)
+    yield "split backward", subject.plan(k=2, schedule="zb-h1", optimizer="adam")
+
+
+def _peak_rows(bench: Bench, plan: Plan, rank: int, alone: SingleRank, what: str) -> Iterator[Row]:
+    """Yield the peak of two steps with the optimizer, beside what is expected and the bound.
+
+    Expected bytes are those that are asked for. The bound is compared with what the allocator
+    takes from the device; NCCL's buffers, which it contains, are not among that.
+    """
+    resident = alone.resident_bytes
+    optimizer = plan.options.optimizer or "sgd"
+    usage = bench.meter.usage(lambda: alone.train(optimizer))
+    total = plan.prediction.memory[rank].total
+    peak, reserved = resident + usage.peak, resident + usage.reserved
+    note = f"requested {resident + usage.requested:,}, reserved {reserved:,}"
+    yield Row(what, total.expected, peak, "bytes", "expected", note)
+    holds = total.bound >= max(peak, reserved)
+    note = f"against reserved: {'holds' if holds else 'DOES NOT HOLD'}"
+    yield Row(what, total.bound, max(peak, reserved), "bytes", "bound", note)
+
+
+def rank_cases(bench: Bench) -> Iterator[Case]:
+    """Yield the one case: GPT-2 medium on four ranks, each run alone."""
+    yield Case("gpt2 medium", lambda: _gpt2_medium_rows(bench))
+
+
+def _gpt2_medium_rows(bench: Bench) -> Iterator[Row]:
+    warm_up(bench.device)
+    subject = subject_of(bench, gpt2_medium, microbatches=min(8, bench.scale.batch))
+    plan = subject.plan(k=4, schedule="1f1b", optimizer="adamw")
+    for rank, alone in enumerate(ranks_of(subject, plan)):
+        what = f"gpt2 medium, rank {rank}"
+        yield from _peak_rows(bench, plan, rank, alone, what)
+        yield from action_rows(what, plan.stages[alone.index], alone.action_ns(), bench.costs)

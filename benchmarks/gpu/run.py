@@ -1,0 +1,106 @@
+"""Runs parts, each in a process of its own, within its time and within that of the whole run.
+
+After some errors of CUDA a process can do nothing more on the device, and a part may hang. So a
+part is a process that sends its rows, and that is ended when its time is over:
+
+    here    start ─▶ operators    rows, None ─▶ here    start ─▶ memory    rows, None ─▶ here …
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.bench import Bench, CudaMeter, device_costs
+from benchmarks.gpu.cases import Part, rows_of
+from benchmarks.gpu.models import GPU
+from benchmarks.gpu.operators import CALIBRATED, calibrated_device
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.rows import Row
+
+__all__ = ["TOTAL_SECONDS", "Launch", "in_process", "run_parts"]
+
+TOTAL_SECONDS = 510  # below the nine minutes that the command may take, with its start and its end
+LEAST_SECONDS = 10  # A part that has less left is not begun.
+
+Launch = Callable[[str, Path, float], Iterator[Row]]
+"""From a part's name, the folder of this run and the seconds that the part may take to its rows."""
+
+
+def run_parts(
+    names: Sequence[str],
+    folder: Path,
+    launch: Launch,
+    *,
+    parts: Mapping[str, Part] = PARTS,
+    total_seconds: float = TOTAL_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the name and rows of each part as it is done; skip those with no time left."""
+    end = clock() + total_seconds
+    for name in names:
+        left = end - clock()
+        if left < LEAST_SECONDS:
+            note = f"skipped: the {total_seconds:.0f} s of the run are over"
+            yield name, [Row("all of it", None, None, "", note=note, part=name)]
+            continue
+        yield name, list(launch(name, folder, min(left, parts[name].seconds)))
+
+
+def in_process(name: str, folder: Path, seconds: float) -> Iterator[Row]:
+    """Yield the rows of a part that runs in a process of its own, which has so many seconds."""
+    context = multiprocessing.get_context("spawn")  # A forked process could not use CUDA.
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_rows, args=(name, folder, sender), daemon=True)
+    process.start()
+    sender.close()  # So that the end of the process is the end of the pipe.
+    try:
+        yield from _received(receiver, name, time.monotonic() + seconds, seconds)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _received(receiver: Connection, name: str, end: float, seconds: float) -> Iterator[Row]:
+    """Yield rows until the part is done, until its time is over, or until its process is gone."""
+    last = "nothing"
+    while receiver.poll(max(0.0, end - time.monotonic())):
+        try:
+            row = receiver.recv()
+        except EOFError:
+            note = f"ERROR: the process ended without a word after {last}"
+            yield Row("the rest", None, None, "", note=note, part=name)
+            return
+        if row is None:
+            return
+        last = row.what
+        yield row
+    note = f"stopped: its {seconds:.0f} s were over, after {last}"
+    yield Row("the rest", None, None, "", note=note, part=name)
+
+
+def _send_rows(name: str, folder: Path, sender: Connection) -> None:
+    """In the process of a part: send its rows, and None at the end."""
+    warnings.simplefilter("ignore")  # of models and of PyTorch, about what is meant to be as it is
+    for row in rows_of(name, PARTS[name], _gpu_bench(folder)):
+        sender.send(row)
+    sender.send(None)
+
+
+def _gpu_bench(folder: Path) -> Bench:
+    """Return the bench of this machine's GPU.
+
+    A GPU that devices.json does not have is calibrated, unless that is done already.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    calibrated = folder / CALIBRATED
+    bench = Bench(device, CudaMeter(device), device_costs(device, calibrated), GPU, folder)
+    if bench.costs == f"roofline:{calibrated}" and not calibrated.exists():
+        calibrated_device(bench)
+    return bench

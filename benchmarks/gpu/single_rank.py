@@ -1,0 +1,231 @@
+"""One rank of a plan run alone on a device, with recorded receives.
+
+First all stages run here once, and what crosses their boundaries is recorded in host memory. Then
+a rank runs its row of the schedule as `runtime/distributed.py` does on a rank of its own:
+
+    first step    a receive buffer for each message of the step, filled with what was recorded
+    F, R, B, I, W the stage's calls, in the order of the row
+    sends         outputs and input gradients are held until the step ends, as torch holds them
+    end of step   gradients are divided; then the optimizer steps
+
+Nothing is exchanged while it runs, so its peak is that of a rank without NCCL's buffers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.gpu.subject import Subject
+from pipecompile.graph.random_streams import StreamKey
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Action, Kind
+from pipecompile.runtime.gradients import divide_gradients
+from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
+from pipecompile.runtime.timing import StageWorkload, measure_stages
+
+__all__ = ["OPTIMIZERS", "Messages", "SingleRank", "ranks_of", "record", "resident_bytes"]
+
+Gradients = Sequence[Tensor | None]
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass
+class Messages:
+    """What reaches each stage, by stage and then by microbatch, in host memory."""
+
+    inputs: dict[int, list[Sequence[Tensor]]] = field(default_factory=lambda: defaultdict(list))
+    gradients: dict[int, list[Gradients]] = field(default_factory=lambda: defaultdict(list))
+
+
+@torch.enable_grad()
+def record(subject: Subject, stages: Sequence[EagerStage]) -> Messages:
+    """Run each microbatch through all stages and back; return what crossed their boundaries.
+
+    The parameters have no gradients afterwards.
+    """
+    messages = Messages()
+    targets = subject.targets()
+    for microbatch, values in enumerate(subject.inputs()):
+        key, saved = StreamKey(0, 0, microbatch), list[SavedForward]()
+        arriving: Sequence[Tensor] = values
+        for index, stage in enumerate(stages):
+            messages.inputs[index].append(_on_host(arriving))
+            arriving, kept = stage.forward(arriving, key, targets[microbatch])
+            saved.append(kept)
+        gradients: Gradients = ()
+        for index in reversed(range(len(stages))):
+            messages.gradients[index].append(_on_host(gradients))
+            gradients = stages[index].backward(saved.pop(), gradients, {})
+    _clear_gradients(subject.target.model)
+    return messages
+
+
+def _on_host(values: Iterable[Any]) -> list[Any]:
+    return [None if value is None else value.detach().to("cpu", copy=True) for value in values]
+
+
+def _clear_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def resident_bytes(stage: EagerStage, minibatch: Any) -> int:
+    """Return the bytes that a rank holds before its first step.
+
+    These are the parameters and buffers of its stage, and what it reads of the minibatch.
+    """
+    leaves = [leaf for leaf in tree_leaves(minibatch) if isinstance(leaf, Tensor)]
+    storages = dict[int, int]()
+    for tensor in (*stage.module.parameters(), *stage.module.buffers(), *leaves):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@dataclass
+class SingleRank:
+    """A rank that holds one stage, its row of compute actions, and what reaches it.
+
+    `inputs` and `targets` are per microbatch. The first stage finds its inputs on the device; for
+    other stages, and for `gradients`, the first step makes receive buffers.
+    """
+
+    index: int
+    stage: EagerStage
+    row: Sequence[Action]
+    inputs: Sequence[Sequence[Tensor]]
+    gradients: Sequence[Gradients]
+    targets: Sequence[Any]
+    minibatch: Any
+    device: torch.device
+    _buffers: list[tuple[Sequence[Tensor], Gradients]] = field(default_factory=list)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What it holds before its first step."""
+        return resident_bytes(self.stage, self.minibatch)
+
+    def train(self, optimizer: str, steps: int = 2) -> None:
+        """Run steps with an optimizer, which makes its state in the first one.
+
+        At the end gradients and receive buffers are gone.
+        """
+        stepper = OPTIMIZERS[optimizer](self._trained(), lr=1e-3)
+        for step in range(steps):
+            self.step(step)
+            stepper.step()
+            stepper.zero_grad()
+        self._buffers.clear()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [value for value in self.stage.module.parameters() if value.requires_grad]
+
+    @torch.enable_grad()
+    def step(self, step: int = 0) -> None:
+        """Perform the row once; gradients are left on the parameters."""
+        if not self._buffers:
+            self._buffers += [self._received(number) for number in range(len(self.inputs))]
+        recomputed = {action.microbatch for action in self.row if action.kind is Kind.RECOMPUTE}
+        saved, parts = dict[int, SavedForward](), dict[int, BackwardParts]()
+        sent: list[Gradients] = []
+        for action in self.row:
+            number = action.microbatch or 0
+            inputs, gradients = self._buffers[number]
+            match action.kind:
+                case Kind.FORWARD:
+                    outputs, saved[number] = self.stage.forward(
+                        inputs,
+                        StreamKey(0, step, number),
+                        self.targets[number],
+                        recompute=number in recomputed,
+                    )
+                    sent.append(outputs)
+                    del outputs
+                case Kind.RECOMPUTE:
+                    self.stage.recompute(saved[number])
+                case Kind.BACKWARD:
+                    sent.append(self._sent(self.stage.backward(saved.pop(number), gradients, {})))
+                case Kind.BACKWARD_INPUT:
+                    returned, parts[number] = self.stage.backward_input(
+                        saved.pop(number), gradients
+                    )
+                    sent.append(self._sent(returned))
+                    del returned
+                case Kind.BACKWARD_WEIGHT:
+                    self.stage.backward_weight(parts.pop(number), {})
+                case _:
+                    raise AssertionError(f"{action} is no compute action")
+        divide_gradients(self.stage.module.parameters(), len(self.inputs))
+
+    def _received(self, number: int) -> tuple[Sequence[Tensor], Gradients]:
+        """Return the receive buffers of a microbatch; stage 0 reads the minibatch itself."""
+        inputs = self.inputs[number]
+        if self.index:
+            inputs = [value.to(self.device, copy=True) for value in inputs]
+        gradients = [
+            None if value is None else value.to(self.device, copy=True)
+            for value in self.gradients[number]
+        ]
+        return inputs, gradients
+
+    def _sent(self, gradients: list[Tensor | None]) -> Gradients:
+        """Return what is sent back: contiguous, and not a part of a larger storage.
+
+        The list is filled in place, so that each gradient is freed as soon as its copy is there.
+        """
+        for place, gradient in enumerate(gradients):
+            if self.index == 0 or gradient is None:
+                gradients[place] = None
+                continue
+            value = gradient.contiguous()
+            is_own = value.untyped_storage().nbytes() == value.nbytes
+            gradients[place] = value if is_own else value.clone()
+        return gradients
+
+    def action_ns(self) -> dict[Kind, int]:
+        """Return what each kind of action takes for one microbatch, and REDUCE the end of a step.
+
+        All microbatches get the gradients of the first one, since times do not depend on them.
+        """
+        buffers = [self._received(number) for number in range(len(self.inputs))]
+        workload = StageWorkload(
+            self.stage, [inputs for inputs, _ in buffers], self.targets, buffers[0][1]
+        )
+        times = measure_stages({self.index: workload}, self.row, self.device)
+        _clear_gradients(self.stage.module)
+        return times[self.index]
+
+
+def ranks_of(subject: Subject, plan: Plan) -> list[SingleRank]:
+    """Return all ranks of a plan with one stage on each, ready to be run one at a time."""
+    stages = subject.stages(plan)
+    messages = record(subject, stages)
+    inputs, targets = subject.inputs(), subject.targets()
+    first, last = (subject.target.call.args, subject.target.call.kwargs), subject.target.targets
+    ranks = []
+    for rank, row in enumerate(plan.schedule.compute):
+        index = plan.schedule.placement.index(rank)
+        is_last = index == plan.k - 1
+        ranks.append(
+            SingleRank(
+                index=index,
+                stage=stages[index],
+                row=row,
+                inputs=messages.inputs[index] if index else inputs,
+                gradients=messages.gradients[index],
+                targets=targets if is_last else [None] * plan.microbatches,
+                minibatch=[first if index == 0 else None, last if is_last else None],
+                device=subject.target.device,
+            )
+        )
+    return ranks

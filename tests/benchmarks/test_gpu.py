@@ -1,0 +1,327 @@
+"""The benchmark of one GPU, with tiny models on a CPU in the place of the device.
+
+What only CUDA has is reported as that; everything else runs as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import attention, captures, graphs, models, operators, peaks, run, times
+from benchmarks.gpu.bench import Bench, CudaMeter, Usage, known_device
+from benchmarks.gpu.cases import Case, Part, rows_of
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.rows import Row, described, markdown, merged
+from pipecompile.cost_models.device import load_device
+from pipecompile.cost_models.roofline import Roofline
+from pipecompile.profiling import calibration
+from tests.allocations import events
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+class CpuMeter:
+    """What the profiler saw of torch's CPU allocator; there are no segments."""
+
+    def usage(self, measured: Callable[[], object]) -> Usage:
+        gc.collect()
+        with events() as sizes:
+            result = measured()
+        del result
+        peak = max(accumulate(sizes[""], initial=0))
+        return Usage(peak, peak, sum(sizes[""]), peak)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    scale = models.TINY._replace(layers=1)
+    return Bench(CPU, CpuMeter(), "roofline:cpu", scale, tmp_path)
+
+
+def rows(name: str, bench: Bench) -> list[Row]:
+    found = list(rows_of(name, PARTS[name], bench))
+    assert not [row.note for row in found if "ERROR" in row.note]
+    assert all(row.part == name for row in found)
+    return found
+
+
+def only(name: str) -> dict[str, object]:
+    return {name: models.MODELS[name]}
+
+
+# -- the parts
+
+
+def test_peaks_are_those_expected_and_within_their_bounds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peaks, "MODELS", only("mlp"))
+    workspaces, *measured = rows("memory", bench)
+    assert workspaces.predicted is None
+    assert {row.what.split(", ")[1] for row in measured} == {
+        "plain", "stages recomputed", "regions recomputed", "split backward",
+    }  # fmt: skip
+    assert len(measured) == 4 * 2 * 2
+    for row in measured:
+        assert row.error is not None
+        if row.prediction == "expected":
+            assert abs(row.error) < 0.005, described(row)
+        else:
+            assert row.error >= 0
+            assert row.note.endswith(" holds")
+
+
+def test_a_peak_above_its_bound_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "MODELS", only("mlp"))
+
+    class Fragmented(CpuMeter):
+        def usage(self, measured: Callable[[], object]) -> Usage:
+            return super().usage(measured)._replace(reserved=GIB)
+
+    bench = Bench(CPU, Fragmented(), bench.costs, bench.scale, bench.folder)
+    bounds = [row for row in rows("memory", bench) if row.prediction == "bound"]
+    assert all(row.note.endswith("DOES NOT HOLD") for row in bounds)
+    assert all(row.measured is not None and row.measured > GIB for row in bounds)
+
+
+def test_each_rank_of_four_is_measured_alone(bench: Bench) -> None:
+    measured = rows("rank", bench)
+    assert len(measured) == 4 * 4
+    expected = [row for row in measured if row.prediction == "expected"]
+    assert [row.what[-1] for row in expected] == list("0123")
+    assert all(row.error is not None and abs(row.error) < 0.005 for row in expected)
+    assert {row.what.split(", ")[-1] for row in measured if row.unit == "ns"} == {
+        "forward", "backward",
+    }  # fmt: skip
+    assert all(row.measured for row in measured)
+
+
+def test_stages_are_timed_under_both_costs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "NAMES", ("bert",))
+    measured = rows("times", bench)
+    assert {row.prediction for row in measured} == {"roofline:cpu", "measured:cpu"}
+    assert len(measured) == 2 * 2 * 2
+    assert all(row.predicted and row.measured for row in measured)
+
+
+def test_kept_activations_and_the_kernel_are_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "KINDS", attention.KINDS[-2:])
+    causal, dropout = rows("attention", bench)
+    for row in (causal, dropout):
+        assert row.error is not None
+        assert abs(row.error) < 0.03
+        assert row.note.startswith("expected on CUDA efficient; ran ")
+    assert "ScaledDotProductFlashAttentionForCpu" in causal.note
+    assert "none that is fused" in dropout.note
+
+
+def test_everything_that_can_be_is_offloaded(bench: Bench) -> None:
+    # Only for a GPU the planner offers it, so costs are those of one; bytes are not comparable.
+    bench = Bench(CPU, bench.meter, "roofline:h100", bench.scale, bench.folder)
+    copies, *measured = rows("offload", bench)
+    assert copies.note == "needs CUDA"
+    kept, offloaded = (row.predicted for row in measured[:2])
+    assert kept is not None
+    assert offloaded is not None
+    assert offloaded < kept / 2
+    assert {row.note for row in measured[-2:]} > {""} or not measured[-1].note.startswith("0 runs")
+    assert [row.what for row in measured[2:]] == [
+        "forward", "backward", "extra forward, offloaded", "extra backward, offloaded",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["graphs", "messages"])
+def test_what_needs_cuda_says_so(name: str, bench: Bench) -> None:
+    assert {row.note for row in rows(name, bench)} == {"needs CUDA"}
+
+
+def test_gradients_of_eager_and_replayed_runs_are_compared(bench: Bench) -> None:
+    torch.manual_seed(0)
+    module, values = nn.Linear(4, 4), [torch.randn(2, 4)]
+    taken, first = graphs.timed_gradients(bench, module, values)
+    _, second = graphs.timed_gradients(bench, module, values)
+    assert taken > 0
+    assert len(first) == 2
+    assert graphs.differences(first, second) == 0
+    assert graphs.differences(first, [first[0] + 1, first[1]]) == 1
+
+
+def test_captures_are_proven_and_compared(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captures, "MODELS", only("mlp"))
+    assert [(row.what, row.measured) for row in rows("capture", bench)] == [
+        ("mlp, proven", 1),
+        ("mlp, same graph", 1),
+    ]
+
+
+def test_operators_are_compared_with_both_devices(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [*list(calibration._products(1, torch.float32))[:2], *list(calibration._small())[:2]]
+    monkeypatch.setattr(calibration, "_operators", lambda kind: few)
+    measured = rows("operators", bench)
+    by_device = {row.prediction for row in measured if row.unit == "ns"}
+    assert by_device == {"roofline:cpu", "fitted"}
+    fitted = bench.folder / operators.CALIBRATED
+    assert load_device(str(fitted)).launch_ns > 0
+    assert Roofline.of(str(fitted)).allocator == "cpu"
+
+
+# -- sizes and devices
+
+
+def test_gpt2_medium_is_the_published_one() -> None:
+    with torch.device("meta"):
+        model = models.gpt2_medium(models.GPU)["model"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 354_823_168
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA L40S", 44.4, None),
+    ],
+)
+def test_devices_are_known_by_the_drivers_name(name: str, gib: float, known: str | None) -> None:
+    assert known_device(name, round(gib * GIB)) == known
+
+
+def test_the_meter_takes_rises_above_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stats(current: int, peak: int) -> dict[str, int]:
+        kinds = {"allocated": 1, "requested": 2, "reserved": 3}
+        return {
+            f"{kind}_bytes.all.{at}": factor * value
+            for kind, factor in kinds.items()
+            for at, value in (("current", current), ("peak", peak))
+        }
+
+    answers = iter([stats(100, 100), stats(130, 170)])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: next(answers))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    usage = CudaMeter(torch.device("cuda")).usage(lambda: None)
+    assert usage == Usage(peak=70, requested=140, kept=30, reserved=210)
+
+
+# -- rows, cases and the runner
+
+
+def row(what: str, predicted: float | None, measured: float | None, part: str = "p") -> Row:
+    return Row(what, predicted, measured, "bytes", "bound", part=part)
+
+
+def test_the_table_counts_what_is_too_low_and_lists_what_is_missing() -> None:
+    failed = Row("x", None, None, "", note="ERROR: why", part="p")
+    lines = markdown([row("a", 90, 100), row("b", 130, 100), failed]).splitlines()
+    assert lines[2] == "| p | bound | memory | 2 | 20.0% | +30.0% (b) | 1 |"
+    assert lines[3] == "| p | – | x | – | ERROR: why | | |"
+
+
+def test_noise_has_no_error() -> None:
+    assert Row("extra", 100, -3000, "ns").error is None
+    assert Row("extra", 100, 200, "bytes").error == -0.5
+
+
+def test_a_file_keeps_other_parts_of_the_same_device(tmp_path: Path) -> None:
+    path, head = tmp_path / "gpu.json", {"device": "a"}
+    for part in "pq":
+        path.write_text(json.dumps(merged(path, head, [row(part, 1, 1, part)])))
+    assert [entry["part"] for entry in json.loads(path.read_text())["rows"]] == ["p", "q"]
+    again = merged(path, head, [row("new", 2, 2, "p")])["rows"]
+    assert sorted(entry["what"] for entry in again) == ["new", "q"]
+    assert len(merged(path, {"device": "b"}, [row("new", 2, 2)])["rows"]) == 1
+
+
+def test_a_case_that_fails_does_not_stop_the_others(bench: Bench) -> None:
+    def fail() -> Iterator[Row]:
+        yield row("before", 1, 1)
+        raise RuntimeError("it broke\nand more")
+
+    part = Part(lambda bench: [Case("one", fail), Case("two", lambda: [row("after", 1, 1)])], 9)
+    found = list(rows_of("p", part, bench))
+    assert [entry.what for entry in found] == ["before", "one", "after"]
+    assert found[1].note == "ERROR: RuntimeError: it broke"
+
+
+def test_parts_get_what_is_left_of_the_time_or_are_skipped(tmp_path: Path) -> None:
+    clock, given = iter([0.0, 0.0, 70.0, 95.0]), dict[str, float]()
+
+    def launch(name: str, folder: Path, seconds: float) -> Iterator[Row]:
+        given[name] = seconds
+        yield row(name, 1, 1, name)
+
+    parts = {name: Part(lambda bench: [], 60) for name in "abc"}
+    results = dict(
+        run.run_parts(
+            list(parts), tmp_path, launch, parts=parts, total_seconds=100, clock=clock.__next__
+        )
+    )
+    assert given == {"a": 60, "b": 30}
+    assert results["c"][0].note.startswith("skipped")
+
+
+def test_a_part_that_hangs_or_dies_leaves_its_rows() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(row("first", 1, 1))
+    first, last = run._received(receiver, "p", time.monotonic() + 0.1, 0.1)
+    assert (first.what, last.note) == ("first", "stopped: its 0 s were over, after first")
+    sender.close()
+    (died,) = run._received(receiver, "p", time.monotonic() + 9, 9)
+    assert died.note.startswith("ERROR: the process ended")
+
+
+# -- the command
+
+
+def test_the_docstring_lists_the_parts() -> None:
+    assert command.part_names() == list(PARTS)
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.chosen_parts(["rank", "memory"]) == ["rank", "memory"]
+    with pytest.raises(SystemExit) as stopped:
+        command.chosen_parts(["memroy"])
+    assert stopped.value.code == 2
+    assert "memory" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    command.main([], tmp_path / "gpu.json")
+    assert capsys.readouterr().out == f"{command.NOTHING}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_written_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(run, "in_process", lambda name, folder, s: iter([row("a", 90, 100, name)]))
+    command.main(["memory", "rank"], tmp_path / "gpu.json")
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["device"] == "NVIDIA H100 80GB HBM3"
+    assert [entry["part"] for entry in written["rows"]] == ["memory", "rank"]
+    assert "| rank | bound | memory | 1 | 10.0% | -10.0% (a) | 1 |" in capsys.readouterr().out

@@ -99,14 +99,14 @@ def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
     """
     fitting = planned("unet", schedule="gpipe")
     first, last = peaks(fitting)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "schedule": "gpipe",
         "memory": [first, int(0.95 * last)],
         "pin": fitting.assignment,
     }
     with pytest.raises(InfeasibleError, match=r"; this would fit: recompute=auto$"):
-        planned("unet", **asked, recompute=recompute)
-    assert planned("unet", **asked, recompute="auto").stages[-1].regions
+        planned("unet", **options, recompute=recompute)
+    assert planned("unet", **options, recompute="auto").stages[-1].regions
 
 
 SINGLE = ("gpipe", "1f1b", "zb-h1", "zb-h2")

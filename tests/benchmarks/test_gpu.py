@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.rows import Row, described, markdown, merged
 from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.roofline import Roofline
+from pipecompile.ir.amount import Amount
 from pipecompile.profiling import calibration
 from tests.allocations import events
 
@@ -42,6 +44,15 @@ class CpuMeter:
         del result
         peak = max(accumulate(sizes[""], initial=0))
         return Usage(peak, peak, sum(sizes[""]), peak)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_imports() -> Iterator[None]:
+    """Keep what imports have made out of each garbage collection, of which there are many."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -83,17 +94,20 @@ def test_peaks_are_those_expected_and_within_their_bounds(
             assert row.note.endswith(" holds")
 
 
-def test_a_peak_above_its_bound_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peaks, "MODELS", only("mlp"))
-
+def test_a_peak_above_its_bound_is_said(bench: Bench) -> None:
     class Fragmented(CpuMeter):
         def usage(self, measured: Callable[[], object]) -> Usage:
-            return super().usage(measured)._replace(reserved=GIB)
+            return Usage(peak=50, requested=40, kept=0, reserved=300)
 
+    plan, alone = Mock(), Mock(resident_bytes=1000)
+    plan.options.optimizer = "adamw"
+    plan.prediction.memory = [Mock(total=Amount(expected=1050, bound=1299))]
     bench = Bench(CPU, Fragmented(), bench.costs, bench.scale, bench.folder)
-    bounds = [row for row in rows("memory", bench) if row.prediction == "bound"]
-    assert all(row.note.endswith("DOES NOT HOLD") for row in bounds)
-    assert all(row.measured is not None and row.measured > GIB for row in bounds)
+    expected, bound = peaks._peak_rows(bench, plan, 0, alone, "a rank")
+    assert (expected.predicted, expected.measured) == (1050, 1050)
+    assert expected.note == "requested 1,040, reserved 1,300"
+    assert (bound.predicted, bound.measured) == (1299, 1300)
+    assert bound.note.endswith("DOES NOT HOLD")
 
 
 def test_each_rank_of_four_is_measured_alone(bench: Bench) -> None:
@@ -138,7 +152,7 @@ def test_everything_that_can_be_is_offloaded(bench: Bench) -> None:
     assert kept is not None
     assert offloaded is not None
     assert offloaded < kept / 2
-    assert {row.note for row in measured[-2:]} > {""} or not measured[-1].note.startswith("0 runs")
+    assert not measured[-1].note.startswith("0 runs")
     assert [row.what for row in measured[2:]] == [
         "forward", "backward", "extra forward, offloaded", "extra backward, offloaded",
     ]  # fmt: skip

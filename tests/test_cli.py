@@ -134,17 +134,18 @@ def test_view(plan_file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
     result = invoke("check", plan_file, UNET, "--format", form)
+    ticked = f"✓ sound: schedule, stages and prediction agree\n✓ current: {UNET} gives this plan\n"
     assert result.exit_code == 0, result.output
     if form == "json":
         answer = json.loads(result.stdout)
         assert (answer["plan"], answer["sound"], answer["findings"]) == (plan_file, True, [])
         assert [check["code"] for check in answer["checks"]] == ["schedule", "stale"]
     elif form == "github":
-        assert result.stdout == f"::notice file={plan_file}::sound\n"
+        # The workflow of docs/how-to/ci.md adds standard output to the page of the run.
+        assert result.stdout == f"```\n{ticked}```\n"
+        assert result.stderr.endswith(f"::notice file={plan_file}::the plan is sound\n")
     else:
-        assert result.stdout == (
-            f"✓ sound: schedule, stages and prediction agree\n✓ current: {UNET} gives this plan\n"
-        )
+        assert result.stdout == ticked
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -164,7 +165,15 @@ def test_check_of_a_plan_over_its_limits(plan_file: str, form: str) -> None:
         assert first["value"] == read(plan_file, Plan).prediction.memory[0].total.bound
     else:
         lines = result.stdout.splitlines()
-        marks = ("::error file=",) * 6 if form == "github" else ("✓ sound", *("✗ ",) * 6)
+        if form == "github":
+            # Annotations lie on the other stream: standard output is redirected.
+            annotations = result.stderr.splitlines()
+            assert len(annotations) == 6
+            assert all(line.startswith(f"::error file={plan_file}::") for line in annotations)
+            assert annotations[1].endswith(lines[3].removeprefix("✗ "))
+            assert (lines[0], lines[-1]) == ("```", "```")
+            lines = lines[1:-1]
+        marks = ("✓ sound", *("✗ ",) * 6)
         assert [line.startswith(mark) for line, mark in zip(lines, marks, strict=True)] == [
             True
         ] * len(marks)

@@ -1,4 +1,4 @@
-"""How a command answers: its exit code, errors in one line, and text that is printed once."""
+"""What all commands share: exit codes, errors as one line, and output that only one rank prints."""
 
 from __future__ import annotations
 
@@ -111,16 +111,27 @@ def framed(text: str, form: str) -> str:
 def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
     """Print what was checked of a plan: for people all of it, for programs what failed, and the
     limits.
+
+    For GitHub the list goes to standard output, which a workflow adds to the page of the run, and
+    annotations go to standard error, where a workflow's runner reads them too.
     """
     failed = [finding for finding in findings if not finding.passed]
     if form == "json":
         figures = {"plan": path, "sound": not failed, "findings": failed, "checks": findings}
         click.echo(encode(figures), nl=False)
-    elif form == "github":
-        # GitHub shows such lines beside the file in the diff of a pull request.
-        lines = [f"::error file={path}::{finding.message}" for finding in failed]
-        click.echo("\n".join(lines) or f"::notice file={path}::sound")
-    else:
-        marks = {True: "✓", False: "✗"}
-        lines = [f"{marks[finding.passed]} {finding.message}" for finding in findings]
-        click.echo("\n".join(lines))
+        return
+    marks = {True: "✓", False: "✗"}
+    lines = [f"{marks[finding.passed]} {finding.message}" for finding in findings]
+    click.echo(framed("\n".join(lines), form))
+    if form == "github":
+        for finding in failed:
+            click.echo(_annotation("error", path, finding.message), err=True)
+        if not failed:
+            click.echo(_annotation("notice", path, "the plan is sound"), err=True)
+
+
+def _annotation(level: str, path: str, message: str) -> str:
+    """A workflow command: GitHub shows its message beside the file in the diff of a pull request."""
+    # The percent sign begins an escape there, as in %0A for a line break.
+    text = message.replace("%", "%25").replace("\n", "%0A")
+    return f"::{level} file={path}::{text}"

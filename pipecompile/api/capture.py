@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError
@@ -66,6 +66,7 @@ def capture_target(
     so. With `method` the model is captured in the way that another rank has proven. The log says
     what is special about the capture.
     """
+    _refuse_synchronised_norms(target.model)
     # One microbatch stands for all: the parts of a minibatch have one size.
     call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
     if not target.has_values:
@@ -120,6 +121,18 @@ def log_on_first_rank(lines: Iterable[str]) -> None:
     """Log each of `lines`, once for all ranks."""
     for line in lines if world.rank() == 0 else ():
         logger.info(line)
+
+
+def _refuse_synchronised_norms(model: nn.Module) -> None:
+    """InputError if a SyncBatchNorm trains: it would wait for other ranks amid a forward."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            raise InputError(
+                f"{path or 'the model'} is a SyncBatchNorm, which waits in each forward for ranks "
+                "that run something else at that time; use BatchNorm with "
+                "batch_norm='minibatch', which normalises by the microbatch and updates the "
+                "running averages by the whole minibatch, over all replicas"
+            )
 
 
 def _refuse_unknown_names(graph: fx.Graph, groups: Iterable[Iterable[str]]) -> None:

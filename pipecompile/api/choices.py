@@ -20,7 +20,7 @@ from pipecompile.ir.options import (
     known_name,
     python_help,
 )
-from pipecompile.ir.plan import Granularity, Options, Recompute
+from pipecompile.ir.plan import BatchNormUpdate, Granularity, Options, Recompute
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import ASYNCHRONOUS, MAY_SPLIT, required_placement
@@ -48,6 +48,7 @@ class ChoiceTypes(TypedDict, total=False):
     master_weights: bool
     recompute: Recompute
     encodings: Iterable[Encoding]
+    batch_norm: BatchNormUpdate
     pin: Mapping[str, int] | None
     groups: Iterable[Iterable[str]]
     parameters_everywhere: bool
@@ -101,6 +102,7 @@ def requested_options(**choices: Any) -> Options:
         objective=given["objective"],
         recompute=given["recompute"],
         encodings=_encodings(given["encodings"]),
+        batch_norm=given["batch_norm"],
         memory_bytes=None if memory is None else parse_budget(memory),
         optimizer=given["optimizer"],
         master_weights=given["master_weights"],

@@ -22,7 +22,7 @@ from pipecompile.graph.attributes import is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.ties import Tie, ties_of
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import BatchNormUpdate, Plan
 from pipecompile.runtime.distributed import BoundaryShape
 from pipecompile.runtime.local_share import LocalShare
 
@@ -44,12 +44,15 @@ class Program:
         assignment: Mapping[str, int],
         regions: Regions,
         encoded_runs: EncodedRuns,
+        batch_norm: BatchNormUpdate,
     ) -> None:
         self.captured = captured
         self._context = current_context()
         self.remember()
         self.modes = _modes_of(captured.model)
-        self.stages: tuple[StageModule, ...] = emit(module, assignment, regions, encoded_runs)
+        self.stages: tuple[StageModule, ...] = emit(
+            module, assignment, regions, encoded_runs, batch_norm
+        )
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self.inputs = [
             BoundaryShape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
@@ -159,7 +162,12 @@ class Programs:
         self._share = share
         self._self_check = self_check
         self.planned = Program(
-            captured.capture, captured.module, plan.assignment, plan.regions, plan.encoded_runs
+            captured.capture,
+            captured.module,
+            plan.assignment,
+            plan.regions,
+            plan.encoded_runs,
+            plan.options.batch_norm,
         )
         self._by_modes = {self.planned.modes: self.planned}
 
@@ -196,7 +204,8 @@ class Programs:
         stages = transfer(plan.assignment, graph, module, self._holders(captured))
         regions = transfer_regions(plan.regions, graph, module, stages)
         encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
-        return Program(captured.capture, module, stages, regions, encodings)
+        batch_norm = plan.options.batch_norm
+        return Program(captured.capture, module, stages, regions, encodings, batch_norm)
 
     def _holders(self, captured: Captured) -> dict[str, tuple[int, ...]]:
         """The stages that hold what a graph reads; over ranks the first stage holds what no planned

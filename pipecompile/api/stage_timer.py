@@ -180,7 +180,12 @@ class StageTimer:
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
         return Program(
-            self.captured.capture, module, plan.assignment, plan.regions, plan.encoded_runs
+            self.captured.capture,
+            module,
+            plan.assignment,
+            plan.regions,
+            plan.encoded_runs,
+            plan.options.batch_norm,
         )
 
     @cached_property

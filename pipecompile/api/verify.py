@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +16,14 @@ from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.target import LossFunction, Target, sum_of_squares
 from pipecompile.errors import InputError
+from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.ir.plan import Plan
 from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
+from pipecompile.runtime.batch_statistics import minibatch_statistics
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.microbatch import split
 
@@ -115,12 +118,13 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         rows = split((target.call.args, target.call.kwargs), microbatches)
         losses = []
-        for index, ((args, kwargs), wanted) in enumerate(
-            zip(rows, split(target.targets, microbatches), strict=True)
-        ):
-            loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
-            loss.backward()
-            losses.append(loss.detach())
+        with minibatch_statistics():
+            for index, ((args, kwargs), wanted) in enumerate(
+                zip(rows, split(target.targets, microbatches), strict=True)
+            ):
+                loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
+                loss.backward()
+                losses.append(loss.detach())
         divide_gradients(self.model.parameters(), microbatches)
         return torch.stack(losses).mean()
 
@@ -136,7 +140,11 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     twin = Target(model, target.call, target.loss_fn, target.targets)
     captured = capture_target(twin, plan.options, verify=False)
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
-        return Reference(model, twin.trained_by, lambda _, a, k: model(*a, **k), ORIGINAL)
+
+        def run_model(key: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _forward(plan, key, model, *args, **kwargs)
+
+        return Reference(model, twin.trained_by, run_model, ORIGINAL)
     graph = captured.module
     apply_passes(graph.graph, [Seed(), EnterContexts()])
     graph.recompile()
@@ -144,9 +152,18 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     def run(key: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with use_stream(key):
             call = type(captured.sample)(args, kwargs)
-            return captured.capture.outputs.unflatten(graph(*captured.capture.inputs.flatten(call)))
+            tensors = captured.capture.inputs.flatten(call)
+            return captured.capture.outputs.unflatten(_forward(plan, key, graph, *tensors))
 
     return Reference(model, twin.trained_by, run, UNDER_SEEDS)
+
+
+def _forward(plan: Plan, key: StreamKey, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run an unsplit module on a microbatch; it updates running averages when the plan does."""
+    if plan.options.batch_norm == "microbatch":
+        return module(*args, **kwargs)
+    with record_forward(key):
+        return DeferredBatchNorm(operator.call, "the model")(module, *args, **kwargs)
 
 
 def compare(

@@ -35,6 +35,7 @@ from pipecompile.graph.stages import origin_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Encoding
 from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.batch_norm import DeferStatistics
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.seed import Seed
@@ -224,7 +225,7 @@ def _body_graph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output(tuple(copies[node] for node in results))
     output.meta.update(_NO_EFFECTS, val=None)
-    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
+    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts(), DeferStatistics()])
     for node in graph.find_nodes(op="call_function", target=EnteredContext):
         node.target, node.args = enter_context, (entered, *node.args)
     _call_module_arguments(
@@ -234,7 +235,13 @@ def _body_graph(
 
 
 def _call_module_arguments(graph: fx.Graph, modules: dict[Any, fx.Node]) -> None:
-    """Turn each `call_module` of a body into a call of the argument that holds the module."""
+    """Turn each `call_module` of a body into a call of the argument that holds the module.
+
+    A read of a module, the argument of a deferred batch norm, becomes that argument too.
+    """
+    for read in graph.find_nodes(op="get_attr"):
+        read.replace_all_uses_with(modules[read.target])
+        graph.erase_node(read)
     for node in graph.find_nodes(op="call_module"):
         with graph.inserting_before(node):
             call = graph.call_function(

@@ -24,7 +24,9 @@ from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Encoding
+from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.autograd_context import EnterContexts
+from pipecompile.passes.batch_norm import DeferStatistics, MarkBatchNorms
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.place import Place
@@ -108,16 +110,20 @@ def emit(
     assignment: Mapping[str, int],
     regions: Regions = MappingProxyType({}),
     encoded_runs: EncodedRuns = MappingProxyType({}),
+    batch_norm: BatchNormUpdate = "microbatch",
 ) -> tuple[StageModule, ...]:
     """Return the stages of `module` (an instantiated capture); `assignment` maps nodes to stages.
 
     `regions` are recomputed in the backward, and the saved tensors of `encoded_runs` are encoded
     (see regions.py). Both require groups (`meta["group"]`); InputError names those that are not
-    possible. `module` is changed: its nodes are marked with their stages, and relays are inserted
-    for tensors that skip stages.
+    possible. With `batch_norm="minibatch"` running averages are left to `MinibatchStatistics`
+    (runtime/batch_statistics.py). `module` is changed: its nodes are marked with their stages, and
+    relays are inserted for tensors that skip stages.
     """
     if regions or encoded_runs:
         check_regions(module, assignment, regions, encoded_runs)
+    if batch_norm == "minibatch":
+        apply_passes(module.graph, [MarkBatchNorms()])
     apply_passes(module.graph, [Place(assignment), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
     return tuple(
@@ -151,7 +157,7 @@ def _stage(
         [([copy_by_name[name] for name in names], encodings) for names, encodings in encoded_runs],
     )
     # These passes come last: the bodies of regions have had them already.
-    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts()])
+    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts(), DeferStatistics()])
     placeholders = graph.find_nodes(op="placeholder")
     return StageModule(
         index=index,

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.plan import Granularity, Recompute
+from pipecompile.ir.plan import BatchNormUpdate, Granularity, Recompute
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -204,6 +204,14 @@ OPTIONS: tuple[Option, ...] = (
         default_text="none",
         form="list",
         metavar="ENCODING[,…]",
+    ),
+    Option(
+        "batch_norm",
+        BatchNormUpdate,
+        "microbatch",
+        "When BatchNorm updates its running averages: after each microbatch, as the original "
+        "module does, or once a step with the statistics of the whole minibatch, over all "
+        "replicas.",
     ),
     Option(
         "costs",

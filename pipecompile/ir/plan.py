@@ -22,6 +22,7 @@ from pipecompile.ir.size import budgets
 __all__ = [
     "GRANULARITIES",
     "RECOMPUTES",
+    "BatchNormUpdate",
     "Boundary",
     "EncodedNodes",
     "Faster",
@@ -42,6 +43,8 @@ Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+BatchNormUpdate = Literal["microbatch", "minibatch"]
+"""After what batch norms update their running averages."""
 
 
 class Options(Value, frozen=True, kw_only=True):
@@ -53,7 +56,8 @@ class Options(Value, frozen=True, kw_only=True):
     beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
-    `leaf` are modules that were taken as one node.
+    `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
+    their running averages; no figure of a plan depends on it.
     """
 
     k: Positive
@@ -74,6 +78,7 @@ class Options(Value, frozen=True, kw_only=True):
     optimizer: str | None = None
     master_weights: bool = False
     encodings: tuple[Encoding, ...] = ()
+    batch_norm: BatchNormUpdate = "microbatch"
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """Return the cap of each rank, None without caps.

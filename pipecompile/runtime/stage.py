@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
@@ -114,7 +115,8 @@ class EagerStage:
                 leaf.register_hook(hook)
         # Gradients are on even if the forward will be recomputed: without them PyTorch may choose
         # kernels that round differently.
-        outputs = self._run(saved)
+        with record_forward(stream_key):
+            outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
         detached = tuple(value.detach() for value in outputs)
         if self.loss is None:

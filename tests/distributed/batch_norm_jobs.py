@@ -1,0 +1,65 @@
+"""What ranks do for test_batch_statistics.py; each function runs on every rank."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError
+from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
+from pipecompile.graph.random_streams import StreamKey
+from pipecompile.runtime.batch_statistics import minibatch_statistics
+
+WIDTHS = (6, 3)
+
+
+def norms() -> list[nn.BatchNorm1d]:
+    """Two batch norms of different widths; the second one has a cumulative average."""
+    return [nn.BatchNorm1d(6).double(), nn.BatchNorm1d(3, momentum=None).double()]
+
+
+def batch(step: int) -> list[Tensor]:
+    """What the norms are given in a step by all replicas together."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        torch.randn(24, width, generator=generator, dtype=torch.float64)
+        * torch.arange(1, 25)[:, None]
+        for width in WIDTHS
+    ]
+
+
+def trained(steps: int) -> list[Tensor]:
+    """The averages after some steps in which each replica sees its part in microbatches of 4."""
+    own = norms()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        with minibatch_statistics(dist.group.WORLD):
+            for number, (norm, values) in enumerate(zip(own, batch(step), strict=True)):
+                for index, part in enumerate(values.chunk(size)[rank].split(4)):
+                    with record_forward(StreamKey(0, step, index)):
+                        DeferredBatchNorm(operator.call, f"norm_{number}")(norm, part)
+    return [buffer for norm in own for buffer in norm.buffers()]
+
+
+def disagreeing() -> str:
+    """What is raised where one replica leaves out a batch norm."""
+    first, second = norms()
+    before = [buffer.clone() for buffer in first.buffers()]
+    try:
+        with minibatch_statistics(dist.group.WORLD), record_forward(StreamKey(0, 0, 0)):
+            DeferredBatchNorm(operator.call, "first")(first, batch(0)[0])
+            if dist.get_rank():
+                DeferredBatchNorm(operator.call, "second")(second, batch(0)[1])
+    except InputError as error:
+        assert all(map(torch.equal, before, first.buffers()))
+        return str(error)
+    return "nothing"
+
+
+def without_norms() -> None:
+    """A step of stages that have no batch norm."""
+    with minibatch_statistics(dist.group.WORLD):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -29,17 +30,19 @@ class Part(NamedTuple):
 
 
 def rows_of(name: str, part: Part, bench: Bench) -> Iterator[Row]:
-    """Yield the rows of a part, as each case gives them."""
+    """Yield the rows of a part, as each case gives them; where errors come from is printed."""
     try:
         for case in part.cases(bench):
             try:
                 for row in case.run():
                     yield row._replace(part=name)
             except Exception as error:
+                traceback.print_exc()
                 yield error_row(case.what, error)._replace(part=name)
             # The next case must not find what this one left, after an error either.
             gc.collect()
             if bench.is_cuda:
                 torch.cuda.empty_cache()
     except Exception as error:
+        traceback.print_exc()
         yield error_row("all of it", error)._replace(part=name)

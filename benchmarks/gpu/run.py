@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ from benchmarks.gpu.cases import Part, rows_of
 from benchmarks.gpu.models import GPU
 from benchmarks.gpu.operators import CALIBRATED, calibrated_device
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.rows import Row
+from benchmarks.gpu.rows import Row, error_row
 
 __all__ = ["TOTAL_SECONDS", "Launch", "in_process", "run_parts"]
 
@@ -88,8 +89,12 @@ def _received(receiver: Connection, name: str, end: float, seconds: float) -> It
 def _send_rows(name: str, folder: Path, sender: Connection) -> None:
     """In the process of a part: send its rows, and None at the end."""
     warnings.simplefilter("ignore")  # of models and of PyTorch, about what is meant to be as it is
-    for row in rows_of(name, PARTS[name], _gpu_bench(folder)):
-        sender.send(row)
+    try:
+        for row in rows_of(name, PARTS[name], _gpu_bench(folder)):
+            sender.send(row)
+    except Exception as error:
+        traceback.print_exc()
+        sender.send(error_row("the device", error)._replace(part=name))
     sender.send(None)
 
 

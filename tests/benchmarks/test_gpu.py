@@ -16,10 +16,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, captures, graphs, models, operators, peaks, run, times
+from benchmarks.gpu import (
+    attention,
+    captures,
+    graphs,
+    messages,
+    models,
+    operators,
+    peaks,
+    run,
+    times,
+)
 from benchmarks.gpu.bench import Bench, CudaMeter, Usage, known_device
 from benchmarks.gpu.cases import Case, Part, rows_of
 from benchmarks.gpu.parts import PARTS
@@ -172,6 +183,36 @@ def test_gradients_of_eager_and_replayed_runs_are_compared(bench: Bench) -> None
     assert len(first) == 2
     assert graphs.differences(first, second) == 0
     assert graphs.differences(first, [first[0] + 1, first[1]]) == 1
+
+
+def test_graphs_are_timed_beside_eager_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda module, inputs: module)
+    measured = rows("graphs", bench)
+    assert [entry.what.split(", ")[1] for entry in measured] == 2 * ["eager", "CUDA graphs"]
+    assert all(entry.predicted and entry.measured for entry in measured)
+    counts = [entry.note for entry in measured[1::2]]
+    assert counts == 2 * ["0 of 12 gradients differ from eager ones"]
+
+
+def test_messages_by_size_and_the_memory_for_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([10 * GIB, 10 * GIB - 4096])
+    monkeypatch.setattr(Bench, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    groups: list[str] = []
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **options: groups.append(name))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(messages, "_exchange", lambda message, arrived: arrived.copy_(message))
+    memory, *sizes = rows("messages", bench)
+    assert (memory.predicted, memory.measured) == (32 << 20, 4096)
+    assert sum("bytes to itself" in entry.what for entry in sizes) == len(messages.SIZES)
+    assert groups == ["init_process_group", "destroy_process_group"]
 
 
 def test_captures_are_proven_and_compared(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

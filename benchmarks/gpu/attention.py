@@ -57,12 +57,16 @@ class AttentionLayer(nn.Module):
         self.kind, self.heads = kind, heads
         width = heads * kind.head_width
         self.project_in, self.project_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mask: Tensor
         mask = torch.zeros(tokens, tokens).tril() if kind.has_mask else torch.zeros(1)
         self.register_buffer("mask", mask)
 
     def forward(self, state: Tensor) -> Tensor:
+        query, key, value = self.heads_of(state)
         mixed: Tensor = nn.functional.scaled_dot_product_attention(
-            *self.heads_of(state),
+            query,
+            key,
+            value,
             attn_mask=self.mask if self.kind.has_mask else None,
             dropout_p=self.kind.dropout,
             is_causal=self.kind.is_causal,
@@ -78,7 +82,8 @@ class AttentionLayer(nn.Module):
     def expected_kernel(self, state: Tensor) -> str:
         """Return which kernel the memory model expects on CUDA."""
         mask = self.mask if self.kind.has_mask else None
-        return attention_kernel(*self.heads_of(state), mask, self.kind.is_causal)
+        query, key, value = self.heads_of(state)
+        return attention_kernel(query, key, value, mask, self.kind.is_causal)
 
 
 def attention_cases(bench: Bench) -> Iterator[Case]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu.bench import Bench, warm_up
 from benchmarks.gpu.cases import Case
@@ -21,7 +21,6 @@ __all__ = ["differences", "graph_cases", "timed_gradients"]
 
 REPEATS = 10
 MICROBATCHES = 4
-Module = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def graph_cases(bench: Bench) -> Iterator[Case]:
@@ -42,8 +41,8 @@ def _rows(bench: Bench, what: str) -> Iterator[Row]:
     plan = subject.plan(k=1, schedule="gpipe")
     module, values = subject.stages(plan)[0].module, subject.inputs()[0]
     eager_ns, eager = timed_gradients(bench, module, values)
-    graphed = torch.cuda.make_graphed_callables(module, tuple(values))
-    graph_ns, replayed = timed_gradients(bench, graphed, values)
+    torch.cuda.make_graphed_callables(module, tuple(values))  # puts replays in place of its forward
+    graph_ns, replayed = timed_gradients(bench, module, values)
     (stage,) = plan.stages
     predicted = stage.forward_ns + stage.backward_ns
     note = f"{differences(eager, replayed)} of {len(eager)} gradients differ from eager ones"
@@ -52,10 +51,10 @@ def _rows(bench: Bench, what: str) -> Iterator[Row]:
 
 
 def timed_gradients(
-    bench: Bench, module: Module, values: Sequence[Tensor]
+    bench: Bench, module: nn.Module, values: Sequence[Tensor]
 ) -> tuple[float, list[Tensor]]:
     """Return the median ns of forward and backward of a module, and its parameters' gradients."""
-    parameters = list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+    parameters = list(module.parameters())
     clock, times = Clock(bench.device), list[int]()
     for _ in range(1 + REPEATS):
         for parameter in parameters:

@@ -23,6 +23,7 @@ from benchmarks.memory_models import Block
 from pipecompile.codegen.regions import EncodedRuns
 from pipecompile.cost_models.clock import Clock
 from pipecompile.graph.random_streams import StreamKey
+from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.plan import EncodedNodes, Plan, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
@@ -31,6 +32,7 @@ from pipecompile.runtime.stage import EagerStage, SavedForward
 
 __all__ = ["blocks", "mean_square", "offload_cases"]
 
+OFFLOAD: tuple[Encoding, ...] = ("offload",)
 REPEATS = 5
 COPY_BYTES = 1 << 28
 
@@ -103,7 +105,7 @@ def _stage_rows(bench: Bench) -> Iterator[Row]:
     plan = subject.plan(k=1, schedule="gpipe")
     (stage,) = plan.stages
     ranges = LiveRanges(subject.graph)
-    offers = encoding_offers(ranges, (), stage.nodes, ("offload",))
+    offers = encoding_offers(ranges, (), stage.nodes, OFFLOAD)
     runs = [offer.encoded for offer in offers]
     encoded = [(run.nodes, run.encodings) for run in runs]
     footprint = footprint_of(ranges, (), stage.nodes, (), encoded)

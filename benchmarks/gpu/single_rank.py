@@ -14,7 +14,7 @@ Nothing is exchanged while it runs, so its peak is that of a rank without NCCL's
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from pipecompile.runtime.timing import StageWorkload, measure_stages
 __all__ = ["OPTIMIZERS", "Messages", "SingleRank", "ranks_of", "record", "resident_bytes"]
 
 Gradients = Sequence[Tensor | None]
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,

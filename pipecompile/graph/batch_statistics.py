@@ -56,13 +56,13 @@ BATCH_NORMS: Mapping[Any, tuple[str, ...]] = {
 
 
 class BatchNormCall(NamedTuple):
-    """One batch norm in the forward of a microbatch: the `index`-th one that `node` calls.
+    """One batch norm in the forward of a microbatch: `node` calls `number` others before it.
 
     A module that is called twice is two nodes, so its averages are updated twice.
     """
 
     node: str
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,10 @@ class DeferredBatchNorm:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `target` returns. InputError if it updates averages in a way of its own."""
-        module = args[0] if args and isinstance(args[0], nn.Module) else nn.Module()
+        module = args[0] if args else None
+        if not isinstance(module, nn.Module):
+            with _Deferral(self.node, []):
+                return self.target(*args, **kwargs)
         norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
         # A module counts its batches itself, so it counts on a copy.
         counters = {
@@ -188,7 +191,7 @@ class _Deferral(TorchFunctionMode):
         self._calls = 0
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if raised[0] is None and self._current_versions() != self._versions:
             raise InputError(
                 f"{self._node} writes to its running averages itself, which batch_norm='minibatch' "
@@ -217,7 +220,7 @@ class _Deferral(TorchFunctionMode):
         momentum = arguments.get("momentum", 0.1)
         scratch = torch.zeros_like(mean), torch.zeros_like(variance)
         arguments |= {"running_mean": scratch[0], "running_var": scratch[1], "momentum": 1.0}
-        result = func(*(arguments[name] for name in BATCH_NORMS[func] if name in arguments))
+        result = func(**arguments)
         call, self._calls = BatchNormCall(self._node, self._calls), self._calls + 1
         step, key = _current_step.get(), _current_forward.get()
         if step is not None and key is not None:

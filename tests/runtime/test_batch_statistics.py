@@ -296,6 +296,34 @@ def test_a_batch_norm_in_an_encoded_run_is_deferred() -> None:
     assert_close(model, unsplit)
 
 
+@pytest.mark.parametrize("called", ["by position", "by name", "torch"])
+def test_calls_of_both_functions_in_any_form(called: str) -> None:
+    mean, variance, parts = torch.zeros(6), torch.ones(6), rows(3)
+    weight, bias = torch.randn(6), torch.randn(6)
+    large = functional.batch_norm(parts[0], None, None, weight, bias, training=True)
+    with minibatch_statistics():
+        for index, part in enumerate(parts):
+            names = {"training": True, "momentum": 0.3, "eps": 1e-5, "weight": weight, "bias": bias}
+            averages = {"running_mean": mean, "running_var": variance}
+            with record_forward(StreamKey(0, 0, index)):
+                if called == "by position":
+                    result = DeferredBatchNorm(functional.batch_norm, "norm")(
+                        part, mean, variance, weight, bias, True, 0.3
+                    )
+                elif called == "by name":
+                    result = DeferredBatchNorm(functional.batch_norm, "norm")(
+                        input=part, **averages, **names
+                    )
+                else:
+                    result = DeferredBatchNorm(torch.batch_norm, "norm")(
+                        part, **averages, **names, cudnn_enabled=False
+                    )
+            assert index or torch.equal(result, large)
+    together = torch.cat(parts)
+    assert (mean - 0.3 * together.mean(0)).abs().max() <= TOLERANCE
+    assert (variance - 0.7 - 0.3 * together.var(0)).abs().max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_call_of_the_function_is_deferred(recompute: bool) -> None:
     model, batch = Functional(), rows(4)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, DifferentiableRun, NodeCall
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
+from pipecompile.ir.graph import FUSED_ATTENTION, FusedType, TimeUnit
 
 __all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
 
@@ -65,6 +65,8 @@ class Flops:
 
     name: ClassVar[str] = "flops"
     real: ClassVar[bool] = False
+    time_unit: ClassVar[TimeUnit] = "relative"
+    reproducible: ClassVar[bool] = True
     allocator: ClassVar[AllocatorName] = "cpu"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
     costs_by_signature: dict[Hashable, CallCost] = field(

@@ -18,7 +18,7 @@ from pipecompile.cost_models.clock import Clock, TimeSample, steady_sample
 from pipecompile.cost_models.device_transfer import moved_to, without_hooks
 from pipecompile.cost_models.protocol import CallCost, DifferentiableRun, NodeCall
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import FUSED_ATTENTION, FusedType
+from pipecompile.ir.graph import FUSED_ATTENTION, FusedType, TimeUnit
 
 __all__ = ["VERSION", "CachedCosts", "Measured"]
 
@@ -43,6 +43,8 @@ class Measured:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = True
+    time_unit: ClassVar[TimeUnit] = "ns"
+    reproducible: ClassVar[bool] = False
     costs_by_signature: dict[Hashable, CallCost] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -133,6 +135,8 @@ class CachedCosts:
     fused_attention: tuple[FusedType, ...]
     name: ClassVar[str] = "measured"
     real: ClassVar[bool] = False
+    time_unit: ClassVar[TimeUnit] = "ns"
+    reproducible: ClassVar[bool] = False
 
     def cost(self, call: NodeCall) -> CallCost:
         """Return the cost that was measured before."""

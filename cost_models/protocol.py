@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import FusedType
+from pipecompile.ir.graph import FusedType, TimeUnit
 
 __all__ = ["FREE_CALL", "CallCost", "CostModel", "DifferentiableRun", "NodeCall"]
 
@@ -57,6 +57,20 @@ class CostModel(Protocol):
     @property
     def real(self) -> bool:
         """Whether calls must have real tensors; else they have fake ones."""
+
+    @property
+    def time_unit(self) -> TimeUnit:
+        """Whether times are predicted nanoseconds ("ns"), or only compare nodes ("relative").
+
+        Reports print relative times without seconds, so that nobody takes them for a prediction.
+        """
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether a later run gives the same costs, on every machine that has the model's files.
+
+        `check` then makes the plan again, to find whether the costs have changed.
+        """
 
     def cost(self, call: NodeCall) -> CallCost:
         """Return the times of `call`, which may be run any number of times.

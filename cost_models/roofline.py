@@ -13,7 +13,7 @@ from pipecompile.cost_models.device import Device, load_device
 from pipecompile.cost_models.kernels import Kernel, call_kernels
 from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import FusedType
+from pipecompile.ir.graph import FusedType, TimeUnit
 
 __all__ = ["DeviceCostModel", "Roofline", "kernel_ns", "peak_name"]
 
@@ -24,6 +24,8 @@ class DeviceCostModel:
 
     device: Device
     real: ClassVar[bool] = False
+    time_unit: ClassVar[TimeUnit] = "ns"
+    reproducible: ClassVar[bool] = True
 
     @property
     def allocator(self) -> AllocatorName:

@@ -13,7 +13,7 @@ from torch import fx
 from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.errors import InputError, StaleProfileError
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node
+from pipecompile.ir.graph import FUSED_ATTENTION, CostGraph, FusedType, Node, TimeUnit
 from pipecompile.ir.serialization import read
 
 __all__ = ["CostFunction", "Function", "Table"]
@@ -33,6 +33,12 @@ class Table:
     graph: CostGraph
     name: str = "table"
     real: ClassVar[bool] = False
+    reproducible: ClassVar[bool] = True
+
+    @property
+    def time_unit(self) -> TimeUnit:
+        """As in the graph."""
+        return self.graph.time_unit
 
     @property
     def allocator(self) -> AllocatorName:
@@ -112,6 +118,9 @@ class Function:
     function: CostFunction
     name: ClassVar[str] = "function"
     real: ClassVar[bool] = False
+    # The function has a unit of its own, and it is not there where a plan is checked.
+    time_unit: ClassVar[TimeUnit] = "relative"
+    reproducible: ClassVar[bool] = False
     allocator: ClassVar[AllocatorName] = "cuda"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 

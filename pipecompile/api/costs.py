@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,16 +20,15 @@ from pipecompile.api.measurement_conditions import conditions_of
 from pipecompile.api.target import Target
 from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import device_name
-from pipecompile.cost_models.device import named_devices
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.measured import CachedCosts, Measured
 from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
-from pipecompile.errors import InputError
+from pipecompile.errors import FormatError, InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
-from pipecompile.ir.graph import CostGraph, TimeUnit
+from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 from pipecompile.runtime.microbatch import split
@@ -91,10 +89,15 @@ def comparable(costs: str) -> bool:
     """Whether these costs are the same wherever a plan is checked; those in a file are only where
     the file is.
     """
-    kind, _, place = costs.partition(":")
-    if kind in ("roofline", "table"):
-        return Path(place).is_file() or (kind == "roofline" and place in named_devices())
-    return kind == "flops"
+    try:
+        return cost_model(costs).reproducible
+    except InputError:
+        return False  # a function, a device or a device file that is not here
+    except FormatError as error:
+        # A file that is damaged is an error, and not a file that is missing.
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
 
 
 def cost_graph(
@@ -166,18 +169,9 @@ def _profiled(target: Target, microbatches: int, captured: Captured, model: Cost
     named = replace(
         _canonical(graph, captured.capture),
         fingerprint=captured.digest,
-        time_unit=_time_unit(model),
     )
     limited = _limited(named, captured.module)
     return model.finished(limited) if isinstance(model, Table) else limited
-
-
-def _time_unit(model: CostModel) -> TimeUnit:
-    """Nanoseconds for costs that are measured or of a named device; else relative units."""
-    if isinstance(model, Table):
-        return model.graph.time_unit
-    # A user's function has a unit of its own, and `flops` assume a device of round numbers.
-    return "relative" if isinstance(model, Flops | Function) else "ns"
 
 
 def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:

@@ -58,6 +58,7 @@ def profile(
     return ir.CostGraph(
         allocator=cost_model.allocator,
         fused_attention=tuple(cost_model.fused_attention),
+        time_unit=cost_model.time_unit,
         nodes=tuple(_nodes(workload, observation, costs, numbering)),
         tensors=tuple(_tensors(workload.graph, observation, numbering)),
         storages=tuple(observation.storages[storage] for storage in numbering),

@@ -30,6 +30,7 @@ class Lister:
 
     name = "lister"
     real = False
+    time_unit, reproducible = "ns", True
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -20,7 +20,7 @@ from pipecompile.api.plan import make_plan
 from pipecompile.api.staleness import staleness
 from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import CallCost, NodeCall
-from pipecompile.errors import InputError, StaleProfileError
+from pipecompile.errors import FormatError, InputError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.serialization import encode
@@ -220,7 +220,12 @@ def test_what_can_be_compared(tmp_path: Path) -> None:
         "flops": True,
         "roofline:h100": True,
         "roofline:none.json": False,
+        "table:none.json": False,
         "measured": False,
         "function": False,
     }
     assert {costs: comparable(costs) for costs in known} == known
+    damaged = tmp_path / "costs.json"
+    damaged.write_text("{")
+    with pytest.raises(FormatError):
+        comparable(f"table:{damaged}")

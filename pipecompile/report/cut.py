@@ -10,8 +10,10 @@ from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
     RELATIVE_NOTE,
     gap_text,
+    objective_label,
     objective_text,
     percent,
+    square_text,
     time_text,
     time_with_unit,
 )
@@ -38,10 +40,13 @@ def _header(cut: Cut) -> Iterator[str]:
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     yield f"{len(cut.replicas)} stages of {len(cut.stages)} nodes on {ranks} ranks"
     yield (
-        f"  objective  {cut.objective} {value}, bound {bound}, gap {gap_text(cut.gap)}, "
-        f"{proof} ({cut.method})"
+        f"  objective  {objective_label(cut.objective)} {value}, bound {bound}, "
+        f"gap {gap_text(cut.gap)}, {proof} ({cut.method})"
     )
-    yield f"  imbalance  {imbalance:.3f} (largest {time_with_unit(max(loads), unit)} / mean)"
+    yield (
+        f"  imbalance  {imbalance:.3f} (largest {time_with_unit(max(loads), unit)} / mean), "
+        f"variance {square_text(cut.variance_ns2, unit)}"
+    )
     yield f"  search     {cut.seconds:.2f} s"
     if unit == "relative":
         yield f"  times      {RELATIVE_NOTE}"

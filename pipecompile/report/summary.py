@@ -30,10 +30,12 @@ from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
     costs_text,
     gap_text,
+    objective_label,
     objective_text,
     percent,
     time_text,
     time_with_unit,
+    variance_text,
 )
 
 __all__ = ["headline", "summary"]
@@ -82,7 +84,8 @@ def _header(plan: Plan) -> Iterator[str]:
         yield f"  model      {plan.capture.model}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
-    yield f"  imbalance  {imbalance:.3f} (largest load / mean load)"
+    variance = variance_text(loads, unit)
+    yield f"  imbalance  {imbalance:.3f} (largest load / mean load), variance of loads {variance}"
     yield f"  objective  {_objective(plan)}"
     yield from _all_objectives(plan)
     yield from _ordering(plan)
@@ -154,7 +157,7 @@ def _objective(plan: Plan) -> str:
     bound = objective_text(search.objective, search.bound, plan.time_unit)
     proof = "proven" if search.proven else "not proven"
     return (
-        f"{search.objective} {value}, bound {bound}, gap {gap_text(search.gap)}, "
+        f"{objective_label(search.objective)} {value}, bound {bound}, gap {gap_text(search.gap)}, "
         f"{proof} ({search.method})"
     )
 

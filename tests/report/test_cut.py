@@ -27,8 +27,9 @@ def test_a_cut_is_printed_with_its_loads_beside_the_ideal() -> None:
     lines = cut_text(CUT).splitlines()
     assert lines[:4] == [
         "2 stages of 3 nodes on 3 ranks",
-        "  objective  variance 10.0 µs², bound 10.0 µs², gap <0.01%, not proven (linear-dp)",
-        "  imbalance  1.500 (largest 3.0 µs / mean)",
+        "  objective  variance: Σ load² 10.0 µs², bound 10.0 µs², "
+        "gap <0.01%, not proven (linear-dp)",
+        "  imbalance  1.500 (largest 3.0 µs / mean), variance 1.0 µs²",
         "  search     0.25 s",
     ]
     assert [line.translate(dict.fromkeys(map(ord, "▏▎▍▌▋▊▉█"))).split() for line in lines[5:]] == [
@@ -61,6 +62,6 @@ def test_a_cut_is_at_most_a_hundred_columns_wide(loads: tuple[int, ...]) -> None
 
 def test_relative_times_are_said_to_be_no_seconds() -> None:
     text = cut_text(msgspec.structs.replace(CUT, time_unit="relative"))
-    assert "variance 10.0 M units², bound 10.0 M units²" in text
+    assert "variance: Σ load² 10.0 M units², bound 10.0 M units²" in text
     assert "  times      relative units, not seconds (1 k is 1,000 units)" in text
     assert "µs" not in text

@@ -39,7 +39,7 @@ from pipecompile.cost_models.device import load_device
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.ir.amount import Amount
 from pipecompile.profiling import calibration
-from tests.allocations import events
+from tests import allocations
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -50,7 +50,7 @@ class CpuMeter:
 
     def usage(self, measured: Callable[[], object]) -> Usage:
         gc.collect()
-        with events() as sizes:
+        with allocations.events() as sizes:
             result = measured()
         del result
         peak = max(accumulate(sizes[""], initial=0))
@@ -67,7 +67,9 @@ def _frozen_imports() -> Iterator[None]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    # Half of what others wait; on this many profiles it adds up, and no event was ever missing.
+    monkeypatch.setattr(allocations, "SETTLING_SECONDS", 0.1)
     scale = models.TINY._replace(layers=1)
     return Bench(CPU, CpuMeter(), "roofline:cpu", scale, tmp_path)
 

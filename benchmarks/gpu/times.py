@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import Bench
@@ -19,7 +20,7 @@ from pipecompile.api.stage_timer import StageTimer
 from pipecompile.ir.plan import Stage
 from pipecompile.ir.schedule import Kind
 
-__all__ = ["action_rows", "time_cases"]
+__all__ = ["action_rows", "costs_name", "time_cases"]
 
 NAMES = ("gpt2", "llama", "vit", "resnet")
 MICROBATCHES = 4
@@ -51,4 +52,11 @@ def action_rows(what: str, stage: Stage, measured: Mapping[Kind, int], costs: st
     }
     for kind, ns in measured.items():
         if kind in predicted:
-            yield Row(f"{what}, {kind.name.lower()}", predicted[kind], ns, "ns", costs)
+            what_kind = f"{what}, {kind.name.lower()}"
+            yield Row(what_kind, predicted[kind], ns, "ns", costs_name(costs))
+
+
+def costs_name(costs: str) -> str:
+    """Return how rows name these costs: a device file of this run is no name to quote."""
+    kind, _, place = costs.partition(":")
+    return f"{kind}:fitted" if Path(place).is_absolute() else costs

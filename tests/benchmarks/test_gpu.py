@@ -143,6 +143,11 @@ def test_stages_are_timed_under_both_costs(bench: Bench, monkeypatch: pytest.Mon
     assert all(row.predicted and row.measured for row in measured)
 
 
+def test_rows_quote_no_path_of_this_run() -> None:
+    assert times.costs_name("roofline:h100") == "roofline:h100"
+    assert times.costs_name("roofline:/tmp/x/calibrated.json") == "roofline:fitted"
+
+
 def test_kept_activations_and_the_kernel_are_named(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

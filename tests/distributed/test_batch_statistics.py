@@ -43,3 +43,13 @@ def test_replicas_that_disagree_are_told(workers: Workers, tmp_path: Path) -> No
 
 def test_ranks_without_batch_norms_take_part(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(2, jobs.without_norms, folder=str(tmp_path)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "stage"), ("zb-h1", "none")]
+)
+def test_stages_on_ranks_have_the_averages_of_the_unsplit_model(
+    workers: Workers, tmp_path: Path, schedule: str, recompute: str
+) -> None:
+    for unequal in workers.run(2, jobs.verified, schedule, recompute, folder=str(tmp_path)):
+        assert unequal == []

@@ -766,6 +766,12 @@ def test_a_named_order_over_the_caps_is_the_answer_no(tmp_path: Path, form: str)
         ([], {"ranks": 3}, 2, "rank 2 has no stage"),
         ([], {"microbatches": 0}, 2, "`$.microbatches`"),
         ([], {"schema": "pipecompile/schedule-problem/2"}, 2, "is a schedule problem of version 2"),
+        (
+            [],
+            {"schema": "pipecompile/cost-graph/1"},
+            2,
+            "name a schedule problem or a plan",
+        ),
         ([], {"speed": 1}, 2, "unknown field `speed`"),
     ],
 )

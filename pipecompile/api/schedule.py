@@ -7,9 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipecompile.errors import InputError
-from pipecompile.ir.file_kinds import schema_of
+from pipecompile.errors import FormatError, InputError
+from pipecompile.ir.file_kinds import kind_mismatch, schema_of
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.report.order import order_text as text_of_order
 from pipecompile.report.order import order_title
@@ -39,12 +40,19 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 
 
 def _is_plan(path: str | Path) -> bool:
-    """Whether the file says that it is a plan; a file that cannot be read is none."""
+    """Whether the file says that it is a plan; a file that cannot be read is none.
+
+    FormatError if it says that it is neither a plan nor a schedule problem.
+    """
     try:
-        # By its head alone: a damaged plan is then refused as a plan, with what is wrong in it.
-        return schema_of(Path(path).read_bytes()).startswith("pipecompile/plan/")
+        data = Path(path).read_bytes()
     except OSError:
         return False
+    mismatch = kind_mismatch(data, ScheduleProblem, Plan)
+    if mismatch is not None:
+        raise FormatError(f"{path}: {mismatch}")
+    # By its head alone: a damaged plan is then refused as a plan, with what is wrong in it.
+    return schema_of(data).startswith("pipecompile/plan/")
 
 
 def order_text(answer: ScheduleAnswer, draw: DrawTable = plain_table) -> str:

@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["kind_mismatch", "schema_of"]
+__all__ = ["kind_mismatch", "remedy", "schema_of"]
 
 
 class _Header(msgspec.Struct):
@@ -23,29 +23,37 @@ def schema_of(data: bytes) -> str:
         return ""
 
 
-def kind_mismatch(data: bytes, type_: type[Any]) -> str | None:
-    """Return the message for a file whose `schema` is not that of `type_`.
+def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
+    """Return the message for a file whose `schema` is not that of any of `types`.
 
-    None if it is, if it is of an older version, or if the file or the type has none.
+    None if it is, if it is of an older version, or if the file or the types have none.
     """
-    # Only files that fail to decode come here: those of the right kind have a message of their own.
-    given, expected = schema_of(data), _schema(type_)
-    if expected is None or given in ("", expected):
+    given = schema_of(data)
+    known = dict(_kind_and_version(schema) for schema in map(_schema, types) if schema is not None)
+    if not given or not known:
         return None
-    (kind, version), (wanted, known) = map(_kind_and_version, (given, expected))
-    if kind != wanted:
-        return (
-            f"is {_with_article(kind)} ({given}), but {_with_article(wanted)} is expected; "
-            f"name {_with_article(wanted)}"
-        )
+    kind, version = _kind_and_version(given)
+    if kind not in known:
+        wanted = " or ".join(map(_with_article, known))
+        return f"is {_with_article(kind)} ({given}), but {wanted} is expected; name {wanted}"
     # An older version has no message here: what could not be decoded then says why itself.
-    if version > known:
+    if version > known[kind]:
         return (
             f"is {_with_article(kind)} of version {version} ({given}), "
-            f"written by a newer pipecompile than this one, which reads version {known}; "
+            f"written by a newer pipecompile than this one, which reads version {known[kind]}; "
             "update pipecompile, or have the file written again"
         )
     return None
+
+
+def remedy(data: bytes, fault: str) -> str:
+    """Return what to do about the `fault` of a file that is of the right kind."""
+    schema = schema_of(data)
+    # A field may have been added or renamed since: then nobody has made a mistake in the file.
+    if not schema or not any(part in fault for part in ("unknown field", "missing required field")):
+        return "correct it, or have it written again"
+    anew = "plan again" if schema.startswith("pipecompile/plan/") else "have it written again"
+    return f"correct it, or, if another version of pipecompile wrote the file, {anew}"
 
 
 def _schema(type_: type[Any]) -> str | None:
@@ -61,7 +69,8 @@ def _kind_and_version(schema: str) -> tuple[str, int]:
     name, _, version = schema.removeprefix("pipecompile/").partition("/")
     if not version.isdecimal():
         version = "0"
-    return name.replace("-", " "), int(version)
+    # The only name that is a plural: "a links" would be no English.
+    return "links file" if name == "links" else name.replace("-", " "), int(version)
 
 
 def _with_article(noun: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from pipecompile.errors import FormatError
-from pipecompile.ir.file_kinds import kind_mismatch
+from pipecompile.ir.file_kinds import kind_mismatch, remedy
 from pipecompile.ir.layout import layout
 
 __all__ = [
@@ -67,7 +67,7 @@ def decode(data: bytes, type_: type[T], *, origin: str) -> T:
     try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = kind_mismatch(data, type_) or f"{error}; correct it, or have it written again"
+        reason = kind_mismatch(data, type_) or f"{error}; {remedy(data, str(error))}"
         raise FormatError(f"{origin}: {reason}") from error
 
 

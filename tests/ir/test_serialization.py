@@ -9,6 +9,7 @@ import pytest
 
 from pipecompile.errors import FormatError
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import (
     NonNegative,
@@ -52,6 +53,12 @@ def test_a_fingerprint_is_of_the_content_and_not_of_its_layout() -> None:
             "is a plan of version 2 (pipecompile/plan/2), written by a newer pipecompile",
         ),
         ("device/3", Plan, "is a device (pipecompile/device/3), but a plan is expected"),
+        (
+            "plan/1",
+            Links,
+            "is a plan (pipecompile/plan/1), but a links file is expected; name a links",
+        ),
+        ("links/1", Plan, "is a links file (pipecompile/links/1), but a plan is expected"),
         ("other", Plan, "is an other (pipecompile/other), but a plan is expected"),
         ("plan/0", Plan, "Invalid enum value"),
     ],
@@ -81,6 +88,31 @@ def test_a_file_of_another_kind_or_of_a_newer_version_is_named_as_that(
 def test_reading_is_strict_and_names_file_and_place(data: bytes, message: str) -> None:
     with pytest.raises(FormatError, match=rf"^point\.json: .*({message}).*; correct it"):
         decode(data, _Point, origin="point.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "type_", "advice"),
+    [
+        ({"schema": "pipecompile/plan/1", "k": 4}, Plan, "wrote the file, plan again"),
+        (
+            {"schema": "pipecompile/cost-graph/1", "nodes": [], "tensors": [], "edges": []},
+            CostGraph,
+            "wrote the file, have it written again",
+        ),
+    ],
+)
+def test_fields_of_another_version_are_not_taken_for_a_mistake_alone(
+    value: dict[str, object], type_: type, advice: str
+) -> None:
+    expected = f"; correct it, or, if another version of pipecompile {advice}"
+    with pytest.raises(FormatError, match=f"{re.escape(expected)}$"):
+        decode(encode(value), type_, origin="a.json")
+
+
+def test_a_wrong_value_is_a_mistake_whatever_the_version() -> None:
+    data = encode({"schema": "pipecompile/cost-graph/1", "nodes": 3, "tensors": []})
+    with pytest.raises(FormatError, match=r"; correct it, or have it written again$"):
+        decode(data, CostGraph, origin="a.json")
 
 
 def test_a_file_is_written_and_read(tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
     """
     names = list(known)
     by_lowercase = {name.lower(): name for name in names}
-    nearest = get_close_matches(str(name).lower(), by_lowercase, n=1)
-    hint = f" did you mean {by_lowercase[nearest[0]]!r}?" if nearest else ""
+    given = str(name).lower()
+    # "var" is too far from "variance" to be a misspelling of it, but it begins it.
+    begun = [known_name for known_name in by_lowercase if given and known_name.startswith(given)]
+    nearest = begun or get_close_matches(given, by_lowercase, n=1)
+    meant = " or ".join(repr(by_lowercase[known_name]) for known_name in nearest)
+    hint = f" did you mean {meant}?" if nearest else ""
     return InputError(f"unknown {what} {name!r};{hint} choose from {', '.join(names)}")

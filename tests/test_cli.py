@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from zoo import MODELS, ROOT
@@ -820,6 +821,19 @@ def test_a_problem_that_is_not_there(tmp_path: Path) -> None:
 def test_named_orders_need_neither_torch_nor_a_solver(problem_file: str) -> None:
     assert imported("schedule", problem_file, "--name", "gpipe") == []
     assert "torch" not in imported("schedule", problem_file, "--time-limit", "0.5")
+
+
+def test_help_says_which_options_take_a_file_and_what_quiet_leaves() -> None:
+    files = {"output", "page", "order", "csv_path", "svg_path", "trace_path", "links"}
+    shown = {
+        (name, option.name): option.metavar
+        for name, command in commands.commands.items()
+        for option in command.params
+        if isinstance(option, click.Option) and option.name in files
+    }
+    assert ("schedule", "csv_path") in shown
+    assert set(shown.values()) == {"FILE"}
+    assert "Print the result and warnings only." in invoke("show", "--help").stdout
 
 
 def test_help_lists_the_commands() -> None:

@@ -20,6 +20,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.graph.autograd_context import shared_cast_readers
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.size import option_text, size_text
 from pipecompile.profiling.stage_correction import correct_stages
 
 __all__ = ["assist", "make_plan"]
@@ -97,6 +98,7 @@ def _warn_if_too_large(plan: Plan) -> None:
     needed = max(rank.total.bound for rank in plan.prediction.memory)
     if needed > there:
         logger.warning(
-            "a rank may need %d bytes, but %s has %d: give memory=%d to have it cut otherwise",
-            *(needed, device, there, there),
+            "a rank may need %s, but %s has %s: give --memory %s (in Python memory=%r) to have it "
+            "cut otherwise",
+            *(size_text(needed), device, size_text(there), option_text(there), option_text(there)),
         )

@@ -31,8 +31,10 @@ class AnswerCommand(click.Command):
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
         self.params += [
-            click.Option(["-q", "--quiet"], is_flag=True, help="Say nothing but warnings."),
-            click.Option(["-v", "--verbose"], is_flag=True, help="Say everything."),
+            click.Option(
+                ["-q", "--quiet"], is_flag=True, help="Print the result and warnings only."
+            ),
+            click.Option(["-v", "--verbose"], is_flag=True, help="Print all messages."),
         ]
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -131,7 +133,7 @@ def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
 
 
 def _annotation(level: str, path: str, message: str) -> str:
-    """A workflow command: GitHub shows its message beside the file in the diff of a pull request."""
+    """A workflow command: GitHub shows its message beside the file in a pull request's diff."""
     # The percent sign begins an escape there, as in %0A for a line break.
     text = message.replace("%", "%25").replace("\n", "%0A")
     return f"::{level} file={path}::{text}"

@@ -54,7 +54,13 @@ def _read_plan(path: str) -> Plan:
 
 @click.command(cls=AnswerCommand)
 @click.argument("path", metavar="PLAN")
-@click.option("-o", "--output", required=True, help="Where to write the page (HTML, one file).")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    help="Where to write the page (HTML, one file).",
+)
 def view(path: str, output: str) -> int:
     """The plan as a page: timeline, memory of ranks by kind and cap, what stages recompute."""
     from pipecompile.api.report import page_of
@@ -114,8 +120,10 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
 
 @click.command(cls=AnswerCommand)
 @click.argument("path", metavar="PLAN")
-@click.option("--trace", "trace_path", help="Write a trace for Perfetto (Chrome JSON).")
-@click.option("--svg", "svg_path", help="Write the timeline as a picture.")
+@click.option(
+    "--trace", "trace_path", metavar="FILE", help="Write a trace for Perfetto (Chrome JSON)."
+)
+@click.option("--svg", "svg_path", metavar="FILE", help="Write the timeline as a picture.")
 @format_option
 def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str) -> int:
     """Simulate one step of PLAN: when each rank does what, why it waits, and what decides how long

@@ -123,10 +123,14 @@ def partition(
     help="Seconds of work, counted in steps.",
 )
 @click.option(
-    "--order", help="CSV of torch's with an order to check and simulate, instead of making one."
+    "--order",
+    metavar="FILE",
+    help="CSV of torch's with an order to check and simulate, instead of making one.",
 )
-@click.option("--csv", "csv_path", help="Write the order for torch, if it fits.")
-@click.option("--svg", "svg_path", help="Write the timeline as a picture, if the order fits.")
+@click.option("--csv", "csv_path", metavar="FILE", help="Write the order for torch, if it fits.")
+@click.option(
+    "--svg", "svg_path", metavar="FILE", help="Write the timeline as a picture, if the order fits."
+)
 @format_option
 def schedule(
     path: str,

@@ -23,7 +23,7 @@ logger = logging.getLogger("pipecompile.cli")
 @click.command(cls=AnswerCommand)
 @click.argument("target")
 @planning_options()
-@click.option("-o", "--output", help="Where to write the plan.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write the plan.")
 @format_option
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
@@ -59,8 +59,10 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 @plan_option("costs")
 @plan_option("microbatches", default=4)
 @plan_option("optimizer")
-@click.option("-o", "--output", help="Where to write the cost graph, for --costs table:FILE.")
-@click.option("--page", help="Where to write the page (HTML, one file).")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Where to write the cost graph, for --costs table:FILE."
+)
+@click.option("--page", metavar="FILE", help="Where to write the page (HTML, one file).")
 @plan_option("leaf")
 @plan_option("self_check")
 @format_option
@@ -137,7 +139,12 @@ def verify(target: str, form: str, **options: Any) -> int:
 
 
 @click.command("links", cls=AnswerCommand)
-@click.option("-o", "--output", help="Where to write the links, for plan, verify and partition.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Where to write the links, for plan, verify and partition.",
+)
 @format_option
 def measure_links(output: str | None, form: str) -> int:
     """Measure bandwidth and latency between the ranks that torchrun started."""
@@ -167,7 +174,9 @@ def measure_links(output: str | None, form: str) -> int:
     metavar="DEVICE",
     help="cpu or cuda.",
 )
-@click.option("-o", "--output", help="Where to write the device, for --costs roofline:FILE.")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Where to write the device, for --costs roofline:FILE."
+)
 @format_option
 def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
     """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them

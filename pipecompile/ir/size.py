@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pipecompile.errors import InputError
 
-__all__ = ["budgets", "exact_size_text", "parse_budget", "parse_bytes", "size_text"]
+__all__ = ["budgets", "exact_size_text", "option_text", "parse_budget", "parse_bytes", "size_text"]
 
 UNITS = {
     "B": 1,
@@ -66,6 +66,13 @@ def size_text(size: int) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.1f} {name}"
     return f"{size} B"
+
+
+def option_text(size: int) -> str:
+    """Return a size as an option takes it, exact and as short as it goes: 16GB, 1536MiB, 1001B."""
+    # The largest unit of which it is a whole number; of zero that is all of them.
+    unit = max((name for name in UNITS if size % UNITS[name] == 0), key=lambda name: UNITS[name])
+    return f"{size // UNITS[unit]}{unit}"
 
 
 def exact_size_text(size: int) -> str:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
@@ -85,11 +86,11 @@ def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) 
     ratio = _ratio(plan, times)
     if ratio > SUSPICIOUS_RATIO:
         logger.warning(
-            "stages took %.0f× their nodes' sum (%.0f µs instead of %.0f µs a microbatch), "
+            "stages took %.0f× their nodes' sum (%s instead of %s a microbatch), "
             "measured twice: either other programs keep the device busy, and then plan again "
             "when it is idle, or the nodes are so short that the runtime's own work for each "
             "action outweighs them, and then larger microbatches are faster",
-            *(ratio, _stages_ns(times) / 1e3, _nodes_ns(plan, times) / 1e3),
+            *(ratio, time_text(_stages_ns(times)), time_text(_nodes_ns(plan, times))),
         )
     return times
 

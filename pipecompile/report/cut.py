@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pipecompile.ir.cut import Cut
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
     RELATIVE_NOTE,
@@ -14,8 +15,6 @@ from pipecompile.report.units import (
     objective_text,
     percent,
     square_text,
-    time_text,
-    time_with_unit,
 )
 
 __all__ = ["cut_text"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.links import Link, Links
 from pipecompile.report.tables import DrawTable, plain_table
-from pipecompile.report.units import time_text
 
 __all__ = ["link_text", "links_table", "links_text", "overhead_texts"]
 

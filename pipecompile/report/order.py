@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
-from pipecompile.report.units import RELATIVE_NOTE, time_text, time_with_unit
+from pipecompile.report.units import RELATIVE_NOTE
 
 __all__ = ["order_text", "order_title"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
@@ -29,7 +30,7 @@ from pipecompile.report.recompute import (
 from pipecompile.report.summary import headline
 from pipecompile.report.svg import timeline_svg
 from pipecompile.report.templates import page
-from pipecompile.report.units import costs_text, percent, time_text, time_with_unit
+from pipecompile.report.units import costs_text, percent
 
 __all__ = ["plan_page"]
 

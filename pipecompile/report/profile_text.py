@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.size import size_text
 from pipecompile.report.profile import Profile, Row, large_rows, time_of
 from pipecompile.report.tables import DrawTable, bar, plain_table
-from pipecompile.report.units import percent, time_text, time_with_unit
+from pipecompile.report.units import percent
 
 __all__ = ["profile_headline", "profile_text", "totals"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import Plan, Stage
-from pipecompile.report.units import percent, time_text
+from pipecompile.report.units import percent
 
 __all__ = [
     "encoding_texts",

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import CriticalEvent, Timeline
 from pipecompile.ir.size import size_text
 from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
-from pipecompile.report.units import costs_text, time_text, time_with_unit
+from pipecompile.report.units import costs_text
 
 __all__ = ["step_figures", "step_text"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan, Stage
@@ -33,8 +34,6 @@ from pipecompile.report.units import (
     objective_label,
     objective_text,
     percent,
-    time_text,
-    time_with_unit,
     variance_text,
 )
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.size import size_text
-from pipecompile.report.units import percent, time_text, time_with_unit
+from pipecompile.report.units import percent
 
 __all__ = ["page"]
 

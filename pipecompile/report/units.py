@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.graph import TimeUnit
 
 __all__ = [
@@ -14,37 +15,13 @@ __all__ = [
     "objective_text",
     "percent",
     "square_text",
-    "time_scale",
-    "time_text",
-    "time_with_unit",
     "variance_text",
 ]
 
 RELATIVE_NOTE = "relative units, not seconds (1 k is 1,000 units)"
 # From the largest unit on: the first one that a value reaches is the one it is written in.
-_SECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 _SQUARES = (("s²", 1e18), ("ms²", 1e12), ("µs²", 1e6), ("ns²", 1.0))
 _COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-
-
-def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:
-    """Return a time for a cell of a table: 1.5 ms, or 1.5 M of relative units."""
-    name, scale = time_scale(time_ns, unit)
-    # The smallest unit has no decimals: there is no half of a nanosecond, nor of a unit.
-    return f"{time_ns / scale:.{int(scale > 1)}f} {name}".rstrip()
-
-
-def time_scale(time_ns: float, unit: TimeUnit = "ns") -> tuple[str, float]:
-    """Return the unit in which a time reads best, and how many ns (or relative units) it is."""
-    # T is for squares only.
-    scales = _COUNTS[1:] if unit == "relative" else _SECONDS
-    smallest = ("", 1.0) if unit == "relative" else ("ns", 1.0)
-    return next((pair for pair in scales if abs(time_ns) >= pair[1]), smallest)
-
-
-def time_with_unit(time_ns: float, unit: TimeUnit = "ns") -> str:
-    """Return a time for a sentence: 1.5 ms, or 1.5 M units."""
-    return time_text(time_ns, unit) + " units" * (unit == "relative")
 
 
 def costs_text(costs: str, unit: TimeUnit) -> str:

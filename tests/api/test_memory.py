@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -20,10 +21,12 @@ from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.target import Target
 from pipecompile.cli import commands
+from pipecompile.cost_models.device import Device, load_device
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.serialization import decode, encode, read, write
+from pipecompile.ir.size import size_text
 
 WIDTH, BLOCKS, BATCH = 64, 6, 8
 LINEAR = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer's parameters
@@ -196,6 +199,20 @@ def test_a_plan_is_cut_otherwise_so_that_its_optimizer_fits() -> None:
     capped = planned(subject, optimizer="adam", memory=min(needed.values()))
     assert max(memory.total.bound for memory in capped.prediction.memory) == min(needed.values())
     assert capped.assignment != free.assignment
+
+
+def test_a_plan_that_the_named_device_cannot_hold_is_answered_with_the_cap_to_give(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def small(name: str) -> Device:
+        return msgspec.structs.replace(load_device(name), memory_bytes=100_000)
+
+    monkeypatch.setattr("pipecompile.api.plan.load_device", small)
+    plan = planned(target("adamw"), costs="roofline:h100")
+    needed = size_text(max(memory.total.bound for memory in plan.prediction.memory))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith(f"a rank may need {needed}, but h100 has 97.7 KiB: ")
+    assert "give --memory 100KB (in Python memory='100KB')" in warning
 
 
 def test_a_plan_with_an_optimizer_is_read_back_as_it_was(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from pipecompile.errors import InputError
 from pipecompile.ir.options import (
     OPTIONS,
+    Objective,
     OptimizerName,
     PlacementShape,
     ScheduleName,
@@ -51,6 +52,12 @@ def test_a_name_in_another_case_is_known_and_a_near_one_is_suggested() -> None:
     assert known_name("schedule", "1F1B", schedules) == "1f1b"
     with pytest.raises(InputError, match=r"unknown schedule '1f1v'; did you mean '1f1b'\? choose"):
         known_name("schedule", "1f1v", schedules)
+    with pytest.raises(InputError, match=r"did you mean 'variance'\? choose"):
+        known_name("objective", "var", get_args(Objective))
+    with pytest.raises(InputError, match=r"did you mean 'zb-h1' or 'zb-h2' or 'zb-v'\? choose"):
+        known_name("schedule", "ZB", schedules)
+    with pytest.raises(InputError, match=r"unknown schedule ''; choose"):
+        known_name("schedule", "", schedules)
     with pytest.raises(InputError, match=r"schedule=4 is not a name; choose"):
         known_name("schedule", 4, schedules)
 

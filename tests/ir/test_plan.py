@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -103,6 +104,17 @@ def test_a_plan_is_read_as_it_was_written_and_has_one_form() -> None:
     assert encode(decode(data, Plan, origin="plan.json")) == data
     begin = b'{\n "schema": "pipecompile/plan/1",\n "allocator": "cpu",\n "capture": {"'
     assert data.startswith(begin)
+
+
+def test_a_plan_is_saved_and_loaded_as_the_commands_do_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = _plan()
+    plan.save(path)
+    assert path.read_bytes() == encode(plan)
+    assert Plan.load(str(path)) == plan
+    path.write_text('{"schema": "pipecompile/links/1"}')
+    with pytest.raises(FormatError, match=r"plan\.json: is a links file"):
+        Plan.load(path)
 
 
 def test_a_plan_knows_the_stage_of_each_node_and_what_a_rank_holds() -> None:

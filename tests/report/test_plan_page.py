@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import EncodedNodes, Plan
 from pipecompile.ir.size import size_text
 from pipecompile.report.plan_page import plan_page
-from pipecompile.report.units import time_text
 from pipecompile.schedule.simulator import simulate_plan
 from tests.report.pages import Page
 

@@ -21,6 +21,7 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Seed
 from pipecompile.runtime.local import step
+from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 
 NOW = StreamKey(seed=5, step=0, microbatch=0)
@@ -130,7 +131,7 @@ def train(case: Case, cuts: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], d
     order = [Action(s, Kind.FORWARD, 0) for s in range(last + 1)]
     order += [Action(s, Kind.BACKWARD, 0) for s in reversed(range(last + 1))]
     try:
-        (loss,) = step(eager, order, [case.inputs], [None], seed=NOW.seed, step=NOW.step)
+        ((loss,),) = step(eager, order, Minibatch([case.inputs], [None], NOW.seed, NOW.step)).values
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return loss, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()}
     finally:

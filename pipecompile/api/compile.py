@@ -7,7 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.choices import Choices, check_names
@@ -41,6 +43,8 @@ def pipecompile(
     self_check: bool = True,
     plan: Plan | str | Path | None = None,
     seed: int = 0,
+    mesh: DeviceMesh | None = None,
+    autocast: torch.dtype | None = None,
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -59,6 +63,9 @@ def pipecompile(
     self_check      Compare the captured graph with the model by a training step before it is used.
     plan            A plan or its file to be run; it has its own k, costs and choices.
     seed            What random nodes draw from, together with the number of the step.
+    mesh            The ranks as a mesh with a dimension "pp" and one "dp" for replicas. Without it
+                    n times the plan's ranks are n replicas.
+    autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -69,22 +76,23 @@ def pipecompile(
     world.join()
     function = costs if callable(costs) else None
     arguments = arguments_of(model, sample_input)
-    target = Target(model, arguments, loss_fn, sample_target, costs=function)
+    target = Target(model, arguments, loss_fn, sample_target, costs=function, autocast=autocast)
     target.check_values("a pipeline")
-    if plan is None:
-        options = _shared_options(target, k, costs, choices)
-        # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
-        connected = world.run_on_first(lambda: links_for(options, links)) or FREE
-        captured = _captured(target, options, self_check=self_check)
-        committed = _planned(target, options, captured, connected)
-    else:
-        committed = _committed(plan, links, choices)
-        captured = _captured(target, committed.options, self_check=self_check)
-        _check_sound(committed)
-    # Both ways: a plan that was just made is checked as one from a file is.
-    check_current(committed, captured)
-    check_world(committed)
-    return Pipeline(committed, captured, target, seed=seed, self_check=self_check)
+    with target.precision():
+        if plan is None:
+            options = _shared_options(target, k, costs, choices)
+            # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
+            connected = world.run_on_first(lambda: links_for(options, links)) or FREE
+            captured = _captured(target, options, self_check=self_check)
+            committed = _planned(target, options, captured, connected)
+        else:
+            committed = _committed(plan, links, choices)
+            captured = _captured(target, committed.options, self_check=self_check)
+            _check_sound(committed)
+        # Both ways: a plan that was just made is checked as one from a file is.
+        check_current(committed, captured)
+        check_world(committed)
+        return Pipeline(committed, captured, target, seed=seed, self_check=self_check, mesh=mesh)
 
 
 def _shared_options(

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.capture import Captured
-from pipecompile.api.program import Program, Programs
-from pipecompile.api.target import LossFunction, Target
-from pipecompile.codegen.stages import StageModule
+from pipecompile.api.program import Programs
+from pipecompile.api.runner import Runner
+from pipecompile.api.target import Target
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule, Timeline
-from pipecompile.runtime import local, world
-from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline, tie_groups
-from pipecompile.runtime.gradients import divide_gradients, fresh_gradients
+from pipecompile.runtime import world
+from pipecompile.runtime.batch_statistics import MinibatchStatistics
+from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
-from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.schedule.plan_orders import PlanOrders
+from pipecompile.runtime.norm import total_norm
+from pipecompile.runtime.place import RankPlace
+from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
 
 __all__ = ["Pipeline", "check_world"]
@@ -37,7 +39,8 @@ class Pipeline:
 
     In one process all stages run on the model's device. Under torchrun (or in any initialised
     process group) each rank runs the stages that the plan gives it, and only those move to its
-    device.
+    device. With several times the plan's ranks, there are so many replicas of the pipeline: each
+    steps with its own part of the data, and gradients are those of the mean over all of it.
 
     `plan` is the plan, `seed` and `steps` are what random nodes draw from.
     """
@@ -50,24 +53,18 @@ class Pipeline:
         *,
         seed: int = 0,
         self_check: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.plan = plan
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
         self._target = target
-        self._share = LocalShare(plan)
-        self._orders = PlanOrders(plan)
+        self._share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
-        self._device = _local_device(target) if self._share.is_distributed else target.device
-        self._eager_stages: dict[Program, list[EagerStage]] = {}
-        self._trainers: dict[Program, DistributedPipeline] = {}
-        self._evaluators: dict[Program, DistributedPipeline] = {}
-        if self._share.is_distributed:
-            self._move_stages()
-            # Buffers that moved to a GPU are other objects now.
-            self._programs.planned.remember()
-            self._equalise_ties()
+        self._runner = Runner(plan, target, self._share, self._programs.planned)
+        self._gradients = StepGradients()
+        self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
 
     def __repr__(self) -> str:
         where = (
@@ -82,7 +79,7 @@ class Pipeline:
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The stage modules of this process; their parameters have the original names."""
-        return tuple(self._programs.planned.stages[index].module for index in self._share.stages)
+        return self._runner.stages
 
     def simulate(self) -> Timeline:
         """The timeline of one step as the plan predicts it."""
@@ -129,35 +126,54 @@ class Pipeline:
 
     # -- training and evaluation
 
-    def step(self, batch: Any, target: Any = None) -> Tensor | None:
+    def step(
+        self,
+        batch: Any,
+        target: Any = None,
+        *,
+        accumulate: bool = False,
+        scaler: GradScaler | None = None,
+        everywhere: bool = False,
+    ) -> Any:
         """Run one training step on a minibatch; gradients are left on the parameters, for an
         optimizer.
 
-        `batch` is as `sample_input` was; `target` goes to the loss function. Returns the mean loss
-        of the microbatches where the last stage runs, None on other ranks. Every rank gives the
-        same batch and target. Gradients are those of the mean loss; they are added to what the
-        parameters hold.
+        batch        The minibatch, as `sample_input` was: the same on every rank of a pipeline.
+                     Each replica gives its own.
+        target       What goes to the loss function, likewise.
+        accumulate   More minibatches follow before the update: gradients are put aside, and ranks
+                     exchange none. The step that ends it adds them.
+        scaler       A GradScaler: gradients are those of the scaled loss. If they overflow on one
+                     rank, they do on all, so that all skip the update.
+        everywhere   Return the result on every rank.
 
-        Modules are in the mode that `.train()` and `.eval()` have put them in, the same on every
-        rank. For modes other than the planned ones the model is captured once more and cut like the
-        plan, whose figures do not hold for them.
+        Returns the mean loss of the minibatch, over all replicas, where the last stage runs, and
+        None on other ranks. If the loss function returns a loss and something else, it is the pair
+        of the loss and what came with it, joined in the order of the batch.
+
+        Gradients are those of the mean loss; they are added to what the parameters hold. Modules
+        are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For
+        modes other than the planned ones the model is captured once more and cut like the plan,
+        whose figures do not hold for them.
         """
         _refuse_untrainable(self.plan.schedule)
-        rows = self._rows(batch)
-        if len(rows) > self.plan.microbatches:
-            raise InputError(
-                f"the batch holds {len(rows)} microbatches, but the plan was made for "
-                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
-                "batch, or plan again with more microbatches"
-            )
-        targets = split(target, len(rows))
-        schedule = self.plan.schedule.first_microbatches(len(rows))
+        minibatch = self._minibatch(batch, target, scaler)
+        count = len(minibatch.inputs)
+        schedule = self.plan.schedule.first_microbatches(count)
         parameters = list(self.parameters())
-        program = self._programs.current()
-        with program.mode(), fresh_gradients(parameters):
-            losses = self._step(program, schedule, rows, targets)
+        with self._target.precision():
+            program = self._programs.current()
+            program.check_unchanged()
+        gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
+        with program.mode(), self._statistics(accumulate), gradients:
+            result = self._runner.train(program, schedule, minibatch, reduces=not accumulate)
+            if not accumulate:
+                divide_gradients(parameters, count * self._share.place.replicas)
+        if scaler is not None and self._share.is_distributed and not accumulate:
+            present = [p.grad for p in parameters if p.grad is not None]
+            spread_overflow(present, self._runner.device, self._share.place.pipeline_group)
         self.steps += 1
-        return None if losses is None else torch.stack(list(losses)).mean()
+        return self._returned(result, everywhere=everywhere)
 
     def evaluate(self, batch: Any) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last
@@ -167,60 +183,84 @@ class Pipeline:
         shortcut without them.
         """
         rows = self._rows(batch)
-        program = self._programs.in_eval_mode()
+        with self._target.precision():
+            program = self._programs.in_eval_mode()
+            program.check_unchanged()
         with program.mode():
-            if self._share.is_distributed:
-                schedule = self._orders.evaluation(len(rows))
-                outputs: Sequence[Sequence[Tensor]] | None = self._evaluator(program).run(
-                    schedule, rows, [None] * len(rows), seed=self.seed, step=0
-                )
-            else:
-                stages = [_eager(stage, loss=None) for stage in program.stages]
-                outputs = local.evaluate(stages, rows, seed=self.seed)
+            minibatch = Minibatch(rows, [None] * len(rows), self.seed, 0)
+            outputs = self._runner.evaluate(program, minibatch)
         if outputs is None:
             return None
         program.check_joinable(outputs[0])
         return merge([program.outputs.unflatten(list(values)) for values in outputs])
 
-    # -- what this rank holds
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
-    def _move_stages(self) -> None:
-        """Move the stages to this rank's device. Buffers become other objects there, which the
-        model then gets.
+        Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
+        tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
-        own = {name for name, _ in self._target.model.named_buffers(remove_duplicate=False)}
-        for stage in self.stages:
-            stage.to(self._device)
-            for name, buffer in stage.named_buffers(remove_duplicate=False):
-                path, _, last = name.rpartition(".")
-                if name in own:
-                    self._target.model.get_submodule(path)._buffers[last] = buffer
+        owned = [
+            parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and self._share.owns(name)
+        ]
+        place = self._share.place
+        norm = total_norm(
+            owned,
+            norm_type,
+            self._runner.device,
+            place.pipeline_group,
+            over_ranks=place.is_distributed,
+        )
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
 
-    @cached_property
-    def _tied(self) -> dict[str, nn.Parameter]:
-        return self._tied_in(self._programs.planned)
+    def zero_grad(self) -> None:
+        """Drop the gradients of this process, and those that steps have put aside."""
+        self._gradients.clear()
+        self._batch_norms.clear()
+        for parameter in self.parameters():
+            parameter.grad = None
 
-    def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
-        """The parameters that several stages read."""
-        by_name = dict(self._target.model.named_parameters())
-        return {
-            n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
-        }
+    def train(self, mode: bool = True) -> Self:
+        """Put all modules into train mode, or into eval mode."""
+        self._target.model.train(mode)
+        return self
 
-    @cached_property
-    def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process group of the ranks that hold each tied parameter."""
-        stages = {name: self._programs.planned.ties[name].stages for name in self._tied}
-        return tie_groups(stages, self.plan.schedule.placement)
+    def eval(self) -> Self:
+        """Put all modules into eval mode."""
+        return self.train(False)
 
-    def _equalise_ties(self) -> None:
-        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs
-        differently.
+    # -- what a step needs
+
+    def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
+        """Where the step leaves the statistics of batch norms that follow the minibatch."""
+        if self.plan.options.batch_norm == "minibatch":
+            return self._batch_norms.of_step(accumulate=accumulate)
+        return nullcontext()
+
+    def _minibatch(self, batch: Any, target: Any, scaler: GradScaler | None) -> Minibatch:
+        """The microbatches of a training step, where they are read; InputError if there are more
+        than planned.
         """
-        for name, group in self._tie_groups.items():
-            if self._share.holds(name):
-                owner = self.plan.schedule.placement[self._programs.planned.ties[name].owner]
-                dist.broadcast(self._tied[name].data, src=owner, group=group)
+        rows = self._rows(batch)
+        if len(rows) > self.plan.microbatches:
+            raise InputError(
+                f"the batch holds {len(rows)} microbatches, but the plan was made for "
+                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
+                "batch, or plan again with more microbatches"
+            )
+        last = self.plan.k - 1
+        targets = [
+            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
+            for part in split(target, len(rows))
+        ]
+        # Every rank asks the scaler, since it makes its scale when it is first asked.
+        one = torch.ones((), device=self._runner.device)
+        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
+        first = self._share.place.replica * len(rows)
+        return Minibatch(rows, targets, self.seed, self.steps, scale, first)
 
     def _rows(self, batch: Any) -> list[list[Tensor]]:
         """The input tensors of each microbatch, on the device."""
@@ -235,125 +275,29 @@ class Pipeline:
                 raise InputError(
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
                 )
-        return split([self._at_stage(0, tensor) for tensor in tensors], count)
+        return split([self._runner.at_stage(0, tensor) for tensor in tensors], count)
 
-    def _at_stage(self, index: int, tensor: Tensor) -> Tensor:
-        """`tensor` on the device if the stage is here; other ranks do not read it."""
-        return tensor.to(self._device) if index in self._share.stages else tensor
-
-    def _step(
-        self, program: Program, schedule: Schedule, rows: list[list[Tensor]], targets: list[Any]
-    ) -> Sequence[Tensor] | None:
-        last = self.plan.k - 1
-        targets = [
-            tree_map_only(Tensor, lambda value: self._at_stage(last, value), target)
-            for target in targets
-        ]
-        if self._share.is_distributed:
-            losses_by_microbatch = self._trainer(program).run(
-                schedule, rows, targets, seed=self.seed, step=self.steps
+    def _returned(self, result: StepResult | None, *, everywhere: bool) -> Any:
+        """What `step` returns for the result of the last stage."""
+        place, returned = self._share.place, None
+        if result is not None:
+            loss = torch.stack([values[0] for values in result.values]).mean()
+            if place.replica_group is not None:
+                dist.all_reduce(loss, group=place.replica_group)
+                loss /= place.replicas
+            extras = result.extras
+            returned = loss if extras[0] is None else (loss, merge(extras))
+        if everywhere and place.is_distributed:
+            last = self.plan.schedule.placement[-1]
+            returned = world.broadcast_value(
+                returned, place.global_ranks[last], place.pipeline_group
             )
-            return (
-                None
-                if losses_by_microbatch is None
-                else [values[0] for values in losses_by_microbatch]
-            )
-        order = self._orders.actions(schedule)
-        losses = local.step(
-            self._stages(program), order, rows, targets, seed=self.seed, step=self.steps
-        )
-        divide_gradients(self._target.model.parameters(), len(rows))
-        return losses
-
-    def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Tensor:
-        loss_fn: LossFunction = self._target.trained_by
-        return loss_fn(program.outputs.unflatten(outputs), target)
-
-    def _loss_of(self, program: Program, stage: int) -> Loss | None:
-        return partial(self._loss, program) if stage == self.plan.k - 1 else None
-
-    def _stages(self, program: Program) -> list[EagerStage]:
-        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed
-        stage by stage.
-        """
-        if program not in self._eager_stages:
-            tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            for name, parameter in self._tied_in(program).items():
-                for earlier, later in pairwise(program.ties[name].stages):
-                    tied_to_later[earlier].append(parameter)
-                    tied_to_earlier[later].append(parameter)
-            self._eager_stages[program] = [
-                _eager(
-                    s,
-                    loss=self._loss_of(program, s.index),
-                    tied_to_earlier=tied_to_earlier[s.index],
-                    tied_to_later=tied_to_later[s.index],
-                )
-                for s in program.stages
-            ]
-        return self._eager_stages[program]
-
-    def _trainer(self, program: Program) -> DistributedPipeline:
-        if program not in self._trainers:
-            stages = {
-                index: _eager(program.stages[index], loss=self._loss_of(program, index))
-                for index in self._share.stages
-            }
-            ties = [
-                (self._tied[name], group)
-                for name, group in sorted(self._tie_groups.items())
-                if self._share.holds(name) and self._tied[name].requires_grad
-            ]
-            scalar = [BoundaryShape(((), torch.float32, True))]
-            shapes = program.boundary_shapes()
-            self._trainers[program] = DistributedPipeline(
-                stages, self._device, shapes, scalar, ties
-            )
-        return self._trainers[program]
-
-    def _evaluator(self, program: Program) -> DistributedPipeline:
-        if program not in self._evaluators:
-            stages = {
-                index: _eager(program.stages[index], loss=None) for index in self._share.stages
-            }
-            shapes = program.boundary_shapes()
-            self._evaluators[program] = DistributedPipeline(
-                stages, self._device, shapes, program.results, ()
-            )
-        return self._evaluators[program]
+        return returned
 
 
 def _shape_of(value: Any) -> Any:
     """The shape of a tensor; None for a value that is no tensor."""
     return value.shape if isinstance(value, Tensor) else None
-
-
-def _eager(
-    stage: StageModule,
-    *,
-    loss: Any,
-    tied_to_earlier: Sequence[nn.Parameter] = (),
-    tied_to_later: Sequence[nn.Parameter] = (),
-) -> EagerStage:
-    return EagerStage(
-        stage.module,
-        gradient_inputs=stage.gradient_inputs,
-        loss=loss,
-        buffers=stage.buffers,
-        random=stage.random,
-        tied_to_earlier=tied_to_earlier,
-        tied_to_later=tied_to_later,
-    )
-
-
-def _local_device(target: Target) -> torch.device:
-    """Where this rank's stages run: its GPU under NCCL, else where the model is."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else target.device
-    )
 
 
 def _refuse_untrainable(schedule: Schedule) -> None:
@@ -378,9 +322,9 @@ def _refuse(what: str, names: set[str]) -> None:
 
 
 def check_world(plan: Plan) -> None:
-    """StalePlanError unless this process group has the ranks that the plan places its stages on."""
+    """StalePlanError unless the processes are one pipeline of the plan's ranks, or several."""
     processes = world.size()
-    if processes in (1, plan.ranks):
+    if processes == 1 or processes % plan.ranks == 0:
         return
     several = ""
     if plan.stages_per_rank > 1:
@@ -388,6 +332,6 @@ def check_world(plan: Plan) -> None:
         several = f" (schedule {name!r} places k={plan.k} stages {each} on a rank)"
     raise StalePlanError(
         f"the plan is for {plan.ranks} ranks{several}, but {processes} processes run; launch "
-        f"torchrun --nproc-per-node {plan.ranks}, or plan with ranks={processes}, "
-        f"which is k={processes * plan.stages_per_rank}"
+        f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
+        f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
     )

@@ -23,8 +23,8 @@ from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.ir.plan import BatchNormUpdate, Plan
-from pipecompile.runtime.distributed import BoundaryShape
 from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.messages import BoundaryShape
 
 __all__ = ["Program", "Programs"]
 
@@ -59,8 +59,6 @@ class Program:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        (output,) = (node for node in module.graph.nodes if node.op == "output")
-        self.results = [BoundaryShape((tuple(v.shape), v.dtype, False)) for v in output.meta["val"]]
 
     @property
     def outputs(self) -> OutputStructure:
@@ -131,7 +129,6 @@ class Program:
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Put modules into the modes of this program for the block."""
-        self.check_unchanged()
         model = self.captured.model
         before = {part: part.training for part in model.modules()}
         # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.

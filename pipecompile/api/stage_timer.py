@@ -162,9 +162,8 @@ class StageTimer:
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
                 ]
-                works[stage.index] = StageWorkload(
-                    run, inputs, targets, _output_gradients(stage, outputs)
-                )
+                gradients = [] if run.loss else _output_gradients(stage, outputs)
+                works[stage.index] = StageWorkload(run, inputs, targets, gradients)
             values = outputs
         return works
 

@@ -5,6 +5,7 @@ TARGET.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ class Target:
     model's own `loss`.
 
     `costs` is a user's function that prices nodes, for the costs called "function". `optimizer`
-    names the one whose state is counted, see `memory_model/optimizer.py`.
+    names the one whose state is counted, see `memory_model/optimizer.py`. `autocast` is the type to
+    which operators of forwards and of the loss cast; None leaves it to the code around.
     """
 
     model: nn.Module
@@ -41,6 +43,13 @@ class Target:
     targets: Any = None
     costs: CostFunction | None = None
     optimizer: str | None = None
+    autocast: torch.dtype | None = None
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Enter the autocast under which forwards run."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
 
     @property
     def device(self) -> torch.device:

@@ -1,14 +1,25 @@
-"""Gradients of a step: the sum over microbatches in their order, divided by their number."""
+"""Gradients of a step: the sum over microbatches in their order, divided by their number.
+
+Steps that accumulate leave their sums aside, undivided and only of this rank. The step that ends
+them begins with these sums, so that ranks exchange gradients only once:
+
+    step(…, accumulate=True)    aside  = Σ of its microbatches
+    step(…, accumulate=True)    aside += Σ of its microbatches
+    step(…)                     .grad += (aside + Σ of its microbatches), summed over ranks, / M
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["divide_gradients", "fresh_gradients"]
+from pipecompile.errors import InputError
+
+__all__ = ["StepGradients", "divide_gradients", "fresh_gradients", "spread_overflow"]
 
 
 @contextmanager
@@ -18,24 +29,91 @@ def fresh_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     So gradients of earlier steps, which the user accumulates, are not divided a second time. If the
     block fails, the gradients from before are restored: a step happens as a whole or not at all.
     """
-    parameters = list(parameters)  # an iterator could be read only once
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
+    with StepGradients().of_step(parameters, 1, accumulate=False):
         yield
-    except BaseException:
+
+
+class StepGradients:
+    """What steps that accumulate have left aside, by parameter."""
+
+    def __init__(self) -> None:
+        self._aside: dict[Tensor, Tensor] = {}
+        self._microbatches = 1
+        self._lost = False
+
+    @contextmanager
+    def of_step(
+        self, parameters: Iterable[Tensor], microbatches: int, *, accumulate: bool
+    ) -> Iterator[None]:
+        """Begin the block with what lies aside as the gradients.
+
+        Afterwards they are put aside again if it is to `accumulate`, else added to the gradients
+        from before. If the block fails, these are restored, and what lay aside is lost: InputError
+        from then on, until `clear`.
+        """
+        if self._lost:
+            raise InputError(
+                "a step with accumulate=True before this one has failed, and its gradients are "
+                "gone; call zero_grad() and repeat the minibatches since the last update"
+            )
+        parameters = list(parameters)  # an iterator could be read only once
+        before = [parameter.grad for parameter in parameters]
+        had_some = bool(self._aside)
+        for parameter in parameters:
+            parameter.grad = self._pop(parameter, microbatches)
+        try:
+            yield
+        except BaseException:
+            _restore(parameters, before)
+            self._lost = had_some
+            raise
+        if accumulate:
+            self._microbatches = microbatches
+            self._aside = {p: p.grad for p in parameters if p.grad is not None}
+            _restore(parameters, before)
+            return
         for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-        raise
-    for parameter, gradient in zip(parameters, before, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            if gradient is not None:
+                own = parameter.grad
+                parameter.grad = gradient if own is None else gradient.add_(own)
+
+    def clear(self) -> None:
+        """Forget what lies aside."""
+        self._aside.clear()
+        self._lost = False
+
+    def _pop(self, parameter: Tensor, microbatches: int) -> Tensor | None:
+        """Take out a sum that will be divided by `microbatches`, whatever it was summed over."""
+        gradient = self._aside.pop(parameter, None)
+        if gradient is not None and microbatches != self._microbatches:
+            gradient.mul_(microbatches / self._microbatches)
+        return gradient
+
+
+def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 @torch.no_grad()
-def divide_gradients(parameters: Iterable[Tensor], microbatches: int) -> None:
-    """Divide the gradients by the number of microbatches, in place."""
+def divide_gradients(parameters: Iterable[Tensor], count: int) -> None:
+    """Divide the gradients by how many were summed, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.div_(microbatches)
+            parameter.grad.div_(count)
+
+
+def spread_overflow(
+    gradients: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Put an infinity into the gradients of every rank if a rank of `group` has one, or a NaN.
+
+    A GradScaler looks at the gradients of its own rank. Without this, one rank would skip an update
+    that others make, and the scales would go apart.
+    """
+    norm = torch.nn.utils.get_total_norm(gradients, torch.inf)
+    flag = (~norm.isfinite()).to(device, torch.float32)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    if flag.item():
+        for gradient in gradients:
+            gradient.view(-1)[:1].fill_(torch.inf)

@@ -6,13 +6,19 @@ Called by `api/pipeline.py`. The actions of all ranks are performed one after th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward, TiedGradients
+from pipecompile.runtime.rank_step import (
+    ActionObserver,
+    Minibatch,
+    RankStep,
+    StepResult,
+    recomputed_microbatches,
+)
+from pipecompile.runtime.stage import EagerStage
 
 __all__ = ["evaluate", "step"]
 
@@ -20,25 +26,27 @@ __all__ = ["evaluate", "step"]
 def step(
     stages: Sequence[EagerStage],
     order: Sequence[Action],
-    inputs: Sequence[Sequence[Tensor]],
-    targets: Sequence[Any],
-    *,
-    seed: int,
-    step: int,
-) -> list[Tensor]:
-    """Perform `order` (the compute actions of all ranks, merged); return each microbatch's loss.
+    batch: Minibatch,
+    observers: Sequence[ActionObserver] = (),
+) -> StepResult:
+    """Perform `order` (the compute actions of all ranks, merged); return what the last stage does.
 
-    Gradients are added to the parameters' `.grad` in the order of the actions. Those of tied
-    parameters are summed in the order of the unsplit model.
+    Gradients
+    are added to the parameters' `.grad` in the order of the actions. Those of tied parameters are
+    summed in the order of the unsplit model.
     """
-    local_step = _LocalStep(stages, inputs, targets, seed, step)
-    recomputed = {
-        (action.stage, action.microbatch) for action in order if action.kind is Kind.RECOMPUTE
-    }
+    rank_step = RankStep(
+        dict(enumerate(stages)),
+        len(stages),
+        batch,
+        recomputed_microbatches(order),
+        observers=observers,
+    )
     for action in order_for_tied_parameters(order, stages):
-        is_recomputed = (action.stage, action.microbatch) in recomputed
-        local_step.perform(action, recompute=is_recomputed)
-    return local_step.losses()
+        rank_step.perform(action)
+    result = rank_step.result()
+    assert result is not None
+    return result
 
 
 def evaluate(
@@ -99,73 +107,3 @@ def _later_holders(stages: Sequence[EagerStage], index: int) -> list[int]:
         for later in range(index + 1, len(stages))
         if not shared.isdisjoint(stages[later].tied_to_earlier)
     ]
-
-
-class _LocalStep:
-    """What stages keep, and what they pass to each other, during one step.
-
-    Tables are by (stage, microbatch): `_values` are the inputs that wait for a forward,
-    `_gradients` those of outputs that wait for a backward.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[EagerStage],
-        inputs: Sequence[Sequence[Tensor]],
-        targets: Sequence[Any],
-        seed: int,
-        step: int,
-    ) -> None:
-        self._stages = stages
-        self._targets = targets
-        self._seed, self._step = seed, step
-        self._values: dict[tuple[int, int], Sequence[Tensor]] = {
-            (0, microbatch): values for microbatch, values in enumerate(inputs)
-        }
-        self._gradients: dict[tuple[int, int], Sequence[Tensor | None]] = {}
-        self._saved: dict[tuple[int, int], SavedForward] = {}
-        self._parts: dict[tuple[int, int], BackwardParts] = {}
-        self._tied_gradients: list[TiedGradients] = [{} for _ in inputs]
-
-    def perform(self, action: Action, *, recompute: bool) -> None:
-        """Perform one action; `recompute` says whether its microbatch is recomputed later."""
-        assert action.microbatch is not None
-        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
-        tied_gradients = self._tied_gradients[action.microbatch]
-        match action.kind:
-            case Kind.FORWARD:
-                self._forward(stage, key, recompute)
-            case Kind.RECOMPUTE:
-                stage.recompute(self._saved[key])
-            case Kind.BACKWARD:
-                gradients = stage.backward(
-                    self._saved.pop(key), self._gradients.pop(key, ()), tied_gradients
-                )
-                self._pass_back(key, gradients)
-            case Kind.BACKWARD_INPUT:
-                gradients, self._parts[key] = stage.backward_input(
-                    self._saved.pop(key), self._gradients.pop(key, ())
-                )
-                self._pass_back(key, gradients)
-            case Kind.BACKWARD_WEIGHT:
-                stage.backward_weight(self._parts.pop(key), tied_gradients)
-            case _:
-                raise AssertionError(f"{action} is not a compute action")
-
-    def _forward(self, stage: EagerStage, key: tuple[int, int], recompute: bool) -> None:
-        index, microbatch = key
-        stream_key = StreamKey(self._seed, self._step, microbatch)
-        outputs, self._saved[key] = stage.forward(
-            self._values.pop(key), stream_key, self._targets[microbatch], recompute=recompute
-        )
-        self._values[index + 1, microbatch] = outputs
-
-    def _pass_back(self, key: tuple[int, int], gradients: Sequence[Tensor | None]) -> None:
-        index, microbatch = key
-        if index:
-            self._gradients[index - 1, microbatch] = gradients
-
-    def losses(self) -> list[Tensor]:
-        """Return the loss of each microbatch, once all forwards are done."""
-        count = len(self._stages)
-        return [self._values[count, microbatch][0] for microbatch in range(len(self._targets))]

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
 from pipecompile.ir.plan import Plan
-from pipecompile.runtime import world
+from pipecompile.runtime.place import RankPlace
 
 __all__ = ["LocalShare"]
 
 
 class LocalShare:
-    """All stages of a plan, or under torchrun those of this rank, and the parameters that they
-    hold.
+    """All stages of a plan, or with several processes those of this rank, and what they hold.
 
-    `is_distributed` says whether there are several processes, `stages` are the indices of the
-    stages here, and `holders` are the stages that hold each parameter and buffer, by every name
-    that it has.
+    `place` says where this process is, `stages` are the indices of the stages here, and `holders`
+    are the stages that hold each parameter and buffer, by every name that it has.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.is_distributed = world.size() > 1
-        placement = plan.schedule.placement
+    def __init__(self, plan: Plan, place: RankPlace) -> None:
+        self.place = place
+        self.is_distributed = place.is_distributed
         self.stages = [
             index
-            for index, rank in enumerate(placement)
-            if not self.is_distributed or rank == world.rank()
+            for index, rank in enumerate(plan.schedule.placement)
+            if not self.is_distributed or rank == place.rank
         ]
         self.holders: dict[str, tuple[int, ...]] = {
             name: parameter.stages
@@ -34,6 +36,18 @@ class LocalShare:
     def holds(self, name: str) -> bool:
         """Whether the parameter or buffer `name` is here."""
         # The forward may not use a parameter: no stage reads it, and it stays with the first one.
-        return not self.is_distributed or not set(self.holders.get(name, (0,))).isdisjoint(
-            self.stages
-        )
+        stages = self.holders.get(name, (0,))
+        return not self.is_distributed or not set(stages).isdisjoint(self.stages)
+
+    def named_state(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers of `model` that are here, by their first name."""
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if self.holds(name):
+                yield name, value
+
+    def owns(self, name: str) -> bool:
+        """Whether the parameter or buffer is here, and on no earlier rank's stage.
+
+        Sums over a pipeline count a tied parameter once by this.
+        """
+        return not self.is_distributed or self.holders.get(name, (0,))[0] in self.stages

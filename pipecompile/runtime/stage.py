@@ -13,13 +13,14 @@ stages (timing.py) use the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError
 from pipecompile.graph.batch_statistics import record_forward
@@ -35,8 +36,8 @@ from pipecompile.runtime.split_backward import (
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
 
-Loss = Callable[[Sequence[Tensor], Any], Tensor]
-"""From the output tensors and the target of a microbatch to a scalar."""
+Loss = Callable[[Sequence[Tensor], Any], Any]
+"""From the output tensors and the target of a microbatch to a scalar, or to (scalar, anything)."""
 BackwardParts = list[BackwardPart]
 """What a first half of a backward leaves for the second half."""
 
@@ -49,6 +50,7 @@ class SavedForward:
     copies from before such a forward. `input_gradients` are those gradients, by the index of the
     input, that autograd is going to copy into the layout of the input: the stage before must get
     them as they were computed, since the rounding of later sums may depend on the layout.
+    `extras` is what the loss function returned beside the loss, without history.
     """
 
     stream_key: StreamKey
@@ -57,6 +59,7 @@ class SavedForward:
     outputs: tuple[Tensor, ...] | None
     buffers: tuple[Tensor, ...] = ()
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
+    extras: Any = None
 
 
 class EagerStage:
@@ -64,7 +67,8 @@ class EagerStage:
 
     `gradient_inputs` says for each input whether its gradient is sent back. The last stage has a
     `loss`, and its only output is that loss. `buffers` are those that a forward writes to; `random`
-    says whether it draws random numbers.
+    says whether it draws random numbers. `precision` enters what forwards run under, and backwards
+    do not.
 
     Parameters in `tied_to_earlier` are held by earlier stages of this process too, those in
     `tied_to_later` by later ones. For each microbatch their gradients are handed from the last of
@@ -85,9 +89,11 @@ class EagerStage:
         random: bool = False,
         tied_to_earlier: Sequence[nn.Parameter] = (),
         tied_to_later: Sequence[nn.Parameter] = (),
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.module = module
         self.loss = loss
+        self._precision = precision
         self._gradient_inputs = tuple(gradient_inputs)
         self._buffers = tuple(buffers)
         self._random = random
@@ -135,7 +141,7 @@ class EagerStage:
 
     def evaluate(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
         """Return the output tensors, without gradients and without the loss."""
-        with torch.no_grad():
+        with torch.no_grad(), self._precision():
             return self._outputs(inputs, stream_key)
 
     def backward(
@@ -146,8 +152,8 @@ class EagerStage:
     ) -> list[Tensor | None]:
         """Add to the parameters' `.grad` and return the gradients of the inputs, None for some.
 
-        `gradients` are those of the outputs; the last stage, whose output is the loss, ignores
-        them. `tied_gradients` holds what later stages contribute to tied parameters for this
+        `gradients` are those of the outputs; that of a loss is 1 if it is not given.
+        `tied_gradients` holds what later stages contribute to tied parameters for this
         microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
@@ -198,9 +204,14 @@ class EagerStage:
         return value.detach().requires_grad_(wants_gradient)
 
     def _run(self, saved: SavedForward) -> tuple[Tensor, ...]:
+        with self._precision():
+            return self._outputs_or_loss(saved)
+
+    def _outputs_or_loss(self, saved: SavedForward) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.stream_key)
         if self.loss is not None:
-            return (_checked_scalar(self.loss(outputs, saved.target)),)
+            loss, saved.extras = _loss_and_extras(self.loss(outputs, saved.target))
+            return (loss,)
         # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
         # but passes it through a view as it is.
         leaves = {id(value) for value in saved.inputs if value.requires_grad}
@@ -221,13 +232,21 @@ class EagerStage:
         """Return the outputs that a backward begins at, and their gradients (None: 1)."""
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
-            return list(saved.outputs), [None]
+            return list(saved.outputs), list(gradients) or [None]
         pairs = [
             (value, gradient)
             for value, gradient in zip(saved.outputs, gradients, strict=True)
             if value.requires_grad and gradient is not None
         ]
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _loss_and_extras(returned: Any) -> tuple[Tensor, Any]:
+    """Return the loss and what came with it, without history; InputError without a scalar."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, extras = returned
+        return _checked_scalar(loss), tree_map_only(Tensor, Tensor.detach, extras)
+    return _checked_scalar(returned), None
 
 
 def _checked_scalar(loss: Any) -> Tensor:
@@ -239,7 +258,7 @@ def _checked_scalar(loss: Any) -> Tensor:
         returned = f"a tensor of shape {tuple(loss.shape)}"
     raise InputError(
         f"the loss function returned {returned}, but it must be a scalar tensor, for example its "
-        "mean"
+        "mean, or a tuple of that and of what else you want"
     )
 
 

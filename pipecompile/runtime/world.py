@@ -11,10 +11,20 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import PipecompileError
 
-__all__ = ["broadcast", "gather", "join", "rank", "run_on_first", "share_from_first", "size"]
+__all__ = [
+    "broadcast",
+    "broadcast_value",
+    "gather",
+    "join",
+    "rank",
+    "run_on_first",
+    "share_from_first",
+    "size",
+]
 
 T = TypeVar("T")
 
@@ -94,3 +104,10 @@ def gather(value: T) -> Sequence[T]:
     values: list[Any] = [None] * size()
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
+    """Return on every rank of `group` the `value` of the global rank `source`, on the CPU."""
+    values: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
+    dist.broadcast_object_list(values, src=source, group=group)
+    return values[0]  # type: ignore[no-any-return]

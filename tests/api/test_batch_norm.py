@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -11,28 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile import InputError, Pipeline, pipecompile
+from pipecompile import InputError, pipecompile
 from pipecompile.api import verify as verifying
 from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import decode, encode
-from pipecompile.runtime.batch_statistics import minibatch_statistics
-
-
-class Trained(Pipeline):
-    """A pipeline whose step is a minibatch."""
-
-    def step(self, *args: Any, **options: Any) -> Any:
-        with minibatch_statistics():
-            return super().step(*args, **options)
-
-
-@pytest.fixture(autouse=True)
-def _step_is_a_minibatch() -> Iterator[None]:
-    with patch("pipecompile.api.compile.Pipeline", Trained):
-        yield
 
 
 def images(*, dropout: float = 0.0) -> tuple[nn.Module, Tensor]:

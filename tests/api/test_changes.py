@@ -258,8 +258,8 @@ def test_evaluation_is_cut_around_its_own_writes() -> None:
 def test_stages_that_move_take_the_models_buffers_along() -> None:
     model = Scaled()
     pipeline = compiled(model)
-    pipeline._device = torch.device("meta")  # as a rank's GPU
-    pipeline._move_stages()
+    pipeline._runner.device = torch.device("meta")  # as a rank's GPU
+    pipeline._runner.move_stages()
     assert dict(pipeline.named_buffers())["shift"].device.type == "meta"
     held = {id(buffer) for stage in pipeline.stages for buffer in stage.buffers()}
     assert {id(buffer) for buffer in model.buffers()} == held

@@ -24,6 +24,7 @@ from pipecompile.ir.schedule import Action
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.runtime.local import step
+from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import MODELS as SMALL
 
@@ -100,7 +101,8 @@ def outcome(
     rows = [region_case.inputs, [value.flip(0) for value in region_case.inputs]]
     torch.manual_seed(11)
     try:
-        losses = step(stages, actions, rows, [None, None], seed=NOW.seed, step=NOW.step)
+        result = step(stages, actions, Minibatch(rows, [None, None], NOW.seed, NOW.step))
+        losses = [loss for (loss,) in result.values]
         return Outcome(
             losses,
             {name: p.grad for name, p in model.named_parameters() if p.grad is not None},

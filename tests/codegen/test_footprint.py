@@ -32,7 +32,7 @@ from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
-from pipecompile.runtime.distributed import _own_storage
+from pipecompile.runtime.rank_step import own_storage
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 from tests.sweeps import sweep
 
@@ -464,7 +464,7 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
                     saved.pop(key), given if stage < 2 else ()
                 )
                 values[stage, microbatch] = [
-                    None if each is None else _own_storage(each) for each in gradients
+                    None if each is None else own_storage(each) for each in gradients
                 ]
                 del gradients
             else:
@@ -811,7 +811,7 @@ def run_in_halves(captured: Capture, sample: Arguments, cut: Cut, *, label: str)
             with record_function(f"{label} {index} input {microbatch}"):
                 gradients, live = stage.backward_input(saved.pop(), given)
                 for place, gradient in enumerate(gradients):
-                    gradients[place] = None if gradient is None else _own_storage(gradient)
+                    gradients[place] = None if gradient is None else own_storage(gradient)
                 del gradient
             left.append(live)
             given = [

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.local import evaluate, step
+from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 
 ORDERS = {
@@ -50,7 +51,9 @@ def test_every_sound_order_gives_the_same_losses_and_gradients(name: str) -> Non
     layers = model()
     plain = copy.deepcopy(layers)
     order = [Action.parse(text) for text in ORDERS[name].split()]
-    losses = step(stages(layers), order, ROWS, TARGETS, seed=0, step=0)
+    losses = [
+        loss for (loss,) in step(stages(layers), order, Minibatch(ROWS, TARGETS, 0, 0)).values
+    ]
     for (x,), target, loss in zip(ROWS, TARGETS, losses, strict=True):
         wanted = (plain[1](plain[0](x)[0])[0] - target).square().sum()
         wanted.backward()
@@ -71,4 +74,4 @@ def test_evaluation_is_a_forward_of_each_microbatch() -> None:
 
 def test_an_action_that_is_not_work_is_a_defect() -> None:
     with pytest.raises(AssertionError, match="0SEND_F0 is not a compute action"):
-        step(stages(model()), [Action.parse("0SEND_F0")], ROWS[:1], TARGETS[:1], seed=0, step=0)
+        step(stages(model()), [Action.parse("0SEND_F0")], Minibatch(ROWS[:1], TARGETS[:1], 0, 0))

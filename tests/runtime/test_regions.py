@@ -19,7 +19,10 @@ from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime.distributed import BoundaryShape, DistributedPipeline
+from pipecompile.runtime.distributed import DistributedPipeline
+from pipecompile.runtime.gradients import divide_gradients
+from pipecompile.runtime.messages import BoundaryShape
+from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 
 ROW = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1")]
@@ -60,18 +63,15 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
         )
         for stage in emitted
     }
-    shapes, scalar = (
-        [[BoundaryShape(((4, 8), torch.float32, False))], [SHAPE]],
-        [BoundaryShape(((), torch.float32, True))],
-    )
-    pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes, scalar, ())
+    shapes = [[BoundaryShape(((4, 8), torch.float32, False))], [SHAPE]]
+    pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes)
     rows = [[call.args[0]], [call.args[0].flip(0)]]
-    results = pipeline.run(
-        Schedule.of("by hand", 2, (0, 0), [ROW]), rows, [None, None], seed=3, step=1
-    )
+    batch = Minibatch(rows, [None, None], seed=3, step=1)
+    results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch)
     assert results is not None
+    divide_gradients(model.parameters(), 2)
     return (
-        [loss for (loss,) in results],
+        [loss for (loss,) in results.values],
         [p.grad for p in model.parameters()],
         list(model.buffers()),
     )

@@ -1,0 +1,242 @@
+"""Runs programs on this process: all stages in one process, or this rank's with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from pipecompile.api.program import Program
+from pipecompile.api.target import Target
+from pipecompile.codegen.stages import StageModule
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.schedule import Schedule
+from pipecompile.runtime import local
+from pipecompile.runtime.distributed import DistributedPipeline
+from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.place import device_of_this_rank
+from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
+from pipecompile.runtime.replicas import ReplicaSums
+from pipecompile.runtime.stage import EagerStage, Loss
+from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
+from pipecompile.schedule.plan_orders import PlanOrders
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """The stages of this process, for each program, and how their gradients are summed.
+
+    `planned` is the program of the plan. The stages move to the device of this rank.
+    """
+
+    def __init__(self, plan: Plan, target: Target, share: LocalShare, planned: Program) -> None:
+        self._plan = plan
+        self._target = target
+        self._share = share
+        self._planned = planned
+        self._orders = PlanOrders(plan)
+        self._local: dict[Program, list[EagerStage]] = {}
+        self._trainers: dict[Program, DistributedPipeline] = {}
+        self._evaluators: dict[Program, DistributedPipeline] = {}
+        own = device_of_this_rank() if share.is_distributed else None
+        self.device = own or target.device
+        if share.is_distributed:
+            self.move_stages()
+            # Buffers that moved to a GPU are other objects now.
+            planned.remember()
+            self._equalise_ties()
+            self._equalise_replicas()
+
+    @property
+    def stages(self) -> tuple[fx.GraphModule, ...]:
+        """The planned stage modules of this process."""
+        return tuple(self._planned.stages[index].module for index in self._share.stages)
+
+    def at_stage(self, index: int, tensor: Tensor) -> Tensor:
+        """`tensor` on the device if the stage is here; other ranks do not read it."""
+        return tensor.to(self.device) if index in self._share.stages else tensor
+
+    def train(
+        self,
+        program: Program,
+        schedule: Schedule,
+        batch: Minibatch,
+        *,
+        reduces: bool = True,
+        observers: Sequence[ActionObserver] = (),
+    ) -> StepResult | None:
+        """Run one step; return what the last stage returns, None elsewhere.
+
+        Gradients are left on the parameters, summed over microbatches, and if it `reduces` over
+        ties and replicas.
+        """
+        if not self._share.is_distributed:
+            order = self._orders.actions(schedule)
+            return local.step(self._local_stages(program), order, batch, observers)
+        sums = self._replica_sums(program) if reduces else None
+        result = self._trainer(program).run(schedule, batch, reducer=sums, observers=observers)
+        if reduces:
+            # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
+            # message of the first one.
+            sum_tied_gradients(self._ties)
+        if sums is not None:
+            sums.finish()
+        return result
+
+    def evaluate(self, program: Program, batch: Minibatch) -> Sequence[Sequence[Tensor]] | None:
+        """Return the model's output tensors for each microbatch; None without the last stage."""
+        if self._share.is_distributed:
+            schedule = self._orders.evaluation(len(batch.inputs))
+            result = self._evaluator(program).run(schedule, batch)
+            return None if result is None else result.values
+        stages = [self._eager(stage, loss=None) for stage in program.stages]
+        return local.evaluate(stages, batch.inputs, seed=batch.seed)
+
+    def move_stages(self) -> None:
+        """Move the stages to this rank's device. Buffers become other objects there, which the
+        model then gets.
+        """
+        model = self._target.model
+        own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        for stage in self.stages:
+            stage.to(self.device)
+            for name, buffer in stage.named_buffers(remove_duplicate=False):
+                path, _, last = name.rpartition(".")
+                if name in own:
+                    model.get_submodule(path)._buffers[last] = buffer
+
+    # -- tied parameters and replicas
+
+    @cached_property
+    def _tied(self) -> dict[str, nn.Parameter]:
+        return self._tied_in(self._planned)
+
+    def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
+        """The parameters that several stages read."""
+        by_name = dict(self._target.model.named_parameters())
+        return {
+            n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
+        }
+
+    @cached_property
+    def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process group of the ranks that hold each tied parameter."""
+        stages = {name: self._planned.ties[name].stages for name in self._tied}
+        return tie_groups(stages, self._plan.schedule.placement, self._share.place.pipelines)
+
+    @cached_property
+    def _ties(self) -> Ties:
+        return [
+            (self._tied[name], group)
+            for name, group in sorted(self._tie_groups.items())
+            if self._share.holds(name) and self._tied[name].requires_grad
+        ]
+
+    def _equalise_ties(self) -> None:
+        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs
+        differently.
+        """
+        for name, group in self._tie_groups.items():
+            if self._share.holds(name):
+                rank = self._plan.schedule.placement[self._planned.ties[name].owner]
+                owner = self._share.place.global_ranks[rank]
+                dist.broadcast(self._tied[name].data, src=owner, group=group)
+
+    def _equalise_replicas(self) -> None:
+        """Set all parameters and buffers to those of the first replica."""
+        place = self._share.place
+        if place.replica_group is not None:
+            for _, value in self._share.named_state(self._target.model):
+                source = place.pipelines[0][place.rank]
+                dist.broadcast(value.data, src=source, group=place.replica_group)
+
+    def _replica_sums(self, program: Program) -> ReplicaSums | None:
+        group = self._share.place.replica_group
+        if group is None:
+            return None
+        stages = self._share.stages
+        parameters = {index: list(program.stages[index].module.parameters()) for index in stages}
+        tied = {*self._tied_in(program).values()}
+        own = {
+            index: [parameter for parameter in each if parameter not in tied]
+            for index, each in parameters.items()
+        }
+        # Each once, in the same order on every replica.
+        late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
+        return ReplicaSums(own, list(late), group)
+
+    # -- stages
+
+    def _loss_of(self, program: Program, stage: int) -> Loss | None:
+        return partial(self._loss, program) if stage == self._plan.k - 1 else None
+
+    def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Any:
+        return self._target.trained_by(program.outputs.unflatten(outputs), target)
+
+    def _local_stages(self, program: Program) -> list[EagerStage]:
+        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed
+        stage by stage.
+        """
+        if program not in self._local:
+            tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
+            for name, parameter in self._tied_in(program).items():
+                for earlier, later in pairwise(program.ties[name].stages):
+                    tied_to_later[earlier].append(parameter)
+                    tied_to_earlier[later].append(parameter)
+            self._local[program] = [
+                self._eager(
+                    stage,
+                    loss=self._loss_of(program, stage.index),
+                    tied_to_earlier=tied_to_earlier[stage.index],
+                    tied_to_later=tied_to_later[stage.index],
+                )
+                for stage in program.stages
+            ]
+        return self._local[program]
+
+    def _trainer(self, program: Program) -> DistributedPipeline:
+        if program not in self._trainers:
+            losses = {index: self._loss_of(program, index) for index in self._share.stages}
+            self._trainers[program] = self._distributed(program, losses)
+        return self._trainers[program]
+
+    def _evaluator(self, program: Program) -> DistributedPipeline:
+        if program not in self._evaluators:
+            losses = dict.fromkeys(self._share.stages)
+            self._evaluators[program] = self._distributed(program, losses)
+        return self._evaluators[program]
+
+    def _distributed(
+        self, program: Program, losses: Mapping[int, Loss | None]
+    ) -> DistributedPipeline:
+        stages = {
+            index: self._eager(program.stages[index], loss=loss) for index, loss in losses.items()
+        }
+        return DistributedPipeline(
+            stages, self.device, program.boundary_shapes(), self._share.place.pipeline_group
+        )
+
+    def _eager(
+        self,
+        stage: StageModule,
+        *,
+        loss: Loss | None,
+        tied_to_earlier: Sequence[nn.Parameter] = (),
+        tied_to_later: Sequence[nn.Parameter] = (),
+    ) -> EagerStage:
+        return EagerStage(
+            stage.module,
+            gradient_inputs=stage.gradient_inputs,
+            loss=loss,
+            buffers=stage.buffers,
+            random=stage.random,
+            tied_to_earlier=tied_to_earlier,
+            tied_to_later=tied_to_later,
+            precision=self._target.precision,
+        )

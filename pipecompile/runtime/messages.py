@@ -1,0 +1,122 @@
+"""The messages of one rank: tensors that are sent to stages of other ranks, and received from them.
+
+rank_step.py calls this for each SEND and RECV of a schedule. A receive is posted when its action
+comes, and waited for by the action that needs it:
+
+    action      1RECV_F0       1F0
+    here        post           wait, the stage gets the buffer
+
+Its buffers are made in the first step and kept for all later ones, one for each microbatch: the
+memory model counts them so (memory_model/rank.py). What is sent is kept until the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecompile.ir.schedule import Action, Kind
+
+__all__ = ["BoundaryShape", "Messages"]
+
+Values = tuple[Tensor | None, ...]
+"""The tensors of one message; None for a gradient that nobody sends."""
+
+
+class BoundaryShape(tuple[tuple[int, ...], torch.dtype, bool]):
+    """Shape and type of one tensor that crosses a boundary, and whether it has a gradient."""
+
+    __slots__ = ()
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Return zeros of this shape."""
+        return torch.zeros(self[0], dtype=self[1], device=device)
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Return memory of this shape, not initialised."""
+        return torch.empty(self[0], dtype=self[1], device=device)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient is sent back for it."""
+        return self[2]
+
+
+class Messages:
+    """The messages of one rank under one schedule.
+
+    `boundaries[s]` are the tensors that enter stage s, and `peers[s]` is the global rank that runs
+    it. `group` is the process group of the pipeline, None for all ranks.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[Sequence[BoundaryShape]],
+        peers: Sequence[int],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._boundaries = boundaries
+        self._peers = peers
+        self._device = device
+        self._group = group
+        self._buffers: dict[Action, Values] = {}
+        self._receiving: dict[Action, list[dist.Work]] = {}
+        self._sending: list[dist.Work] = []
+
+    def receive(self, action: Action) -> None:
+        """Post the receive of `action`, a RECV of either direction."""
+        is_forward = action.kind is Kind.RECEIVE_FORWARD
+        if action not in self._buffers:
+            # Values come through the boundary before a stage, gradients through that behind it.
+            boundary = self._boundaries[action.stage + (not is_forward)]
+            self._buffers[action] = tuple(
+                shape.buffer(self._device) if is_forward or shape.has_gradient else None
+                for shape in boundary
+            )
+        peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
+        self._receiving[action] = self._start(dist.irecv, self._buffers[action], peer)
+
+    def wait(self, action: Action) -> Values:
+        """Return what the receive of `action` has brought, once it is there."""
+        for work in self._receiving.pop(action):
+            work.wait()
+        return self._buffers[action]
+
+    def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
+        """Begin to send `values`; a gradient that is missing but expected is sent as zeros."""
+        if action.kind is Kind.SEND_FORWARD:
+            peer, sent = self._peers[action.stage + 1], list(values)
+        else:
+            peer = self._peers[action.stage - 1]
+            pairs = zip(values, self._boundaries[action.stage], strict=True)
+            sent = [
+                shape.zeros(self._device) if value is None else value
+                for value, shape in pairs
+                if shape.has_gradient
+            ]
+        self._sending += self._start(dist.isend, sent, peer)
+
+    def begin(self) -> None:
+        """Forget what a step that failed has left."""
+        self._receiving.clear()
+        self._sending.clear()
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        while self._sending:
+            self._sending.pop().wait()
+
+    def _start(
+        self, operation: object, tensors: Sequence[Tensor | None], peer: int
+    ) -> list[dist.Work]:
+        """Begin one operation for each tensor; as one batch, because NCCL needs that."""
+        operations = [
+            dist.P2POp(operation, tensor, peer, self._group)  # type: ignore[arg-type]
+            for tensor in tensors
+            if tensor is not None
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,92 @@
+"""Replicas: pipelines that train the same model on different data, and the sums of their gradients.
+
+Ranks form a mesh of replicas × pipeline. With two pipelines of two ranks:
+
+                 rank of the pipeline
+                    0     1
+    replica 0       0     1          pipeline of global ranks 0 and 1
+    replica 1       2     3
+                    │     └── ranks 1 and 3 hold the same stages: they sum gradients
+                    └──────── so do 0 and 2
+
+A gradient is summed over replicas as soon as its stage has no more backwards, while the rank still
+runs other actions. Large gradients are summed where they are, small ones together in buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+__all__ = ["BUCKET_BYTES", "ReplicaSums"]
+
+# Of one bucket of small gradients; a gradient that is larger has its own message. DDP's default.
+BUCKET_BYTES = 25 << 20
+
+
+class ReplicaSums:
+    """Sums of one step's gradients over the ranks of `group`, which hold the same stages.
+
+    `parameters` are those of each stage that no other stage of the model reads; they are summed
+    when their stage is complete. `late` ones are summed at the end, by `finish`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, Sequence[Tensor]],
+        late: Collection[Tensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._parameters = parameters
+        self._late = late
+        self._group = group
+        self._works: list[dist.Work] = []
+        self._buckets: list[tuple[Tensor, list[Tensor]]] = []
+
+    def start(self, stage: int) -> None:
+        """Begin to sum the gradients of `stage`."""
+        self._sum(self._parameters[stage])
+
+    def finish(self) -> None:
+        """Sum what is late, and wait until every gradient is the sum over replicas."""
+        self._sum(self._late)
+        while self._works:
+            self._works.pop().wait()
+        while self._buckets:
+            flat, gradients = self._buckets.pop()
+            parts = _unflatten_dense_tensors(flat, gradients)
+            torch._foreach_copy_(gradients, list(parts))
+
+    def _sum(self, parameters: Collection[Tensor]) -> None:
+        # The replicas run the same graph: a gradient that is missing here is missing everywhere.
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for bucket in buckets(gradients):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                self._start(bucket[0])
+            else:
+                flat = _flatten_dense_tensors(bucket)
+                self._buckets.append((flat, bucket))
+                self._start(flat)
+
+    def _start(self, tensor: Tensor) -> None:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+
+def buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the gradients in runs of one type that take at most `BUCKET_BYTES`, or that are one."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        size += gradient.nbytes
+        if bucket and (size > BUCKET_BYTES or bucket[0].dtype != gradient.dtype):
+            yield bucket
+            bucket, size = [], gradient.nbytes
+        bucket.append(gradient)
+    if bucket:
+        yield bucket

@@ -1,0 +1,55 @@
+"""Tied parameters over ranks: which ranks hold each, and the sums of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Ties", "sum_tied_gradients", "tie_groups"]
+
+Ties = Sequence[tuple[Tensor, dist.ProcessGroup]]
+"""Tied parameters of a rank, each with the ranks over which its gradient is summed."""
+
+
+def tie_groups(
+    stages_of: Mapping[str, Sequence[int]],
+    placement: Sequence[int],
+    pipelines: Sequence[Sequence[int]],
+) -> dict[str, dist.ProcessGroup]:
+    """Return for each tied parameter the process group of the ranks that hold it.
+
+    `pipelines` are the global ranks of each replica's pipeline, in the order of `placement`'s
+    ranks. Parameters that only one rank of a pipeline holds have no group. Every rank must call
+    this with the same arguments, since ranks create process groups together.
+    """
+    own = dist.get_rank()
+    ranks_of = {
+        name: tuple(sorted({placement[stage] for stage in stages}))
+        for name, stages in stages_of.items()
+    }
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks in sorted(set(ranks_of.values())):
+        for pipeline in pipelines if len(ranks) > 1 else ():
+            group = dist.new_group([pipeline[rank] for rank in ranks])
+            if own in pipeline:
+                groups[ranks] = group
+    return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
+
+
+def sum_tied_gradients(ties: Ties) -> None:
+    """Sum the gradient of each tied parameter over the ranks that hold it.
+
+    All ranks list their `ties` in the same order.
+    """
+    for parameter, group in ties:
+        dist.all_reduce(gradient_or_zeros(parameter), group=group)
+
+
+def gradient_or_zeros(parameter: Tensor) -> Tensor:
+    """Return the gradient; zeros if there is none: every rank must take part in a sum."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

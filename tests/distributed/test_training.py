@@ -1,0 +1,88 @@
+"""What a training run needs beyond a step, on gloo ranks against the unsplit model in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import training_jobs as jobs
+from tests.distributed.workers import Workers
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(4)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1)])
+def test_a_step_of_all_replicas_is_the_unsplit_step(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, schedule: str
+) -> None:
+    for gradients, loss in workers.run(
+        ranks * replicas,
+        jobs.gradients_and_loss,
+        ranks,
+        replicas,
+        schedule,
+        folder=str(tmp_path),
+    ):
+        assert gradients <= EXACT
+        assert loss <= EXACT
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_steps_that_accumulate_exchange_no_gradients(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    folder = str(tmp_path)
+    for distance, sums, before in workers.run(
+        ranks * replicas, jobs.accumulated, ranks, replicas, folder=folder
+    ):
+        assert distance <= EXACT
+        # The loss is a mean over replicas, on the ranks that have it.
+        assert sums == 0 or (replicas > 1 and sums == 2)
+        assert before == 0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, inf])
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (2, 2)])
+def test_clipping_knows_the_norm_of_all_gradients(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, norm_type: float
+) -> None:
+    for norm, gradients in workers.run(
+        ranks * replicas, jobs.clipped, ranks, replicas, norm_type, folder=str(tmp_path)
+    ):
+        assert norm <= EXACT
+        assert gradients <= EXACT
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(workers: Workers, tmp_path: Path) -> None:
+    for scale, moved, norm in workers.run(4, jobs.overflowed, 4, folder=str(tmp_path)):
+        assert scale == 4.0
+        assert not moved
+        assert norm == pytest.approx(1, abs=EXACT)
+
+
+def test_what_comes_with_the_loss_is_joined_in_the_order_of_the_batch(
+    workers: Workers, tmp_path: Path
+) -> None:
+    first, last = workers.run(2, jobs.with_metrics, 2, folder=str(tmp_path))
+    loss, metrics = last[0]
+    assert first == (None, last[1])
+    assert last[1] == (loss, metrics)
+    assert len(metrics["best"]) == 16
+    assert 0 <= metrics["right"] <= 1
+
+
+def test_autocast_given_once_is_that_of_every_forward(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, jobs.half_precision, 2, folder=str(tmp_path))
+    assert first == (True, "")
+    assert last == (True, "torch.bfloat16")

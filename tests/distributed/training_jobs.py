@@ -1,0 +1,236 @@
+"""What workers do in tests of training runs: each function runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.pipeline import Pipeline
+from pipecompile.api.target import Target
+from pipecompile.api.verify import Reference, reference_for
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.runtime.rank_step import RankStep
+
+MICROBATCH = 4  # samples
+
+
+class Mixture(nn.Module):
+    """Everything that a sum over ranks or a cut has got wrong once: a convolution, layer and batch
+    norms, a raw product, dropout, a skip over stages, and a table that is read twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 12)
+        self.convolution = nn.Conv1d(6, 6, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(12, 12) / 4)
+        self.first, self.second = nn.LayerNorm(12), nn.LayerNorm(12)
+        self.batch_norm = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.25)
+        self.inner, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens of shape (N, 6) to logits of shape (N, 6, 11)."""
+        value = skip = self.table(tokens)
+        value = self.first(self.convolution(value))
+        value = torch.tanh(value @ self.weight)
+        value = self.batch_norm(value)
+        value = self.dropout(torch.relu(self.inner(value)))
+        value = self.second(self.last(value) + skip)
+        return value @ self.table.weight.T
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The cross entropy of tokens and logits."""
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def mixture(samples: int) -> Target:
+    """The model in float64, with a minibatch of so many samples."""
+    torch.manual_seed(0)
+    model = Mixture().double()
+    tokens = torch.randint(0, 11, (samples, 6))
+    return Target(model, arguments_of(model, tokens), token_loss, tokens.roll(1, 1))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A pipeline on this rank, its replica's part of each minibatch, and the unsplit model."""
+
+    pipeline: Pipeline
+    reference: Reference
+    whole: Target
+    replica: int
+    replicas: int
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """The rows of this replica."""
+        return tensor.chunk(self.replicas)[self.replica]
+
+    def step(self, **options: Any) -> Any:
+        """One step of the pipeline with its own part of the minibatch."""
+        return self.pipeline.step(
+            self.part(self.whole.call.args[0]), self.part(self.whole.targets), **options
+        )
+
+    def unsplit_step(self) -> Tensor:
+        """The same step of the unsplit model, with all of the minibatch."""
+        count = self.pipeline.plan.microbatches * self.replicas
+        step = self.pipeline.steps
+        return self.reference.step(self.whole, count, seed=self.pipeline.seed, step=step)
+
+    def distance(self, gradients: Mapping[str, Tensor] | None = None) -> float:
+        """The largest difference of a gradient, over the largest element of all gradients."""
+        wanted = gradients or self.unsplit_gradients()
+        largest = max(value.abs().max().item() for value in wanted.values())
+        worst = 0.0
+        for name, parameter in self.pipeline.named_parameters():
+            assert parameter.grad is not None, name
+            worst = max(worst, (parameter.grad - wanted[name]).abs().max().item())
+        return worst / largest
+
+    def unsplit_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the unsplit model, by name."""
+        named = self.reference.model.named_parameters()
+        return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def run_of(ranks: int, replicas: int, *, microbatches: int = 4, **options: Any) -> Run:
+    """The mixture as a pipeline."""
+    whole = mixture(MICROBATCH * microbatches * replicas)
+    replica = dist.get_rank() // ranks
+    part = whole.call.args[0].chunk(replicas)[replica]
+    model = copy.deepcopy(whole.model)
+    if replica:  # replicas begin with the weights of the first one
+        nn.init.zeros_(model.inner.weight)
+    target = whole.targets.chunk(replicas)[replica]
+    options = {"costs": "flops", "self_check": False, "microbatches": microbatches, **options}
+    pipeline = pipecompile(
+        model, part, ranks=ranks, loss_fn=whole.loss_fn, sample_target=target, **options
+    )
+    return Run(pipeline, reference_for(whole, pipeline.plan), whole, replica, replicas)
+
+
+def gradients_and_loss(ranks: int, replicas: int, schedule: str) -> tuple[float, float]:
+    """How far gradients and loss are from those of the unsplit step over all of the minibatch."""
+    run = run_of(ranks, replicas, schedule=schedule)
+    wanted = run.unsplit_step()
+    loss = run.step(everywhere=True)
+    return run.distance(), abs(loss.item() - wanted.item())
+
+
+def accumulated(ranks: int, replicas: int) -> tuple[float, int, float]:
+    """The distance of gradients after three steps that accumulate, against three that do not; how
+    many sums over ranks the first two made; and the gradients before the last one.
+    """
+    run = run_of(ranks, replicas, schedule="1f1b")
+    wanted: dict[str, Tensor] = {}
+    for step in range(3):
+        run.pipeline.steps = step
+        run.unsplit_step()
+        for name, gradient in run.unsplit_gradients().items():
+            wanted[name] = wanted.get(name, torch.zeros_like(gradient)) + gradient
+    run.pipeline.steps = 0
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        run.step(accumulate=True)
+        run.step(accumulate=True)
+        sums = reduce.call_count
+    before = sum(parameter.grad is not None for parameter in run.pipeline.parameters())
+    run.step()
+    return run.distance(wanted), sums, before
+
+
+def clipped(ranks: int, replicas: int, norm_type: float) -> tuple[float, float]:
+    """How far norm and clipped gradients are from those of the unsplit model."""
+    run = run_of(ranks, replicas, schedule="1f1b")
+    run.unsplit_step()
+    parameters = [p for p in run.reference.model.parameters() if p.grad is not None]
+    wanted = torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
+    run.step()
+    norm = run.pipeline.clip_grad_norm_(0.01, norm_type)
+    return abs(norm.item() / wanted.item() - 1), run.distance()
+
+
+def overflowed(ranks: int) -> tuple[float, bool, float]:
+    """The scale after an infinity on a middle stage, whether weights moved, and the scaled norm of
+    the step after it, over that of the unsplit model.
+    """
+    run = run_of(ranks, 1, schedule="1f1b")
+    optimizer = torch.optim.SGD(run.pipeline.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [parameter.detach().clone() for parameter in run.pipeline.parameters()]
+    backward = RankStep._backward
+
+    def planted(rank_step: RankStep, index: int, microbatch: int) -> None:
+        backward(rank_step, index, microbatch)
+        if (index, microbatch) == (1, 2):
+            next(p for p in run.pipeline.parameters()).grad.view(-1)[3] = torch.inf
+
+    with patch.object(RankStep, "_backward", planted):
+        run.step(scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    moved = any(
+        not torch.equal(old, new)
+        for old, new in zip(before, run.pipeline.parameters(), strict=True)
+    )
+    run.pipeline.zero_grad()
+    run.unsplit_step()
+    wanted = torch.nn.utils.get_total_norm(list(run.unsplit_gradients().values()))
+    run.step(scaler=scaler)
+    scaler.unscale_(optimizer)
+    norm = run.pipeline.clip_grad_norm_(1e9)
+    return scaler.get_scale(), moved, norm.item() / wanted.item()
+
+
+def with_metrics(ranks: int) -> tuple[Any, Any]:
+    """What steps return on this rank: as usual, and everywhere."""
+    run = run_of(ranks, 1, schedule="1f1b")
+
+    def loss_and_metrics(logits: Tensor, tokens: Tensor) -> Any:
+        best = logits.argmax(-1)
+        return token_loss(logits, tokens), {"best": best, "right": (best == tokens).double().mean()}
+
+    object.__setattr__(run.pipeline._target, "loss_fn", loss_and_metrics)
+    usual = run.step()
+    run.pipeline.steps = 0
+    return tree_map_only(Tensor, Tensor.tolist, (usual, run.step(everywhere=True)))
+
+
+def half_precision(ranks: int) -> tuple[bool, str]:
+    """Whether gradients under bfloat16 are those of the unsplit model, and the output's type."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
+    unsplit, rows = copy.deepcopy(model), torch.randn(8, 16)
+    pipeline = pipecompile(
+        model,
+        rows,
+        ranks=ranks,
+        microbatches=4,
+        loss_fn=functional.mse_loss,
+        sample_target=rows,
+        costs="flops",
+        autocast=torch.bfloat16,
+    )
+    pipeline.step(rows, rows)
+    for part in rows.chunk(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = functional.mse_loss(unsplit(part), part)
+        loss.backward()
+    wanted = {name: p.grad / 4 for name, p in unsplit.named_parameters() if p.grad is not None}
+    same = all(
+        parameter.grad is not None and torch.equal(parameter.grad, wanted[name])
+        for name, parameter in pipeline.named_parameters()
+    )
+    crossing = pipeline.evaluate(rows)
+    return same, "" if crossing is None else str(crossing.dtype)

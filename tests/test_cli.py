@@ -122,11 +122,13 @@ def test_show(plan_file: str, form: str) -> None:
 
 def test_view(plan_file: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
+    assert read(plan_file, Plan).capture.target == "models.py:unet"
     result = invoke("view", plan_file, "-o", str(page))
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"wrote {page}: open it in a browser\n"
     assert (
         page.read_text().startswith("<!DOCTYPE html>")
+        and "<h1>models.py:unet: UNet</h1>" in page.read_text()
         and "1f1b: 4 stages on 4 ranks" in page.read_text()
     )
     assert invoke("view", plan_file, "-o", str(tmp_path / "nowhere" / "plan.html")).exit_code == 2

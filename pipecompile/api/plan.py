@@ -7,7 +7,9 @@ from __future__ import annotations
 import logging
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
+from msgspec.structs import replace
 from torch import fx
 
 from pipecompile.api.capture import Captured
@@ -23,7 +25,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import option_text, size_text
 from pipecompile.profiling.stage_correction import correct_stages
 
-__all__ = ["assist", "make_plan"]
+__all__ = ["assist", "make_plan", "with_target"]
 
 logger = logging.getLogger("pipecompile.api")
 
@@ -55,6 +57,13 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
             timer.dismiss()
     _warn_if_too_large(plan)
     return plan
+
+
+def with_target(plan: Plan, text: str) -> Plan:
+    """Return the plan under the target that was written on the command line."""
+    # A plan is the same on every machine: of /home/ann/nets.py:unet it has nets.py:unet.
+    name = Path(text).name if Path(text).is_absolute() else text
+    return replace(plan, capture=replace(plan.capture, target=name))
 
 
 def assist(target: Target, options: Options, captured: Captured) -> None:

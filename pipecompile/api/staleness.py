@@ -8,7 +8,7 @@ from torch import fx
 
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import comparable
-from pipecompile.api.plan import make_plan
+from pipecompile.api.plan import make_plan, with_target
 from pipecompile.api.target import Target
 from pipecompile.errors import StalePlanError, StaleProfileError
 from pipecompile.ir.plan import Plan
@@ -76,7 +76,8 @@ def staleness(plan: Plan, target: Target) -> str | None:
     before, now = plan.fingerprint.costs, current.fingerprint.costs
     if now != before:
         return f"the costs changed ({before[:12]}… to {now[:12]}…); plan again"
-    # As bytes: the same model, costs and options always give the same file.
-    if encode(current) != encode(plan):
+    # As bytes: the same model, costs and options always give the same file, but for the spelling
+    # of the target, such as the path to it.
+    if encode(with_target(current, plan.capture.target)) != encode(plan):
         return "planning again gives another plan: the file was edited; plan again"
     return None

@@ -39,12 +39,13 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     # Only now is PyTorch imported.
     from pipecompile.api.capture import capture_target
     from pipecompile.api.options import completed
-    from pipecompile.api.plan import make_plan
+    from pipecompile.api.plan import make_plan, with_target
     from pipecompile.api.target import Target, made_with
 
     subject = Target.of(factory.call(), target)
     chosen = completed(subject, requested)
-    result = make_plan(subject, chosen, capture_target(subject, chosen, verify=self_check), links)
+    captured = capture_target(subject, chosen, verify=self_check)
+    result = with_target(make_plan(subject, chosen, captured, links), target)
     if output is not None:
         write(output, encode(result))
         logger.info("wrote %s", output)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.counted import counted
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import TimeUnit
@@ -243,11 +244,13 @@ class Ordering(Value, frozen=True, kw_only=True):
 class Provenance(Value, frozen=True, kw_only=True):
     """How the model, of class `model`, became a graph: by which method, and what to know about it.
 
-    `verified` tells whether a training step proved graph and model equal.
+    `verified` tells whether a training step proved graph and model equal. `target` is what the
+    command line was given; a plan that was made in Python has none.
     """
 
     verified: bool
     model: str = ""
+    target: str = ""
     method: str = "recorded"
     notes: tuple[str, ...] = ()
 
@@ -333,8 +336,9 @@ class Plan(Value, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """One line: the whole plan is a page, which `pipecompile show` prints."""
         return (
-            f"Plan({self.k} stages on {self.ranks} ranks, {self.schedule.name}, "
-            f"{self.microbatches} microbatches, costs {self.options.costs})"
+            f"Plan({counted(self.k, 'stage')} on {counted(self.ranks, 'rank')}, "
+            f"{self.schedule.name}, {counted(self.microbatches, 'microbatch')}, "
+            f"costs {self.options.costs})"
         )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from pipecompile.ir.counted import counted
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.report.tables import DrawTable, bar, plain_table
@@ -37,7 +38,8 @@ def _header(cut: Cut) -> Iterator[str]:
     # 1 is perfect. For loads of 3, 3 and 2 it is 3 / (8 / 3) = 1.125: the largest rank takes 12.5 %
     # more than an even cut would.
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
-    yield f"{len(cut.replicas)} stages of {len(cut.stages)} nodes on {ranks} ranks"
+    stages, nodes = counted(len(cut.replicas), "stage"), counted(len(cut.stages), "node")
+    yield f"{stages} of {nodes} on {counted(ranks, 'rank')}"
     yield (
         f"  objective  {objective_label(cut.objective)} {value}, bound {bound}, "
         f"gap {gap_text(cut.gap)}, {proof} ({cut.method})"

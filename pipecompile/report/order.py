@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.schedule import Timeline
@@ -11,7 +12,7 @@ from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.timeline_text import IDLE_CAUSES, idle_shares, timeline_text
-from pipecompile.report.units import RELATIVE_NOTE
+from pipecompile.report.units import RELATIVE_NOTE, gap_text
 
 __all__ = ["order_text", "order_title"]
 
@@ -39,19 +40,19 @@ def order_text(
 def order_title(order: Order) -> str:
     """Return in one line what the order is for."""
     return (
-        f"{order.name}: {len(order.placement)} stages on {len(order.orders)} ranks, "
-        f"{order.microbatches} microbatches"
+        f"{order.name}: {counted(len(order.placement), 'stage')} on "
+        f"{counted(len(order.orders), 'rank')}, {counted(order.microbatches, 'microbatch')}"
     )
 
 
 def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
     shape = "" if order.placement_shape == "own" else f" ({order.placement_shape})"
-    makespan = time_with_unit(order.makespan_ns, time_unit)
+    step = time_with_unit(order.makespan_ns, time_unit)
     span = time_with_unit(order.span_ns, time_unit)
     yield f"{order_title(order)}{shape}"
     if time_unit == "relative":
         yield f"  times      {RELATIVE_NOTE}"
-    yield f"  makespan   {makespan}{_bound(order, 'makespan', time_unit)}"
+    yield f"  step       {step}{_bound(order, 'makespan', time_unit)}"
     span_bound = _bound(order, "span", time_unit)
     yield f"  span       {span} at most from a rank's start to its end{span_bound}"
     yield f"  bubble     {order.bubble:.1%}"
@@ -76,18 +77,19 @@ def _bound(order: Order, objective: str, time_unit: TimeUnit) -> str:
         return ""
     proof = "proven" if order.proven else "not proven"
     bound = time_with_unit(order.lower_bound_ns, time_unit)
-    return f", bound {bound}, ratio {_ratio(order.value_ns, order)}, {proof}"
+    return f", bound {bound}, gap {_gap(order.value_ns, order)}, {proof}"
 
 
-def _ratio(value: int, order: Order) -> str:
-    return f"{value / order.lower_bound_ns:.4f}" if order.lower_bound_ns else "-"
+def _gap(value: int, order: Order) -> str:
+    return gap_text((value - order.lower_bound_ns) / value) if order.lower_bound_ns else "-"
 
 
 def _memory(order: Order) -> str:
     largest = size_text(max(order.peak_bytes))
     if order.memory_bytes is None:
-        return f"at most {largest} on a rank; no cap"
-    return f"at most {largest} on a rank; {'fits' if order.fits else 'does not fit'}"
+        return f"activations of at most {largest} on a rank; no cap"
+    fits = "they fit" if order.fits else "they do not fit"
+    return f"activations of at most {largest} on a rank; {fits}"
 
 
 def _gain(order: Order) -> str:
@@ -103,28 +105,30 @@ def _gain(order: Order) -> str:
 
 def _named(order: Order, draw: DrawTable, time_unit: TimeUnit) -> Iterator[str]:
     if order.named:
-        rows = [["named", "placed", order.objective, "ratio", "memory"]]
+        # The step is what plans call the makespan.
+        time = "step" if order.objective == "makespan" else order.objective
+        rows = [["named", "placed", time, "gap", "activations"]]
         for other in order.named:
             value = time_text(other.value_ns, time_unit)
-            rows.append(
-                [other.name, other.placement_shape, value, *_ratio_and_memory(other, order)]
-            )
+            rows.append([other.name, other.placement_shape, value, *_gap_and_memory(other, order)])
         yield from draw(rows, {0, 1, 4})
 
 
-def _ratio_and_memory(other: NamedOrder, order: Order) -> tuple[str, str]:
-    """Return its ratio to the bound, which only orders within the caps have, and its memory."""
+def _gap_and_memory(other: NamedOrder, order: Order) -> tuple[str, str]:
+    """Return its gap to the bound, which only orders within the caps have, and its activations."""
     held = size_text(other.peak_bytes)
     if other.over_bytes:
         return "-", f"{held}, {size_text(other.over_bytes)} over"
     fits = "" if order.memory_bytes is None else ", fits"
-    return _ratio(other.value_ns, order), f"{held}{fits}"
+    return _gap(other.value_ns, order), f"{held}{fits}"
 
 
 def _ranks(order: Order, draw: DrawTable) -> Iterator[str]:
-    # Without caps there is nothing to compare a peak with.
+    # Without caps there is nothing to compare a peak with. What the caps of a plan leave is less
+    # than these: parameters, gradients and the optimizer's state have their share.
     caps = order.memory_bytes
-    rows = [["rank", "idle", *IDLE_CAUSES, "peak", *["cap"] * (caps is not None)]]
+    left = ["left for activations"] * (caps is not None)
+    rows = [["rank", "idle", *IDLE_CAUSES, "activations", *left]]
     for rank, (idle, peak) in enumerate(zip(order.idle, order.peak_bytes, strict=True)):
         sizes = [peak] if caps is None else [peak, caps[rank]]
         rows.append([str(rank), *idle_shares(idle, order.makespan_ns), *map(size_text, sizes)])

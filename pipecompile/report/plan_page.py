@@ -68,20 +68,21 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
     """Return the page as HTML; the same plan gives the same text."""
     # All bars of a chart have one scale, so that ranks can be compared with each other and a cap.
     loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
+    scale = _memory_scale(bounds)
     kinds = [kind for kind in RankMemory.__struct_fields__ if kind in kinds_of(plan)]
     target = f"memory predicted for {ALLOCATOR_NAMES[plan.allocator]}"
     return page(
         "plan.html",
         time_unit=plan.time_unit,
-        title=plan.capture.model or "Plan",
+        title=_title(plan),
         subtitle=f"{headline(plan)}; {target}",
         figures=list(_figures(plan)),
         timeline=timeline_svg(plan, timeline),
         kinds=[*kinds, "fixed"],
         has_cap=plan.options.memory_bytes is not None,
         ranks=list(_ranks(plan, kinds, bounds)),
-        # With the caps, so that a cap far above all bounds is on the chart too.
-        largest_memory=max(max(bound.bound, bound.cap or 0) for bound in bounds),
+        memory_scale=scale,
+        has_cap_beyond=any(bound.cap is not None and bound.cap > scale for bound in bounds),
         largest_load=max(loads),
         mean_load=sum(loads) // len(loads),
         load_kinds=["forward", *["recompute"] * has_recompute(plan), "backward"],
@@ -91,6 +92,12 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
         regions=list(_regions(plan)),
         encodings=list(_encodings(plan)),
     )
+
+
+def _title(plan: Plan) -> str:
+    """The target of the command line, and the class of the model."""
+    names = [plan.capture.target, plan.capture.model]
+    return ": ".join(filter(None, names)) or "Plan"
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -123,6 +130,17 @@ def _ranks(plan: Plan, kinds: Sequence[str], bounds: Sequence[MemoryBound]) -> I
             of_mean=percent(loads[rank] * len(loads), sum(loads)),
             idle=percent(plan.prediction.idle[rank].total_ns, step_ns),
         )
+
+
+def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
+    """The bytes that the whole width of the chart stands for.
+
+    It is the largest bound, or a cap a little above that. With a cap of 80 GiB bars of 1 GiB would
+    vanish: such a cap is marked at the edge.
+    """
+    largest = max(bound.bound for bound in bounds)
+    near = [bound.cap for bound in bounds if bound.cap is not None and bound.cap <= 1.5 * largest]
+    return max(largest, *near) if near else largest
 
 
 def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:

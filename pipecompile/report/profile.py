@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from msgspec.structs import replace
+
+from pipecompile.ir.counted import counted
 from pipecompile.ir.graph import CostGraph, Node, TimeUnit
 from pipecompile.memory_model.optimizer import optimizer_bytes
 
@@ -18,7 +21,7 @@ __all__ = ["Profile", "Row", "large_rows", "profile_figures", "profile_of", "tim
 
 _HEAVIEST = 10
 _SMALL = 0.0005  # rows of smaller shares are summed up: they would read 0.0 %
-ITSELF, OUTSIDE = "(itself)", "(outside of modules)"
+ITSELF, OUTSIDE, LOSS = "(itself)", "(outside of modules)", "(loss)"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def profile_of(
     graph: CostGraph, costs: str, *, verified: bool, optimizer: str | None = None
 ) -> Profile:
     """Return the sums over `graph`; InputError if the optimizer is not known."""
+    graph = replace(graph, nodes=tuple(map(_with_loss_named, graph.nodes)))
     trained = [parameter for parameter in graph.parameters if parameter.trainable]
     state, _ = optimizer_bytes(
         trained, optimizer, master_weights=False, lists=graph.allocator == "cuda"
@@ -95,6 +99,13 @@ def profile_of(
         ),
         heaviest=tuple(_heaviest(graph)),
     )
+
+
+def _with_loss_named(node: Node) -> Node:
+    """The node; if it is the output and takes time, under the name of the loss, which it runs."""
+    if node.operator != "output" or not node.forward_ns + node.backward_ns:
+        return node
+    return replace(node, operator="loss", module=LOSS)
 
 
 def _kind(node: Node) -> tuple[Any, ...]:
@@ -233,7 +244,7 @@ def large_rows(rows: Sequence[Row], total: Row) -> list[Row]:
     if not small:
         return large
     others = Row(
-        name=f"{len(small)} others",
+        name=counted(len(small), "other"),
         depth=0,
         nodes=sum(row.nodes for row in small),
         forward_ns=sum(row.forward_ns for row in small),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.report.units import percent
@@ -44,8 +45,7 @@ def recompute_text(stage: Stage) -> str:
         return f"{_WHOLE[stage.recompute]}{encodings}"
     # Regions may nest: a node in several of them counts once.
     regions, nodes = len(stage.regions), len(set(chain.from_iterable(stage.regions)))
-    plural = "s" if regions > 1 else ""
-    return f"{nodes} of {len(stage.nodes)} nodes in {regions} region{plural}{encodings}"
+    return f"{nodes} of {len(stage.nodes)} nodes in {counted(regions, 'region')}{encodings}"
 
 
 def extra_time_header(plan: Plan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 
+from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
@@ -66,8 +67,9 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
 
 def headline(plan: Plan) -> str:
     """Return a plan in a few words: schedule, stages, ranks and microbatches."""
-    sizes = f"{plan.k} stages on {plan.ranks} ranks, {plan.microbatches} microbatches"
-    return f"{plan.schedule.name}: {sizes}"
+    stages, ranks = counted(plan.k, "stage"), counted(plan.ranks, "rank")
+    microbatches = counted(plan.microbatches, "microbatch")
+    return f"{plan.schedule.name}: {stages} on {ranks}, {microbatches}"
 
 
 def _header(plan: Plan) -> Iterator[str]:
@@ -76,11 +78,12 @@ def _header(plan: Plan) -> Iterator[str]:
     recompute = "" if policy == "none" else f", recompute {policy}"
     cut = _GRANULARITIES[plan.options.granularity]
     yield (
-        f"{plan.k} stages on {plan.ranks} ranks, {plan.schedule.name}, "
-        f"{plan.microbatches} microbatches{recompute}{cut}"
+        f"{counted(plan.k, 'stage')} on {counted(plan.ranks, 'rank')}, {plan.schedule.name}, "
+        f"{counted(plan.microbatches, 'microbatch')}{recompute}{cut}"
     )
     if plan.capture.model:
-        yield f"  model      {plan.capture.model}"
+        source = f" ({plan.capture.target})" if plan.capture.target else ""
+        yield f"  model      {plan.capture.model}{source}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     variance = variance_text(loads, unit)

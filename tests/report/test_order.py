@@ -43,25 +43,28 @@ def _lines(order: Order) -> list[str]:
 def test_the_figures_of_a_searched_order() -> None:
     lines = _lines(ORDER)
     assert lines[:6] == [
-        "search: 1 stages on 1 ranks, 1 microbatches (linear)",
-        "makespan 400 ns, bound 320 ns, ratio 1.2500, not proven",
+        "search: 1 stage on 1 rank, 1 microbatch (linear)",
+        "step 400 ns, bound 320 ns, gap 20.00%, not proven",
         "span 350 ns at most from a rank's start to its end",
         "bubble 12.5%",
-        "memory at most 8 B on a rank; fits",
+        "memory activations of at most 8 B on a rank; they fit",
         "search 20.00% less than 1f1b (linear), the best named one that fits; 1.25 s",
     ]
     assert "gpipe linear 380 ns - 4.0 KiB, 2.0 KiB over" in lines
-    assert "1f1b linear 500 ns 1.5625 8 B, fits" in lines
+    assert "1f1b linear 500 ns 36.00% 8 B, fits" in lines
+    assert "named placed step gap activations" in lines
+    idle = "rank idle dependency transfer memory imbalance"
+    assert f"{idle} activations left for activations" in lines
     assert "0 25.0% 2.5% 5.0% 7.5% 10.0% 8 B 2.0 KiB" in lines
     assert "0 0F0 0B0" in lines
-    assert order_title(ORDER) == "search: 1 stages on 1 ranks, 1 microbatches"
+    assert order_title(ORDER) == "search: 1 stage on 1 rank, 1 microbatch"
 
 
 def test_the_bound_stands_behind_the_objective() -> None:
     lines = _lines(msgspec.structs.replace(ORDER, objective="span", proven=True))
     assert lines[1:3] == [
-        "makespan 400 ns",
-        "span 350 ns at most from a rank's start to its end, bound 320 ns, ratio 1.0938, proven",
+        "step 400 ns",
+        "span 350 ns at most from a rank's start to its end, bound 320 ns, gap 8.57%, proven",
     ]
 
 
@@ -74,15 +77,15 @@ def test_where_the_search_finds_nothing_better() -> None:
     )
 
 
-def test_what_is_over_its_cap_has_no_ratio() -> None:
+def test_what_is_over_its_cap_has_no_gap() -> None:
     text = ("rank 0: from 0F0 on it holds up to 8 B, 4 B over its cap of 4 B",)
     lines = _lines(
         msgspec.structs.replace(
             ORDER, request="gpipe", fits=False, violations=text, memory_bytes=(4,)
         )
     )
-    assert lines[1] == "makespan 400 ns"
-    assert "memory at most 8 B on a rank; does not fit" in lines
+    assert lines[1] == "step 400 ns"
+    assert "memory activations of at most 8 B on a rank; they do not fit" in lines
     assert text[0] in lines
 
 
@@ -101,5 +104,5 @@ def test_long_orders_are_cut_off() -> None:
 
 def test_the_order_for_a_plan_with_flops_costs_has_units() -> None:
     text = order_text(ORDER, TIMELINE, time_unit="relative")
-    assert "  makespan   400 units, bound 320 units, ratio 1.2500, not proven" in text
+    assert "  step       400 units, bound 320 units, gap 20.00%, not proven" in text
     assert "  times      relative units, not seconds (1 k is 1,000 units)" in text

@@ -54,22 +54,43 @@ def test_a_page_is_whole_and_needs_nothing_else(plan: Plan) -> None:
 
 
 def test_the_model_and_what_memory_is_predicted_for_are_named(plan: Plan) -> None:
-    capture = msgspec.structs.replace(plan.capture, model="UNet")
+    capture = msgspec.structs.replace(plan.capture, model="UNet", target="nets.py:unet")
     page = paged(msgspec.structs.replace(plan, capture=capture))
     sizes = "gpipe: 4 stages on 4 ranks, 8 microbatches"
     target = "memory predicted for a GPU, bound not proven"
-    assert "<h1>UNet</h1>" in page and f"<p>{sizes}; {target}</p>" in page
+    assert "<h1>nets.py:unet: UNet</h1>" in page and f"<p>{sizes}; {target}</p>" in page
 
 
 def test_each_rank_has_a_bar_of_its_bound_and_its_cap(plan: Plan) -> None:
     rows = section(paged(plan), MEMORY).split('class="row"')[1:]
+    # The cap of rank 2 is ten times what any rank holds: bars that had its scale would vanish.
+    scale = max(memory.total.bound for memory in plan.prediction.memory)
     for row, cap, memory in zip(rows, CAPS, plan.prediction.memory, strict=True):
         bound = memory.total.bound
         widths = [float(width) for width in re.findall(r"width:([0-9.]+)%", row)]
-        assert sum(widths) == pytest.approx(100 * bound / max(CAPS), abs=0.05)
-        assert f'<b style="left:calc({100 * cap / max(CAPS):.2f}% - 2px)">' in row
+        assert sum(widths) == pytest.approx(100 * bound / scale, abs=0.05)
+        is_marked = f'<b style="left:calc({100 * cap / scale:.2f}% - 2px)">' in row
+        assert (is_marked, "▸" in row) == (cap <= scale, cap > scale)
         assert f"bound {size_text(bound)} of {size_text(cap)}: {size_text(cap - bound)} left" in row
         assert 'class="fixed"' in row and "expected" in row
+
+
+def test_a_cap_a_little_above_all_bounds_is_a_line_on_the_chart(plan: Plan) -> None:
+    largest = max(memory.total.bound for memory in plan.prediction.memory)
+    options = msgspec.structs.replace(plan.options, memory_bytes=largest * 5 // 4)
+    row = section(paged(msgspec.structs.replace(plan, options=options)), MEMORY)
+    assert row.count('<b style="left:calc(100.00% - 2px)">') == plan.ranks and "▸" not in row
+
+
+def test_a_generous_cap_leaves_the_largest_bar_as_wide_as_the_chart(plan: Plan) -> None:
+    options = msgspec.structs.replace(plan.options, memory_bytes=80 << 30)
+    row = section(paged(msgspec.structs.replace(plan, options=options)), MEMORY)
+    totals = [
+        sum(map(float, re.findall(r"width:([0-9.]+)%", part))) for part in row.split('"row"')[1:]
+    ]
+    assert max(totals) == pytest.approx(100, abs=0.05)
+    assert "▸ cap beyond the chart" in row
+    assert row.count(">▸</s>") == plan.ranks and "<b style" not in row
 
 
 def test_a_rank_over_its_cap_stands_out(plan: Plan) -> None:

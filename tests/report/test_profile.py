@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph, Node, Parameter
-from pipecompile.report.profile import Profile, profile_figures, profile_of
+from pipecompile.report.profile import Profile, large_rows, profile_figures, profile_of
 from pipecompile.report.profile_page import profile_page
 from pipecompile.report.profile_text import profile_text
 from tests.report.pages import Page
@@ -97,6 +97,26 @@ def test_like_blocks_are_one_row_with_its_parts() -> None:
         (1, "layers.3", 1, 7),
         (0, "head", 1, 1000),
     ]
+
+
+def test_the_loss_is_called_that_by_module_and_by_operator() -> None:
+    timed = node("output", "", time=50, operator="output")
+    graph = CostGraph(nodes=(node("only", "a", time=100), timed), tensors=())
+    assert [row.name for row in profiled(graph).modules] == ["a", "(loss)"]
+    assert [row.name for row in profiled(graph).operators][1:] == ["loss"]
+    # Without a target the output takes no time: it is then no loss.
+    free = msgspec.structs.replace(timed, forward_ns=0, backward_ns=0)
+    graph = msgspec.structs.replace(graph, nodes=(graph.nodes[0], free))
+    assert [row.name for row in profiled(graph).modules] == ["a", "(outside of modules)"]
+
+
+def test_one_small_row_is_one_other() -> None:
+    nodes = (
+        node("large", "a", time=10_000, operator="b"),
+        node("small", "a", time=0, operator="c"),
+    )
+    profile = profiled(CostGraph(nodes=nodes, tensors=()))
+    assert [row.name for row in large_rows(profile.operators, profile.total)] == ["b", "1 other"]
 
 
 def test_operators_begin_with_the_one_that_takes_most() -> None:

@@ -79,7 +79,7 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
         figures=list(_figures(plan)),
         timeline=timeline_svg(plan, timeline),
         kinds=[*kinds, "fixed"],
-        has_cap=plan.options.memory_bytes is not None,
+        has_cap=any(bound.cap is not None and bound.cap <= scale for bound in bounds),
         ranks=list(_ranks(plan, kinds, bounds)),
         memory_scale=scale,
         has_cap_beyond=any(bound.cap is not None and bound.cap > scale for bound in bounds),

@@ -33,8 +33,14 @@ _COLOURS = {
     Kind.BACKWARD: ("backward", "#d2741f", "#ffffff"),
     Kind.BACKWARD_INPUT: ("backward, inputs", "#d2741f", "#ffffff"),
     Kind.BACKWARD_WEIGHT: ("backward, weights", "#6aa56b", "#ffffff"),
-    Kind.RECOMPUTE: ("recompute", "#a9c4e8", "#26415f"),
+    Kind.RECOMPUTE: ("recompute", "url(#recompute)", "#12243a"),
 }
+# A recompute is a forward once more: the blue of forwards, hatched, which is seen in grey too.
+_HATCHING = (
+    '<defs><pattern id="recompute" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="6" height="6" fill="#dfe9f7"/>'
+    '<rect width="2.5" height="6" fill="#4f83cc"/></pattern></defs>'
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ def picture(
             f'width="{_WIDTH}" '
             f'height="{height}" font-family="{_FONT}" font-size="12" role="img">',
             f"<title>{escape(headline)}</title>",
+            _HATCHING,
             f'<rect width="{_WIDTH}" height="{height}" rx="10" fill="#fbfbfa" stroke="#d9d9d6"/>',
             *body,
             "</svg>\n",
@@ -143,47 +150,53 @@ def _ranks(timeline: Timeline, scale: _Scale) -> Iterator[str]:
             'fill-opacity="0.05"/>'
         )
         yield _text(20, base, f"rank {rank}", colour="#1f2328")
-        shades = _shades(row)
+        heights = _heights(row)
         for event in row:
-            yield from _event(event, scale, y, shades[event.action.stage])
+            yield from _event(event, scale, y, heights[event.action.stage])
         yield _text(_WIDTH - 20, base, f"{idle:.1%}", anchor="end", colour="#1f2328")
 
 
-def _shades(row: Sequence[Event]) -> dict[int, str]:
-    """Return how opaque each stage of a rank is drawn: the first one fully, the others paler."""
+def _heights(row: Sequence[Event]) -> dict[int, int]:
+    """Return how high each stage of a rank is drawn: the first one as high as the row, the others
+    lower, like stairs.
+
+        ███     ███
+        ███ ▄▄▄ ███ ▄▄▄    stages 0, 2, 0, 2 of a rank
+
+    Colours and hatching say what an action does, so they cannot say its stage too.
+    """
     stages = sorted({event.action.stage for event in row})
-    # From 1 down to 0.6 for the last one, on which white numbers can still be read.
-    step = 0.4 / max(len(stages) - 1, 1)
-    return {
-        stage: f"{1 - index * step:.2f}".rstrip("0").rstrip(".")
-        for index, stage in enumerate(stages)
-    }
+    # The last of many still has room for small numbers: 14 of 32 pixels.
+    step = min(10, 18 // max(len(stages) - 1, 1))
+    return {stage: max(_BAR - index * step, 14) for index, stage in enumerate(stages)}
 
 
-def _event(event: Event, scale: _Scale, y: float, shade: str) -> Iterator[str]:
+def _event(event: Event, scale: _Scale, row: float, height: int) -> Iterator[str]:
     _, fill, ink = _COLOURS[event.action.kind]
+    y = row + _BAR - height  # all stages of a rank stand on one line
     left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)
     # Neighbours stay apart and corners round, but never so much that a short action vanishes.
     gap, corner = min(0.5, width / 8), min(3, width / 6)
-    faded = "" if shade == "1" else f' fill-opacity="{shade}"'
     yield (
-        f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{_BAR}" '
-        f'rx="{corner:.2f}" fill="{fill}"{faded}><title>{_hint(event, scale)}</title></rect>'
+        f'<rect x="{left + gap:.2f}" y="{y}" width="{width - 2 * gap:.2f}" height="{height}" '
+        f'rx="{corner:.2f}" fill="{fill}"><title>{_hint(event, scale)}</title></rect>'
     )
     inside = width * _recompute_share(event, scale)
     if inside:
         colour = _COLOURS[Kind.RECOMPUTE][1]
         yield (
             f'<rect x="{left + gap:.2f}" y="{y}" width="{max(inside - gap, 0):.2f}" '
-            f'height="{_BAR}" rx="{corner:.2f}" fill="{colour}" pointer-events="none"/>'
+            f'height="{height}" rx="{corner:.2f}" fill="{colour}" pointer-events="none"/>'
         )
     label = str(event.action.microbatch)
     room, middle = width - inside, left + (inside + width) / 2
     # A digit is about 0.62 of its size wide; where not even small ones fit, the hint shows it.
     size = next((size for size in (12, 9) if room >= 0.62 * size * len(label) + 2), None)
     if size is not None:
-        base = y + (_BAR + 0.7 * size) / 2
-        yield _text(middle, base, label, anchor="middle", colour=ink, size=size)
+        base = y + (height + 0.7 * size) / 2
+        # On hatching a number needs a light rim.
+        rim = "#dfe9f7" if event.action.kind is Kind.RECOMPUTE else ""
+        yield _text(middle, base, label, anchor="middle", colour=ink, size=size, rim=rim)
 
 
 def _recompute_share(event: Event, scale: _Scale) -> float:
@@ -207,8 +220,8 @@ def _legend(timeline: Timeline, scale: _Scale) -> Iterator[str]:
         yield _text(x + 18, y + 10, name, colour="#59636e")
         x += 40 + 7 * len(name)
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.events)
-    paler = "; paler: the later stages of a rank" if several else ""
-    yield _text(x, y + 10, f"numbers: microbatches{paler}", colour="#59636e")
+    lower = "; lower bars: the later stages of a rank" if several else ""
+    yield _text(x, y + 10, f"numbers: microbatches{lower}", colour="#59636e")
 
 
 def _text(
@@ -220,7 +233,10 @@ def _text(
     size: int = 12,
     weight: int = 400,
     anchor: str = "start",
+    rim: str = "",
 ) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"'
     font = f'font-size="{size}" font-weight="{weight}" fill="{colour}"'
+    if rim:
+        font += f' stroke="{rim}" stroke-width="3" paint-order="stroke"'
     return f"<text {place} {font}>{escape(text)}</text>"

@@ -81,9 +81,36 @@ def test_regions_are_drawn_as_the_first_part_of_a_backward(make_plan: MakePlan) 
     plan = make_plan(schedule="gpipe", recompute="sqrt")
     picture = timeline_svg(plan, simulate_plan(plan))
     assert "recompute" in _texts(picture)
-    parts = re.findall(r'width="([0-9.]+)" height="32" rx="[0-9.]+" fill="#a9c4e8"', picture)
+    parts = re.findall(
+        r'width="([0-9.]+)" height="32" rx="[0-9.]+" fill="url\(#recompute\)"', picture
+    )
     backwards = re.findall(r'width="([0-9.]+)" height="32" rx="[0-9.]+" fill="#d2741f"', picture)
     stage = plan.stages[0]
     share = stage.recompute_ns / (stage.recompute_ns + stage.backward_ns)
     assert len(parts) == 3 * plan.microbatches, "the last stage recomputes nothing"
     assert float(parts[0]) / float(backwards[0]) == pytest.approx(share, abs=0.03)
+
+
+def test_recompute_is_hatched_and_later_stages_of_a_rank_are_lower(make_plan: MakePlan) -> None:
+    plan = make_plan(schedule="interleaved-1f1b", stages_per_rank=2, recompute="stage")
+    picture = ElementTree.fromstring(timeline_svg(plan, simulate_plan(plan)))
+    assert picture.find(f".//{NAMESPACE}pattern[@id='recompute']") is not None
+    looks: dict[tuple[str, str], set[tuple[str, float, str]]] = {}
+    for bar in picture.iter(f"{NAMESPACE}rect"):
+        hint = bar.findtext(f"{NAMESPACE}title")
+        if hint is not None:
+            stage, kind = hint[0], hint[1]
+            bottom = (float(bar.attrib["y"]) + float(bar.attrib["height"])) % 40
+            look = bar.attrib["height"], bottom, bar.attrib["fill"]
+            looks.setdefault((stage, kind), set()).add(look)
+    heights = {key: [height for height, *_ in look] for key, look in looks.items()}
+    assert heights[("0", "F")] == heights[("0", "R")] == heights[("1", "B")] == ["32"]
+    assert heights[("2", "F")] == heights[("2", "R")] == heights[("3", "B")] == ["22"]
+    # They stand on one line, and a recompute looks like nothing else.
+    assert len({bottom for look in looks.values() for _, bottom, _ in look}) == 1
+    assert {fill for look in looks.values() for *_, fill in look if fill.startswith("url")} == {
+        "url(#recompute)"
+    }
+    assert "numbers: microbatches; lower bars: the later stages of a rank" in _texts(
+        timeline_svg(plan, simulate_plan(plan))
+    )

@@ -1,0 +1,148 @@
+"""Recorded runs: when the actions of some training steps happened on each rank.
+
+`Pipeline.record()` makes one, `pipecompile compare` holds it against the plan. These are pure values
+without PyTorch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Timeline
+from pipecompile.ir.serialization import NonNegative, Positive, Value, encode, read, write
+
+__all__ = ["RecordedAction", "RecordedRank", "RecordedRun", "RecordedStep"]
+
+
+class RecordedAction(NamedTuple):
+    """One action of a rank, in nanoseconds since the first rank began the step.
+
+    From `start_ns` to `ready_ns` it waited for a message, and until `end_ns` it worked. `bytes` are
+    those of the message that it sends or receives. `peak_bytes` is the most that the allocator had
+    given out while it worked, None on a CPU, where that is not known.
+    """
+
+    action: str
+    start_ns: NonNegative
+    ready_ns: NonNegative
+    end_ns: NonNegative
+    bytes: NonNegative = 0
+    peak_bytes: NonNegative | None = None
+
+    @property
+    def waiting_ns(self) -> int:
+        """How long it waited for a message."""
+        return self.ready_ns - self.start_ns
+
+    @property
+    def work_ns(self) -> int:
+        """How long it took from then on."""
+        return self.end_ns - self.ready_ns
+
+
+class RecordedRank(Value, frozen=True, kw_only=True):
+    """What one rank did in a step: its actions in order, and when it entered and left the step."""
+
+    start_ns: NonNegative
+    end_ns: NonNegative
+    actions: tuple[RecordedAction, ...]
+
+    def __post_init__(self) -> None:
+        for recorded in self.actions:
+            Action.parse(recorded.action)
+            moments = self.start_ns, *recorded[1:4], self.end_ns
+            if list(moments) != sorted(moments):
+                raise ValueError(f"the times of {recorded.action} are not in order: {moments}")
+
+    @property
+    def waiting_ns(self) -> int:
+        """How long it waited for messages."""
+        return sum(recorded.waiting_ns for recorded in self.actions)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that its allocator had given out; None if that was not recorded."""
+        peaks = [a.peak_bytes for a in self.actions if a.peak_bytes is not None]
+        return max(peaks, default=None)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Its compute actions, each from the moment when it no longer waited."""
+        return tuple(
+            Event(action, recorded.ready_ns, recorded.end_ns)
+            for recorded in self.actions
+            if (action := Action.parse(recorded.action)).kind in COMPUTE
+        )
+
+
+class RecordedStep(Value, frozen=True, kw_only=True):
+    """One training step, the `number`th of its pipeline, on all ranks."""
+
+    number: NonNegative
+    microbatches: Positive
+    ranks: tuple[RecordedRank, ...]
+
+    @property
+    def ns(self) -> int:
+        """From the first rank's entry into the step to the last one's exit."""
+        return max(rank.end_ns for rank in self.ranks) - min(rank.start_ns for rank in self.ranks)
+
+    def timeline(self) -> Timeline:
+        """Return the step as the simulator returns one, so that it is drawn in the same way.
+
+        What follows a rank's last action (the rest of the sums over ranks, the division of
+        gradients) is drawn as a reduction. Why a rank idled is not known, so `idle` is empty.
+        """
+        rows = tuple(rank.events for rank in self.ranks)
+        ends = tuple(
+            (Event(Action(row[-1].action.stage, Kind.REDUCE), row[-1].end_ns, rank.end_ns),)
+            if row
+            else ()
+            for row, rank in zip(rows, self.ranks, strict=True)
+        )
+        return Timeline(rows, (), (), ends)
+
+
+class RecordedRun(Value, frozen=True, kw_only=True):
+    """Some training steps of one pipeline.
+
+    `plan` is the fingerprint of the whole plan that was run. With fewer `processes` than ranks, one
+    process performed the actions of all ranks in turns. Moments of different ranks may be off by
+    `clock_error_ns`; times within a rank do not depend on that.
+    """
+
+    schema: Literal["pipecompile/run/1"] = "pipecompile/run/1"
+    plan: str
+    device: str
+    torch: str
+    processes: Positive
+    clock_error_ns: NonNegative
+    steps: tuple[RecordedStep, ...]
+
+    def __post_init__(self) -> None:
+        counts = {len(step.ranks) for step in self.steps}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError(
+                f"a run needs steps, all on the same ranks, but it has {len(self.steps)} steps on "
+                f"{sorted(counts)} ranks"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> RecordedRun:
+        """Return the run in the file at `path`; FormatError says what is wrong with it."""
+        return read(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Write the run to `path`."""
+        write(path, encode(self))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.steps[0].ranks)
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether one process performed the actions of several ranks."""
+        return self.processes < self.ranks

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.capture import Captured
 from pipecompile.api.program import Programs
+from pipecompile.api.run_recorder import RunRecorder
 from pipecompile.api.runner import Runner
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError, StalePlanError
@@ -22,6 +23,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.runtime import world
+from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
 from pipecompile.runtime.local_share import LocalShare
@@ -63,6 +65,7 @@ class Pipeline:
         self._share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         self._runner = Runner(plan, target, self._share, self._programs.planned)
+        self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
 
@@ -157,6 +160,8 @@ class Pipeline:
         whose figures do not hold for them.
         """
         _refuse_untrainable(self.plan.schedule)
+        for recorder in self._recorders:
+            recorder.begin_step()
         minibatch = self._minibatch(batch, target, scaler)
         count = len(minibatch.inputs)
         schedule = self.plan.schedule.first_microbatches(count)
@@ -166,14 +171,33 @@ class Pipeline:
             program.check_unchanged()
         gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
         with program.mode(), self._statistics(accumulate), gradients:
-            result = self._runner.train(program, schedule, minibatch, reduces=not accumulate)
+            result = self._runner.train(
+                program,
+                schedule,
+                minibatch,
+                reduces=not accumulate,
+                observers=self._recorders,
+            )
             if not accumulate:
                 divide_gradients(parameters, count * self._share.place.replicas)
         if scaler is not None and self._share.is_distributed and not accumulate:
             present = [p.grad for p in parameters if p.grad is not None]
             spread_overflow(present, self._runner.device, self._share.place.pipeline_group)
+        for recorder in self._recorders:
+            recorder.end_step(self.steps, count, program.boundary_shapes)
         self.steps += 1
         return self._returned(result, everywhere=everywhere)
+
+    def record(self) -> AbstractContextManager[RunRecorder]:
+        """Record the steps of a block: `with pipeline.record() as run`, and behind it
+        `run.save("run.json")` for `pipecompile compare`.
+
+        Of each action: when it began, for how long it waited for a message, when it ended; what is
+        sent; on GPUs the peak of the allocator, whose statistics it resets. Every rank enters the
+        block and leaves it. `run.run` is the result, on rank 0.
+        """
+        place, device = self._share.place, self._runner.device
+        return RunRecorder().recording(self.plan, place, device, self._recorders)
 
     def evaluate(self, batch: Any) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last

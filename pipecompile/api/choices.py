@@ -29,7 +29,6 @@ from pipecompile.schedule.selection import placements
 __all__ = ["ChoiceTypes", "Choices", "check_names", "requested_options", "unknown_costs"]
 
 COSTS = ("flops", "measured", "measured:DEVICE", "roofline:DEVICE", "table:FILE")
-BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
 
 class ChoiceTypes(TypedDict, total=False):
@@ -50,7 +49,7 @@ class ChoiceTypes(TypedDict, total=False):
     encodings: Iterable[Encoding]
     batch_norm: BatchNormUpdate
     pin: Mapping[str, int] | None
-    groups: Iterable[Iterable[str]]
+    no_split: Iterable[Iterable[str]]
     parameters_everywhere: bool
     granularity: Granularity
     leaf: Iterable[str]
@@ -93,27 +92,12 @@ def requested_options(**choices: Any) -> Options:
     for option in OPTIONS:
         given[option.name] = _checked(option, given[option.name])
     _check_costs(given["costs"])
-    k = _stages(given)
-    memory = given["memory"]
+    # The two that others decide: k may come from ranks, and microbatches are k.
+    given["k"] = _stages(given)
+    if given["microbatches"] is None:
+        given["microbatches"] = given["k"]
     options = Options(
-        k=k,
-        microbatches=k if given["microbatches"] is None else given["microbatches"],
-        schedule=given["schedule"],
-        objective=given["objective"],
-        recompute=given["recompute"],
-        encodings=_encodings(given["encodings"]),
-        batch_norm=given["batch_norm"],
-        memory_bytes=None if memory is None else parse_budget(memory),
-        optimizer=given["optimizer"],
-        master_weights=given["master_weights"],
-        costs=given["costs"],
-        pin=dict(given["pin"] or {}),
-        groups=tuple(_names("groups", names) for names in given["groups"]),
-        parameters_everywhere=given["parameters_everywhere"],
-        granularity=given["granularity"],
-        leaf=_names("leaf", given["leaf"]),
-        stages_per_rank=given["stages_per_rank"],
-        placement=given["placement"],
+        **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
     )
     # All placements that the options allow have equally many ranks, so the first one will do.
     _check_together(options, placements(options)[0])
@@ -121,9 +105,29 @@ def requested_options(**choices: Any) -> Options:
 
 
 def _checked(option: Option, value: Any) -> Any:
-    """`value` if it has the type of a whole number or of one of a few names, as `option` asks."""
+    """`value` as a plan has it; InputError unless it is of the type that `option` asks for."""
+    match option.form:
+        case "list":
+            return _encodings(value)
+        case "pins":
+            return dict(value or {})
+        case "groups":
+            return tuple(_names(option.name, names) for names in value)
+        case "repeated":
+            return _names(option.name, value)
+        case "switch":
+            return value
+    return _checked_value(option, value)
+
+
+def _checked_value(option: Option, value: Any) -> Any:
+    """The one value of `option`: a whole number, one of a few names, a cap, or what is checked
+    elsewhere.
+    """
     if value is None and option.default is None:
         return None
+    if option.name == "memory":
+        return parse_budget(value)
     if option.type == int | None:
         # Not isinstance: True is an int too, but no number of stages.
         if type(value) is not int:
@@ -132,7 +136,7 @@ def _checked(option: Option, value: Any) -> Any:
             raise InputError(f"{option.name}={value}, but {LEAST[option.name]}")
     if option.name == "schedule" and value in ASYNCHRONOUS:
         return value  # `placements` says why no plan has such a schedule
-    if option.choices and option.form == "value":
+    if option.choices:
         return known_name(option.name, value, option.choices)
     return value
 

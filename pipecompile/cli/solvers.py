@@ -53,7 +53,7 @@ logger = logging.getLogger("pipecompile.cli")
 @click.option("--speeds", help="How fast each rank is, such as 1,1,0.5.")
 @click.option("--ranks", type=int, help="Ranks in all: stages may run on several, data-parallel.")
 @plan_option("pin")
-@plan_option("groups", metavar="NODE[,…]", help="Keep nodes together on one stage.")
+@plan_option("no_split", metavar="NODE[,…]", help="Keep nodes together on one stage.")
 @plan_option("parameters_everywhere")
 @plan_option("granularity")
 @click.option(
@@ -75,8 +75,8 @@ def partition(
     **options: Any,
 ) -> int:
     """Cut a cost graph into stages: the partitioner alone."""
-    from pipecompile.api.cut import CutRequest, links_from_options
-    from pipecompile.api.cut import partition as cut
+    from pipecompile.api.partition_file import CutRequest, links_from_options
+    from pipecompile.api.partition_file import partition as cut
     from pipecompile.api.report import cut_text
 
     # Two ways to say the same: a file with a link for each pair, or one link for all of them.

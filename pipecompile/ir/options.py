@@ -241,14 +241,14 @@ OPTIONS: tuple[Option, ...] = (
         metavar="NODE=STAGE",
     ),
     Option(
-        "groups",
+        "no_split",
         Iterable[Iterable[str]],
         (),
         "Keep modules or nodes together on one stage.",
         default_text="none",
         form="groups",
         metavar="MODULE[,…]",
-        flag="--no-split",
+        field="groups",
     ),
     Option(
         "parameters_everywhere",

@@ -28,7 +28,6 @@ __all__ = [
     "SavedTensorDifference",
     "as_on_cuda",
     "attention_kernel",
-    "differences_table",
 ]
 
 # The types of flash attention.
@@ -231,13 +230,6 @@ DIFFERENCES = (
     ),
 )
 _REPLACED = {function: row.replacement for row in DIFFERENCES for function in row.functions}
-
-
-def differences_table() -> str:
-    """Return the differences as a Markdown table; docs/design/cost-models.md contains it."""
-    rows = [(f"`{row.name}`", row.on_cpu, row.on_cuda, row.source) for row in DIFFERENCES]
-    head = [("function", "kept on the CPU", "kept on CUDA", "source in PyTorch"), ("---",) * 4]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows))
 
 
 class _ReplacementMode(TorchFunctionMode):

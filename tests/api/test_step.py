@@ -301,7 +301,7 @@ def tie_of(pipeline: Pipeline) -> tuple[int, ...]:
 )
 def test_tied_embedding_and_head(k: int, groups: list[list[str]], stages: tuple[int, ...]) -> None:
     target = example("gpt2")
-    pipeline = compiled(target, k=k, groups=groups)
+    pipeline = compiled(target, k=k, no_split=groups)
     assert tie_of(pipeline) == stages
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, 4, seed=pipeline.seed)

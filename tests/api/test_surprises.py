@@ -140,7 +140,7 @@ def test_a_tie_forced_onto_one_stage(k: int) -> None:
     # the forward.
     target = Target.of(models.gpt2(), "gpt2")
     plan, found = verify(
-        target, k=k, microbatches=4, costs="flops", groups=[["transformer.wte", "lm_head"]]
+        target, k=k, microbatches=4, costs="flops", no_split=[["transformer.wte", "lm_head"]]
     )
     assert all(comparison.passed for comparison in found), found
     (tied,) = [parameter for parameter in plan.parameters if parameter.aliases]
@@ -322,7 +322,7 @@ def test_a_larger_batch_is_evaluated_all_the_same() -> None:
 
 def test_a_group_that_names_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="no node or module is called 'encoder'"):
-        compiled(linears(), groups=[["encoder"]])
+        compiled(linears(), no_split=[["encoder"]])
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:

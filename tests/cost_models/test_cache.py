@@ -162,7 +162,7 @@ def test_times_are_reused_and_all_else_is_fresh() -> None:
     before = measured(small())
     assert is_known(small())
     assert measured(small()) == before
-    grouped = measured(small(), groups=[["0", "1"]])
+    grouped = measured(small(), no_split=[["0", "1"]])
     assert [node.group for node in grouped.nodes] != [node.group for node in before.nodes]
     assert [node.forward_ns for node in grouped.nodes] == [node.forward_ns for node in before.nodes]
 

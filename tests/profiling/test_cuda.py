@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.profiling.cuda import as_on_cuda, attention_kernel, differences_table
+from pipecompile.profiling.cuda import DIFFERENCES, as_on_cuda, attention_kernel
 from pipecompile.profiling.profile import profile
 
 DOCS = Path(__file__).parents[2] / "docs" / "design" / "cost-models.md"
@@ -271,6 +271,13 @@ def test_a_gpu_keeps_the_same(dtype: torch.dtype, dropout_p: float) -> None:
     on_gpu = sizes("cuda")
     with FakeTensorMode(), as_on_cuda():
         assert sizes("cpu") == on_gpu
+
+
+def differences_table() -> str:
+    """The differences as a Markdown table."""
+    rows = [(f"`{row.name}`", row.on_cpu, row.on_cuda, row.source) for row in DIFFERENCES]
+    head = [("function", "kept on the CPU", "kept on CUDA", "source in PyTorch"), ("---",) * 4]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (*head, *rows))
 
 
 def test_the_page_shows_the_table() -> None:

@@ -1,7 +1,7 @@
 """`pipecompile partition`: the partitioner alone, on a cost graph in a file. Needs no PyTorch.
 
 Memory is counted by the simple rule of the cost-graph format. A plan has its own composition, with
-the memory model and recompute: see `api.partition`.
+the memory model and recompute: see api/partition.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CutRequest:
     speeds: str | None = None
     ranks: int | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
-    groups: tuple[tuple[str, ...], ...] = ()
+    no_split: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: str = "operators"
 
@@ -127,7 +127,7 @@ class CutRequest:
             speeds=self._speeds(),
             memory=self._memory_constraint(graph),
             pin=self.pin,
-            together=self.groups,
+            together=self.no_split,
             granularity=self.granularity,
             parameters_everywhere=self.parameters_everywhere,
             replica_ranks=self.ranks,

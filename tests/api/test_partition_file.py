@@ -12,7 +12,7 @@ from cuts import chain, cuts, graphs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.api.cut import CutRequest, links_from_options, partition
+from pipecompile.api.partition_file import CutRequest, links_from_options, partition
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links

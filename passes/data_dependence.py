@@ -85,7 +85,7 @@ def check_still_pure(path: str, before: list[int], result: Any, arguments: list[
     )
     if is_returned or tensor_versions(arguments) != before:
         raise InputError(
-            f"{path} branches on data: it wrote to its argument or returned it, but did neither "
-            "on the sample by which the model was cut; let it work on a copy (clone), or compile "
-            "with a sample on which it does so"
+            f"{path} branches on data: on this input it wrote to its argument or returned it, and "
+            "on the sample that the model was cut by it did neither; let it work on a copy of its "
+            "argument (clone), or compile with a sample on which it writes or returns it too"
         )

@@ -57,22 +57,22 @@ def refuse_lasting_state(
         left, left_again = after_first.described(*attribute), after_second.described(*attribute)
         if left != left_again:
             raise CaptureError(
-                f"{where} is set by the forward to {left_again} after {left}: state that a graph "
-                "cannot keep; make it a buffer and write to it in place"
+                f"{where}: the forward sets it to {left}, and a second forward to {left_again}; a "
+                "graph cannot keep such state, so make it a buffer and write to it in place"
             )
         _refuse_unused_gradient(where, attribute, second)
     if first.text != second.text:
         raise CaptureError(
-            f"{_attribute_text(first, changed[0])} is set by the forward, and a second forward, "
-            "which finds it, computes something else; run the model once before it is compiled, "
-            "or keep such state in buffers"
+            f"{_attribute_text(first, changed[0])}: the forward sets it, and a second forward, "
+            "which begins with that value, computes something else; run the model once before it "
+            "is compiled, or keep such state in buffers"
         )
 
 
 def _record_second(
     first: RecordedForward, record: Callable[[], RecordedForward], changed: Sequence[Attribute]
 ) -> RecordedForward:
-    """Record a second forward, which finds what the first one left."""
+    """Record a second forward; attributes have the values that the first forward has set."""
     registered = [(module, name) for module, name in changed if name in REGISTERED_TABLES]
     if registered:
         raise CaptureError(
@@ -83,8 +83,9 @@ def _record_second(
         return record()
     except UnsupportedError as error:
         raise CaptureError(
-            f"{_attribute_text(first, changed[0])} is set by the forward, and a second forward, "
-            f"which finds it, cannot be recorded; keep such state in buffers ({error})"
+            f"{_attribute_text(first, changed[0])}: the forward sets it, and a second forward, "
+            "which begins with that value, cannot be recorded; keep such state in buffers "
+            f"({error})"
         ) from error
 
 

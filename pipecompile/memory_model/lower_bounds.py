@@ -1,4 +1,4 @@
-"""What no stage holds less than, as sums over nodes: bounds by which a partitioner skips stages.
+"""Lower bounds on the memory of a stage, as sums over its nodes, to skip stages that cannot fit.
 
 The partitioner considers many more stages than it can price with `footprint_of`. These lower bounds
 are sums over a stage's nodes, so it gets the bound of any set of nodes by adding. A stage whose

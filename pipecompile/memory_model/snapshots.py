@@ -73,8 +73,9 @@ class StageState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The state of each stage of a rank when an action begins; STEP is the optimizer's, of all.
+    """The state of each stage of a rank when an action of `kind` begins in `stage`.
 
+    The optimizer's step is one action for all stages, of kind STEP; its `stage` is the first one.
     `frees_outputs` says that a weight backward frees outputs that its microbatch still holds but
     does not hand over (see `StageState.between_without_outputs`).
     """

@@ -43,7 +43,8 @@ class StageForward(StageValues):
     def _forward_peak(self) -> Amount:
         changes = list(self._forward_changes())
         rises = [node.forward_peak_bytes for node in self.own_nodes]
-        # Twice the same walk: once with bytes as they are asked for, once as a bound counts them.
+        # The forward is walked through twice: once it counts the bytes that are asked for, and once
+        # the most that an allocator may take for them.
         peaks = []
         for counting in self._countings:
             at_end = self._peaks_at_end_of_runs(counting)

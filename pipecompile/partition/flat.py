@@ -2,8 +2,9 @@
 
 "Flat" is the opposite of `multilevel`, which solves several of these problems one after the other.
 
-The objective step-time is decomposed by no dynamic program: its search starts from the cuts of the
-other objectives and climbs on the simulated step.
+Variance and max-load are sums and maxima over stages, so that dynamic programs can add stage by
+stage. The simulated step is neither. Its search starts from the cuts of the other objectives, and
+moves nodes as long as the simulated step becomes shorter.
 """
 
 from __future__ import annotations

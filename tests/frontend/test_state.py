@@ -185,7 +185,9 @@ def test_a_list_that_grows_is_refused_and_restored() -> None:
 
     model = Kept(act)
     model.note = []
-    with pytest.raises(CaptureError, match=r"note is set by the forward to \[1, 1\] after \[1\]"):
+    with pytest.raises(
+        CaptureError, match=r"note: the forward sets it to \[1\], and a second forward to \[1, 1\]"
+    ):
         capture(model, CALL)
     assert model.note == []
 
@@ -205,7 +207,9 @@ def test_a_switch_that_each_forward_turns_is_refused() -> None:
         model.note = not model.note
         return hidden if model.note else -hidden
 
-    with pytest.raises(CaptureError, match=r"note .* is set by the forward to False after True"):
+    with pytest.raises(
+        CaptureError, match=r"note .*: the forward sets it to True, and a second forward to False"
+    ):
         capture(Kept(act), CALL)
 
 
@@ -220,7 +224,7 @@ def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
     model = Kept(act)
     with pytest.raises(
         CaptureError,
-        match=r"^note \(.*test_state.py:\d+\) is set by the forward, and a second forward",
+        match=r"^note \(.*test_state.py:\d+\): the forward sets it, and a second forward",
     ):
         capture(model, CALL)
     assert model.note is None
@@ -245,7 +249,10 @@ def test_a_counter_inside_a_subclass_of_a_torch_module_is_refused() -> None:
             return self.part(x) * self.part.calls
 
     model = Reads()
-    with pytest.raises(CaptureError, match=r"^part\.calls \(.* is set by the forward to 2 after 1"):
+    with pytest.raises(
+        CaptureError,
+        match=r"^part\.calls \(.*: the forward sets it to 1, and a second forward to 2",
+    ):
         capture(model, CALL)
     assert model.part.calls == 0
 

@@ -81,6 +81,7 @@ class Flops:
 
 
 def _cost(call: NodeCall) -> CallCost:
+    """Return the cost of a call by its FLOPs and bytes; views are free."""
     arguments = call.fresh_arguments()
     forward_flops, outputs = _counted(lambda: call.run(arguments))
     # A view returns storages that it was given, and writes nothing.

@@ -83,6 +83,7 @@ class Measured:
         return cost
 
     def _measure(self, call: NodeCall) -> CallCost:
+        """Return the median times of a call, each measured by itself."""
         # Measured once, before the first call.
         if not self.engine_entry_ns:
             empty = _empty_backward(self.device)

@@ -67,6 +67,7 @@ def _bubble(plan: Plan, limit: float) -> Finding:
 
 
 def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
+    """Yield for each rank whether its bound is within its limit."""
     for rank, (memory, limit) in enumerate(zip(plan.prediction.memory, limits, strict=True)):
         # The bound and not what is expected: who sets a limit wants no rank to run out of memory.
         needed = memory.total.bound

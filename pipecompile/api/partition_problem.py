@@ -162,6 +162,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
     may_find_none = options.recompute == "auto" or bool(options.encodings)
 
     def price(candidate: StageCandidate) -> Price:
+        """Return the extra time that a stage needs to fit its budget, with its lower bound."""
         piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)
         recompute = planner.of(piece, candidate.budget)
         if recompute is None:

@@ -66,6 +66,7 @@ def _impossible_stages(plan: Plan) -> Iterator[Finding]:
 
 
 def _fault_of(stage: Stage, options: Options) -> str | None:
+    """Return why no plan with these options has such a stage; None if one may."""
     if stage.recompute not in KINDS.get(options.recompute, {options.recompute}) | {"none"}:
         return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
     if (stage.recompute == "regions") != bool(stage.regions):

@@ -64,6 +64,7 @@ def _stage(
     inputs: tuple[Boundary, ...],
     outputs: tuple[Boundary, ...],
 ) -> Stage:
+    """Return the stage of the nodes `names`: their sums, its boundaries and what it recomputes."""
     nodes = [graph.by_name[name] for name in names]
     return Stage(
         blocks=tuple(_blocks(nodes)),

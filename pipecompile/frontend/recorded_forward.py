@@ -68,6 +68,7 @@ def record_forward(
 def _record_once(
     model: nn.Module, call: Arguments, options: RecordingOptions, symbolic: bool
 ) -> RecordedForward:
+    """Run the forward once on fake tensors; `symbolic` ones have a symbol as their batch size."""
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     environment = ShapeEnv()

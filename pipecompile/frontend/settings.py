@@ -83,6 +83,7 @@ class _Describer:
         self.seen: set[int] = set()
 
     def text(self, value: object) -> str:
+        """Return what a setting is, as text that is equal on all machines for equal settings."""
         match value:
             case torch.device():
                 return "device"

@@ -289,6 +289,7 @@ class Plan(Value, frozen=True, kw_only=True):
         self._check_stages()
 
     def _check_sizes(self) -> None:
+        """ValueError unless all parts have as many stages, ranks and microbatches as the plan."""
         _same("stages", len(self.stages), "k", self.k)
         _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
         _same("placed stages", len(self.schedule.placement), "k", self.k)
@@ -306,6 +307,7 @@ class Plan(Value, frozen=True, kw_only=True):
             )
 
     def _check_options(self) -> None:
+        """ValueError unless the plan has what its options ask for."""
         _same("k of the options", self.options.k, "k", self.k)
         self.options.caps(self.ranks)
         _same(

@@ -113,6 +113,7 @@ def recompute_problem_of(
 
 
 def _problem(stage: StageValues, *, has_gradients: bool) -> RecomputeProblem:
+    """Return the problem of a stage: times, and bytes as a bound, by the position of its nodes."""
     counting = Counting(BOUND_SCRATCH, stage.allocator.rounded)
     position = {place: index for index, place in enumerate(stage.nodes)}
     levels = _gradient_levels(stage, counting, has_gradients=has_gradients)
@@ -194,6 +195,9 @@ class _EncodedBytes:
         position: Mapping[int, int],
         counting: Counting,
     ) -> None:
+        """Count the encoded form of a saved tensor from its forward to its backward, and the full
+        form while the backward needs it.
+        """
         savers = tuple(position[place] for place in encoding.savers)
         kept = counting.size_of(encoding.kept_bytes(stage.graph.allocator))
         scratch = counting.size_of(encoding.cost.scratch_bytes)

@@ -37,6 +37,7 @@ def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
 
 
 def _reason(unit_graph: UnitGraph) -> str:
+    """Return the constraint without which there is a cut, in words, and what to change."""
     problem = unit_graph.problem
     # A constraint is to blame if there is a cut without it and without those before it.
     memory = problem.memory

@@ -54,6 +54,7 @@ def _unit_violations(problem: PartitionProblem, assignment: Mapping[str, int]) -
 
 
 def _memory_violations(problem: PartitionProblem, members: list[list[str]]) -> Iterator[str]:
+    """Yield each rank that is over its cap, and each stage that nothing lets fit its budget."""
     memory = problem.memory
     if memory is None:
         return

@@ -48,6 +48,7 @@ class NodeCaller(fx.Interpreter):
         return outputs if self.workload.loss is None else self.workload.loss(outputs, targets)
 
     def _call(self, node: fx.Node) -> NodeCall:
+        """Return the node as a function of the tensors that flow into it."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         # The loss is a part of the output node, which therefore reads the targets too.
         if node.op == "output":

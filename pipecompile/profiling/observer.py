@@ -299,6 +299,7 @@ class _Observer(NodeCaller):
     def _gradient(
         self, index: int, live_range: StorageLiveRange, continues: int | None
     ) -> GradientStorage | None:
+        """Return storage `index` as a gradient; None if it is none, or is freed at once."""
         born, died = live_range.born, live_range.died
         if born < len(self.nodes) or died is None:
             return None  # made in the forward, or the gradient of a parameter

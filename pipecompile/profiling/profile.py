@@ -131,6 +131,10 @@ def _nodes(
     costs: dict[str, CallCost],
     numbering: dict[int, int],
 ) -> Iterator[ir.Node]:
+    """Yield the nodes of the cost graph: what was observed of each, with what the cost model says.
+
+    `numbering` gives storages their numbers in the cost graph.
+    """
     parameter_bytes = {name: size_bytes([value]) for name, value in named_state(workload.module)}
     counted: set[int] = set()
     for node in workload.graph.nodes:

@@ -30,6 +30,7 @@ def cut_text(cut: Cut, draw: DrawTable = plain_table) -> str:
 
 
 def _header(cut: Cut) -> Iterator[str]:
+    """Yield the figures above the table: the sizes, the objective and its bound, the balance."""
     loads, unit = cut.loads_with_transfers_ns, cut.time_unit
     ranks = len(loads) if _is_shared(cut) else sum(cut.replicas)
     value = objective_text(cut.objective, cut.value, unit)

@@ -46,6 +46,7 @@ def order_title(order: Order) -> str:
 
 
 def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
+    """Yield the figures of the order, each with its name."""
     shape = "" if order.placement_shape == "own" else f" ({order.placement_shape})"
     step = time_with_unit(order.makespan_ns, time_unit)
     span = time_with_unit(order.span_ns, time_unit)

@@ -175,6 +175,7 @@ def _memory_row(
 
 
 def _stages(plan: Plan) -> _PageTable:
+    """The table of stages: their modules, times and sizes, and what they recompute if any does."""
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
     extra = ["recomputed", *extra_time_header(plan)] if recompute else []
     names = [*["rank"] * shared, "nodes", "forward", "backward", *extra, "params", "sends"]

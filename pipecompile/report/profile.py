@@ -133,6 +133,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
 
 
 def _row(graph: CostGraph, name: str, nodes: Sequence[Node], depth: int = 0) -> Row:
+    """Return the sums over some nodes, under a name."""
     # A parameter that several nodes read is there once.
     read = {parameter for node in nodes for parameter in node.parameters}
     sizes = [graph.parameter_by_name[parameter].bytes for parameter in read]

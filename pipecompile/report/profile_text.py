@@ -57,6 +57,7 @@ def totals(profile: Profile) -> Iterator[tuple[str, str]]:
 
 
 def _rows(title: str, rows: Sequence[Row], profile: Profile) -> list[list[str]]:
+    """Return a table of rows of the profile, with bars and shares."""
     total, unit = profile.total, profile.time_unit
     # Bars compare rows, so the longest is full; the share beside it is of the whole model.
     largest = max((row.time_ns for row in rows), default=0)
@@ -80,6 +81,7 @@ def _rows(title: str, rows: Sequence[Row], profile: Profile) -> list[list[str]]:
 
 
 def _nodes(profile: Profile) -> list[list[str]]:
+    """Return the table of the heaviest nodes, with their source lines."""
     lines = [["node", "", "operator", "time", "", "saved", "source"]]
     for nodes in profile.heaviest:
         first, time_ns = nodes[0], time_of(nodes)

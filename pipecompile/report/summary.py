@@ -73,6 +73,7 @@ def headline(plan: Plan) -> str:
 
 
 def _header(plan: Plan) -> Iterator[str]:
+    """Yield the figures of the whole plan, each with its name."""
     loads, prediction, unit = plan.prediction.loads_ns, plan.prediction, plan.time_unit
     policy = plan.options.recompute
     recompute = "" if policy == "none" else f", recompute {policy}"

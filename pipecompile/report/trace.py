@@ -59,6 +59,7 @@ def _ranks(plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _actions(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the complete events ("X") of all actions, in microseconds: a rank is a process."""
     for rank, row in enumerate(timeline.events):
         for event in row:
             action = event.action

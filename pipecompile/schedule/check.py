@@ -170,6 +170,7 @@ def _is_optional(checked: _CheckedSchedule, action: Action) -> bool:
 
 
 def _required_actions(checked: _CheckedSchedule) -> Iterator[Action]:
+    """Yield each action that the schedule must have exactly once."""
     schedule, counts = checked.schedule, checked.counts
     for stage, microbatch in product(range(len(schedule.placement)), range(schedule.microbatches)):
         yield Action(stage, Kind.FORWARD, microbatch)

@@ -136,6 +136,7 @@ class _OrderBuilder:
         )
 
     def _perform(self, kind: int, stage: int, rank: int, now: int) -> None:
+        """Do the next microbatch of a task at time `now`, and note who may go on when."""
         microbatch = self.done[kind][stage]
         self.done[kind][stage] += 1
         end = self.free[rank] = now + self.task_ns[kind][stage]

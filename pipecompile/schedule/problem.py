@@ -240,6 +240,7 @@ def placed_problem(
 
 
 def _costs(problem: ScheduleProblem, index: int) -> StageCosts:
+    """Return the costs of a stage of a problem in a file, as schedulers take them."""
     stage = problem.stages[index]
     halves_ns = stage.backward_input_ns + stage.backward_weight_ns
     # The last stage keeps what others recompute, since its backward directly follows its forward.

@@ -199,6 +199,7 @@ def _candidates_on(
 def _candidate_of_order(
     problem: ScheduleProblem, request: ScheduleRequest, path: Path
 ) -> _PlacementCandidate:
+    """Return the order in the file at `path`, simulated; errors begin with the path."""
     order = read_order(path, problem)
     is_open = request.placement == "open" or (
         request.placement is None and problem.placement is None

@@ -27,6 +27,10 @@ def postpone_weight_gradients(instance: ScheduleInstance, rows: Rows, times: Ord
 
 
 def _postponed(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
+    """Return a rank's row with its last weight gradients behind its last backward.
+
+    As many are moved as there is time for between the end of the row and that of the step.
+    """
     kinds = [instance.decode(operation)[0] for operation in row]
     if WEIGHT not in kinds:
         return row
@@ -53,6 +57,7 @@ def advance_weight_gradients(instance: ScheduleInstance, rows: Rows, times: Orde
 
 
 def _advanced(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
+    """Return a rank's row with weight gradients in the waits that they fit, first waits first."""
     advanced: list[int] = []
     # By stage the microbatches whose weight gradient is due, and how many gradients have been
     # moved forward, so that as many later places are dropped.

@@ -7,7 +7,8 @@ PipecompileError
 ├── InfeasibleError       no plan satisfies what was asked for; the message says by how much
 ├── StalePlanError        a plan was made for another model, or with other options
 ├── StaleProfileError     costs in a file were made for another model, or for other shapes
-└── ScheduleError         a schedule is incomplete, out of order or can deadlock
+├── ScheduleError         a schedule is incomplete, out of order or can deadlock
+└── RankFaultError        another rank failed, died or hangs; the message says which one, and where
 
 Each message says what was given, what was expected and what to do.
 """
@@ -23,6 +24,7 @@ __all__ = [
     "InfeasibleError",
     "InputError",
     "PipecompileError",
+    "RankFaultError",
     "ScheduleError",
     "StalePlanError",
     "StaleProfileError",
@@ -60,6 +62,10 @@ class StaleProfileError(PipecompileError):
 
 class ScheduleError(PipecompileError):
     """A schedule is incomplete, out of order or can deadlock."""
+
+
+class RankFaultError(PipecompileError, RuntimeError):
+    """A step cannot go on because of a rank; the message names it, its action and who waited."""
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> InputError:

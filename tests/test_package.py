@@ -33,6 +33,7 @@ PUBLIC = """
     Pipeline
     PlacementShape
     Plan
+    RankFaultError
     Recompute
     ScheduleError
     ScheduleName

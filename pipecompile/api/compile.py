@@ -45,6 +45,7 @@ def pipecompile(
     seed: int = 0,
     mesh: DeviceMesh | None = None,
     autocast: torch.dtype | None = None,
+    step_timeout: float | None = None,
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -66,6 +67,8 @@ def pipecompile(
     mesh            The ranks as a mesh with a dimension "pp" and one "dp" for replicas. Without it
                     n times the plan's ranks are n replicas.
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
+    step_timeout    Seconds that a step over ranks may take; then RankFaultError says on every rank
+                    which one is at fault.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -92,7 +95,15 @@ def pipecompile(
         # Both ways: a plan that was just made is checked as one from a file is.
         check_current(committed, captured)
         check_world(committed)
-        return Pipeline(committed, captured, target, seed=seed, self_check=self_check, mesh=mesh)
+        return Pipeline(
+            committed,
+            captured,
+            target,
+            seed=seed,
+            self_check=self_check,
+            mesh=mesh,
+            step_timeout=step_timeout,
+        )
 
 
 def _shared_options(

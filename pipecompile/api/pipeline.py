@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -11,23 +12,29 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.capture import Captured
-from pipecompile.api.program import Programs
+from pipecompile.api.checkpoint import Checkpoint
+from pipecompile.api.program import Program, Programs
 from pipecompile.api.run_recorder import RunRecorder
 from pipecompile.api.runner import Runner
+from pipecompile.api.safetensors_file import SafetensorsWeights, check_installed, write_weights
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule, Timeline
+from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
+from pipecompile.runtime.agreement import check_agreement
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
+from pipecompile.runtime.model_state import full_state
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
@@ -56,6 +63,7 @@ class Pipeline:
         seed: int = 0,
         self_check: bool = True,
         mesh: DeviceMesh | None = None,
+        step_timeout: float | None = None,
     ) -> None:
         self.plan = plan
         self.seed = seed
@@ -64,9 +72,10 @@ class Pipeline:
         self._target = target
         self._share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
-        self._runner = Runner(plan, target, self._share, self._programs.planned)
+        self._runner = Runner(plan, target, self._share, self._programs.planned, step_timeout)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
+        self._agreed: set[tuple[Any, ...]] = set()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
 
     def __repr__(self) -> str:
@@ -127,6 +136,54 @@ class Pipeline:
         )
         model.load_state_dict({name: state[name] for name in own}, strict=False)
 
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's state on rank 0, on the CPU, for the unsplit model; None elsewhere.
+
+        Call it on all ranks.
+        """
+        return full_state(self._target.model, self._share.saved_from)
+
+    def save_safetensors(self, path: str | Path) -> None:
+        """Write the whole model's weights to the file `path` from rank 0, under the original names.
+
+        Call it on all ranks. A tensor with several names is written once.
+        """
+        check_installed()
+        state = self.full_state_dict()
+        world.run_on_first(lambda: write_weights(state or {}, path))
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Load weights from a safetensors file, from the index of several, or from their folder.
+
+        Each rank reads only what it holds.
+        """
+        check_installed()
+        self.load_state_dict(SafetensorsWeights(path, self._target.model))
+
+    def checkpoint(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        *,
+        data: Any = None,
+    ) -> Checkpoint:
+        """Return the checkpoint of a run, which can be saved and loaded on any number of ranks.
+
+        It holds the model's state and that of `optimizer`, `scheduler` and `scaler`, `steps` and
+        `seed`, random generators, and in `data` where the run is in its data.
+        """
+        return Checkpoint(
+            self._target.model,
+            self._share,
+            self,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            data=data,
+            check_complete=self._gradients.check_none_aside,
+        )
+
     # -- training and evaluation
 
     def step(
@@ -170,7 +227,8 @@ class Pipeline:
             program = self._programs.current()
             program.check_unchanged()
         gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
-        with program.mode(), self._statistics(accumulate), gradients:
+        with self._watched(), program.mode(), self._statistics(accumulate), gradients:
+            self._agree(program, minibatch)
             result = self._runner.train(
                 program,
                 schedule,
@@ -257,6 +315,29 @@ class Pipeline:
         return self.train(False)
 
     # -- what a step needs
+
+    def _agree(self, program: Program, minibatch: Minibatch) -> None:
+        """InputError unless all ranks begin the same step, where it is the first of its kind."""
+        place, inputs = self._share.place, minibatch.inputs
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs[0]]
+        kind = (len(inputs), tuple(shapes), program.modes)
+        if not place.is_distributed or kind in self._agreed:
+            return
+        said = {
+            "the plan": fingerprint(self.plan)[:12],
+            "the number of microbatches": len(inputs),
+            "the input of a microbatch": shapes,
+            "the set of modules in train mode": sorted(program.modes),
+            "the number of the step": self.steps,
+            "the seed": self.seed,
+        }
+        check_agreement(said, place.pipeline_group)
+        self._agreed.add(kind)
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Where a failure is traced to the rank at fault."""
+        watch = self._runner.watch
+        return nullcontext() if watch is None else watch.step(self.steps)
 
     def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
         """Where the step leaves the statistics of batch norms that follow the minibatch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
+from pipecompile.runtime.watch import StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
 
 __all__ = ["Runner"]
@@ -31,10 +32,18 @@ __all__ = ["Runner"]
 class Runner:
     """The stages of this process, for each program, and how their gradients are summed.
 
-    `planned` is the program of the plan. The stages move to the device of this rank.
+    `planned` is the program of the plan. The stages move to the device of this rank. A step of
+    several ranks may take `step_timeout` seconds.
     """
 
-    def __init__(self, plan: Plan, target: Target, share: LocalShare, planned: Program) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        target: Target,
+        share: LocalShare,
+        planned: Program,
+        step_timeout: float | None,
+    ) -> None:
         self._plan = plan
         self._target = target
         self._share = share
@@ -45,7 +54,11 @@ class Runner:
         self._evaluators: dict[Program, DistributedPipeline] = {}
         own = device_of_this_rank() if share.is_distributed else None
         self.device = own or target.device
+        self.watch: StepWatch | None = None
         if share.is_distributed:
+            place = share.place
+            peers = [place.global_ranks[rank] for rank in plan.schedule.placement]
+            self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
             planned.remember()
@@ -75,17 +88,23 @@ class Runner:
         Gradients are left on the parameters, summed over microbatches, and if it `reduces` over
         ties and replicas.
         """
-        if not self._share.is_distributed:
+        if self.watch is None:
             order = self._orders.actions(schedule)
             return local.step(self._local_stages(program), order, batch, observers)
         sums = self._replica_sums(program) if reduces else None
-        result = self._trainer(program).run(schedule, batch, reducer=sums, observers=observers)
+        result = self._trainer(program).run(
+            schedule,
+            batch,
+            watch=self.watch,
+            reducer=sums,
+            observers=observers,
+        )
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
             # message of the first one.
-            sum_tied_gradients(self._ties)
+            sum_tied_gradients(self._ties, self.watch.deadline)
         if sums is not None:
-            sums.finish()
+            sums.finish(self.watch.deadline)
         return result
 
     def evaluate(self, program: Program, batch: Minibatch) -> Sequence[Sequence[Tensor]] | None:

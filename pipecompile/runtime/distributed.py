@@ -36,6 +36,7 @@ from pipecompile.runtime.rank_step import (
     recomputed_microbatches,
 )
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.watch import Deadline, StepWatch
 
 __all__ = ["DistributedPipeline"]
 
@@ -87,6 +88,7 @@ class DistributedPipeline:
         schedule: Schedule,
         batch: Minibatch,
         *,
+        watch: StepWatch | None = None,
         reducer: Reducer | None = None,
         observers: Sequence[ActionObserver] = (),
     ) -> StepResult | None:
@@ -96,7 +98,7 @@ class DistributedPipeline:
         gradients of a stage are complete.
         """
         runtime, messages = self._prepare(schedule)
-        messages.begin()
+        messages.begin(Deadline() if watch is None else watch.deadline)
         row = schedule.rows[runtime.rank]
         trains = any(action.kind in BACKWARDS for action in row)
         rank_step = RankStep(
@@ -106,12 +108,14 @@ class DistributedPipeline:
             recomputed_microbatches(row),
             messages=messages,
             reducer=reducer,
-            observers=observers,
+            observers=observers if watch is None else [watch, *observers],
             trains=trains,
         )
         _perform_by(runtime, rank_step)
         with torch.set_grad_enabled(trains):
             runtime._step_microbatches([()] * schedule.microbatches)
+        if watch is not None:
+            watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
 

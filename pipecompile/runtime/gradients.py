@@ -77,6 +77,14 @@ class StepGradients:
                 own = parameter.grad
                 parameter.grad = gradient if own is None else gradient.add_(own)
 
+    def check_none_aside(self) -> None:
+        """InputError if the update that would take what lies aside is still to come."""
+        if self._aside or self._lost:
+            raise InputError(
+                "steps with accumulate=True have put gradients aside, which a checkpoint does not "
+                "hold; save it after the update"
+            )
+
     def clear(self) -> None:
         """Forget what lies aside."""
         self._aside.clear()

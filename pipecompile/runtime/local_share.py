@@ -27,6 +27,7 @@ class LocalShare:
             for index, rank in enumerate(plan.schedule.placement)
             if not self.is_distributed or rank == place.rank
         ]
+        self._placement = plan.schedule.placement
         self.holders: dict[str, tuple[int, ...]] = {
             name: parameter.stages
             for parameter in plan.parameters
@@ -51,3 +52,11 @@ class LocalShare:
         Sums over a pipeline count a tied parameter once by this.
         """
         return not self.is_distributed or self.holders.get(name, (0,))[0] in self.stages
+
+    def saved_from(self, name: str) -> int:
+        """Return the process whose value of a parameter or buffer is the one to save: the owner in
+        the first replica.
+        """
+        if not self.is_distributed:
+            return 0
+        return self.place.pipelines[0][self._placement[self.holders.get(name, (0,))[0]]]

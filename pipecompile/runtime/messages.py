@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.ir.schedule import Action, Kind
+from pipecompile.runtime.watch import Deadline
 
 __all__ = ["BoundaryShape", "Messages"]
 
@@ -66,6 +67,7 @@ class Messages:
         self._buffers: dict[Action, Values] = {}
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
+        self._deadline = Deadline()
 
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
@@ -83,7 +85,7 @@ class Messages:
     def wait(self, action: Action) -> Values:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving.pop(action):
-            work.wait()
+            self._deadline.wait(work)
         return self._buffers[action]
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
@@ -100,15 +102,16 @@ class Messages:
             ]
         self._sending += self._start(dist.isend, sent, peer)
 
-    def begin(self) -> None:
-        """Forget what a step that failed has left."""
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a step that ends by `deadline`; forget what one that failed has left."""
+        self._deadline = deadline
         self._receiving.clear()
         self._sending.clear()
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         while self._sending:
-            self._sending.pop().wait()
+            self._deadline.wait(self._sending.pop())
 
     def _start(
         self, operation: object, tensors: Sequence[Tensor | None], peer: int

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from pipecompile.runtime.watch import Deadline
+
 __all__ = ["BUCKET_BYTES", "ReplicaSums"]
 
 # Of one bucket of small gradients; a gradient that is larger has its own message. DDP's default.
@@ -51,11 +53,11 @@ class ReplicaSums:
         """Begin to sum the gradients of `stage`."""
         self._sum(self._parameters[stage])
 
-    def finish(self) -> None:
+    def finish(self, deadline: Deadline) -> None:
         """Sum what is late, and wait until every gradient is the sum over replicas."""
         self._sum(self._late)
         while self._works:
-            self._works.pop().wait()
+            deadline.wait(self._works.pop())
         while self._buckets:
             flat, gradients = self._buckets.pop()
             parts = _unflatten_dense_tensors(flat, gradients)

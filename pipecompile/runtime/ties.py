@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.runtime.watch import Deadline
+
 __all__ = ["Ties", "sum_tied_gradients", "tie_groups"]
 
 Ties = Sequence[tuple[Tensor, dist.ProcessGroup]]
@@ -39,13 +41,15 @@ def tie_groups(
     return {name: groups[ranks] for name, ranks in ranks_of.items() if ranks in groups}
 
 
-def sum_tied_gradients(ties: Ties) -> None:
+def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
     """Sum the gradient of each tied parameter over the ranks that hold it.
 
     All ranks list their `ties` in the same order.
     """
     for parameter, group in ties:
-        dist.all_reduce(gradient_or_zeros(parameter), group=group)
+        work = dist.all_reduce(gradient_or_zeros(parameter), group=group, async_op=True)
+        assert work is not None
+        deadline.wait(work)
 
 
 def gradient_or_zeros(parameter: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ def _group(rank: int, ranks: int, store: str) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
         yield
-        dist.barrier()
+        if dist.is_initialized():  # a job whose step has failed leaves the group itself
+            dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,431 @@
+"""Checkpoints of training runs: everything that a run needs to go on, whatever the cut.
+
+A checkpoint is one of torch.distributed.checkpoint, a folder. Its keys are of the original model,
+so that any number of ranks and replicas, and the unsplit model too, can write and read it:
+
+    model.layer.weight              parameters and buffers, by every name that they have
+    optim.layer.weight.exp_avg      the optimizer's slots
+    hyperparameters.layer.weight    the options of the optimizer's group, such as lr
+    scheduler, scaler, steps, seed  one for all ranks
+    data.0                          where a replica is in its data
+    generators.0                    the states of a process's random generators
+
+Values that are no tensors are tuples, because torch's checkpoints take dicts and lists apart.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipecompile.api.optimizer_state import NamedOptimizerState
+from pipecompile.api.saved_keys import SavedKeys
+from pipecompile.errors import InputError
+from pipecompile.runtime import world
+from pipecompile.runtime.model_state import different_copies
+from pipecompile.runtime.place import RankPlace
+from pipecompile.runtime.random_generators import generator_states, restore_generators
+
+__all__ = ["Checkpoint", "HeldState", "TrainingRun"]
+
+
+class TrainingRun(Protocol):
+    """What a checkpoint sets besides tensors; a `Pipeline` is one.
+
+    `steps` and `seed` are what random nodes draw from.
+    """
+
+    steps: int
+    seed: int
+
+    def zero_grad(self) -> None:
+        """Drop gradients, which are those of other weights."""
+
+
+class HeldState(Protocol):
+    """What of the model's state this process holds; `LocalShare` is one.
+
+    `holders` are the stages that hold each parameter and buffer.
+    """
+
+    place: RankPlace
+    holders: dict[str, tuple[int, ...]]
+
+    def holds(self, name: str) -> bool:
+        """Whether the value of `name` is here."""
+
+    def owns(self, name: str) -> bool:
+        """Whether it is saved from here."""
+
+
+class _Entry(NamedTuple):
+    """A key of a checkpoint with this process's value, and whether `save` writes it from here."""
+
+    key: str
+    value: Any
+    is_written: bool
+
+
+class Checkpoint:
+    """The state of a training run, to be saved and loaded; a Stateful of
+    torch.distributed.checkpoint.
+
+    `pipeline.checkpoint(…)` makes the one of a pipeline, and `Checkpoint.of_model` the one of an
+    unsplit model. Each reads what the other writes. Make it once, and call its methods on all
+    ranks.
+
+    `data` says where the run is in its data: a number, another value that can be pickled, or an
+    object with `state_dict` and `load_state_dict`, for each replica. `load` loads it into the
+    object, or leaves the saved value here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: HeldState,
+        run: TrainingRun,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        data: Any = None,
+        check_complete: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.data = data
+        self._model = model
+        self._held = held
+        self._run = run
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = scaler
+        self._check_complete = check_complete
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[Any] | None = None
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        *,
+        data: Any = None,
+    ) -> Self:
+        """Return the checkpoint of an unsplit model in one process.
+
+        Set its `steps`, for a pipeline that goes on from there. Dropout of the unsplit model itself
+        draws from the generator of torch.
+        """
+        return cls(
+            model,
+            _WholeModel(RankPlace(), {}),
+            _ModelRun(model),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            data=data,
+        )
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has taken."""
+        return self._run.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._run.steps = steps
+
+    # -- files
+
+    def save(self, path: str | Path) -> None:
+        """Write the checkpoint to the folder `path`.
+
+        Ranks of the first replica write the model and the optimizer. InputError if ranks disagree
+        about a tied parameter, or if steps have put gradients aside.
+        """
+        self.wait()
+        with _one_process_is_meant():
+            dcp.save(self._written(), checkpoint_id=path, no_dist=not self._is_distributed)
+
+    def save_async(self, path: str | Path) -> None:
+        """Write the checkpoint as `save` does, but return when the tensors are copied to the host.
+
+        A thread writes the copies. The next `save`, `save_async` or `load` waits for it, and so
+        does `wait`: call that at the end of the run. They raise the error if it could not write.
+        """
+        self.wait()
+        if self._group is None and self._is_distributed:
+            # In the group of the steps, the thread's messages would get between theirs. And groups
+            # of NCCL do not carry what is on the host.
+            self._group = dist.new_group(backend="gloo")
+        with _one_process_is_meant():
+            writing = dcp.async_save(
+                self._written(),
+                checkpoint_id=path,
+                process_group=self._group,
+                no_dist=not self._is_distributed,
+            )
+        is_pair = isinstance(writing, AsyncSaveResponse)
+        self._writing = writing.upload_completion if is_pair else writing
+
+    def wait(self) -> None:
+        """Wait until `save_async` has written; raise the error if it could not."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def load(self, path: str | Path) -> None:
+        """Load the checkpoint in the folder `path`, whatever number of ranks saved it.
+
+        Each rank reads its own part. Gradients are dropped. Random generators are restored if there
+        are as many processes as there were; what a pipeline draws does not depend on them.
+
+        InputError if keys are missing, or are of another model: then nothing has changed.
+        """
+        self.wait()
+        saved = SavedKeys(path)
+        own = {name: value for name, value in self._own_state() if isinstance(value, Tensor)}
+        problem = saved.problem(self._required(saved), own, self._model.state_dict())
+        for message in world.gather(problem) if self._is_distributed else [problem]:
+            if message is not None:
+                raise InputError(message)
+        state = self._readable(saved)
+        with _one_process_is_meant():
+            dcp.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
+        self.load_state_dict(state)
+
+    # -- torch.distributed.checkpoint.Stateful
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this process holds, as part of a larger checkpoint of one's own.
+
+        `dcp.load` reads into the tensors of this dict. So it needs as many processes as there were,
+        and an optimizer that has taken a step; `load` needs neither. And `dcp.save` writes what
+        several ranks hold from any of them: buffers may be those of any replica.
+        """
+        self._check_savable()
+        return {entry.key: entry.value for entry in self._entries()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set everything to `state`, which has the keys of `state_dict`."""
+        named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
+        values = {name: _unwrapped(state[key]) for name, key in named.items()}
+        self._model.load_state_dict(values, strict=False)
+        if self._optimizer is not None:
+            self._named_optimizer(self._optimizer).load(state)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(_unwrapped(state["scheduler"]))
+            _fit_to_groups(self._scheduler)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(_unwrapped(state["scaler"]))
+        self._run.zero_grad()
+        self._run.steps, self._run.seed = state["steps"], state["seed"]
+        self._load_data({key: _unwrapped(state[key]) for key in _keys(state, "data.")})
+        processes, generators = state.get(f"generators.{self._process}", (0, {}))
+        if processes == self._processes:
+            restore_generators(generators, self._device)
+
+    # -- where this process is
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._held.place.is_distributed
+
+    @property
+    def _process(self) -> int:
+        return world.rank() if self._is_distributed else 0
+
+    @property
+    def _processes(self) -> int:
+        return world.size() if self._is_distributed else 1
+
+    @property
+    def _device(self) -> torch.device:
+        first = next((parameter for _, parameter in self._own_parameters()), torch.empty(0))
+        return first.device
+
+    # -- what is saved
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._model.named_parameters():
+            if self._held.holds(name):
+                yield name, parameter
+
+    def _own_state(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self._model.state_dict().items():
+            if self._held.holds(name):
+                yield name, value
+
+    def _named_optimizer(self, optimizer: torch.optim.Optimizer) -> NamedOptimizerState:
+        return NamedOptimizerState(optimizer, self._own_parameters())
+
+    def _check_savable(self) -> None:
+        self._check_complete()
+        holders = self._held.holders
+        # All ranks take part in the comparison or none does, since all know the same holders.
+        if not self._is_distributed or all(len(stages) < 2 for stages in holders.values()):
+            return
+        tied = {name: p for name, p in self._own_parameters() if len(holders.get(name, ())) > 1}
+        for name, (left, right) in different_copies(tied).items():
+            raise InputError(
+                f"tied parameter {name!r} differs between ranks {left} and {right}; give it the "
+                "same options in the optimizers of both, and change it nowhere else"
+            )
+
+    def _written(self) -> dict[str, Any]:
+        self._check_savable()
+        return {entry.key: entry.value for entry in self._entries() if entry.is_written}
+
+    def _entries(self) -> Iterator[_Entry]:
+        place, owns = self._held.place, self._held.owns
+        is_first_replica = place.replica == 0
+        for name, value in self._own_state():
+            yield _Entry(f"model.{name}", _wrapped(value), is_first_replica and owns(name))
+        if self._optimizer is not None:
+            for key, name, value in self._named_optimizer(self._optimizer).entries():
+                yield _Entry(key, value, is_first_replica and owns(name))
+        for key, value in self._common():
+            yield _Entry(key, value, self._process == 0)
+        if self.data is not None:
+            is_object = hasattr(self.data, "load_state_dict")
+            value = self.data.state_dict() if is_object else self.data
+            yield _Entry(f"data.{place.replica}", (value,), place.rank == 0)
+        generators = (self._processes, generator_states(self._device))
+        yield _Entry(f"generators.{self._process}", generators, True)
+
+    def _common(self) -> Iterator[tuple[str, Any]]:
+        """Yield the entries that are the same on all ranks."""
+        if self._scheduler is not None:
+            yield "scheduler", (self._scheduler.state_dict(),)
+        if self._scaler is not None:
+            yield "scaler", (self._scaler.state_dict(),)
+        yield "steps", self._run.steps
+        yield "seed", self._run.seed
+
+    # -- what is loaded
+
+    def _required(self, saved: SavedKeys) -> Iterator[str]:
+        """Yield the keys that a checkpoint must have for this process."""
+        yield from (f"model.{name}" for name, _ in self._own_state())
+        if self._optimizer is not None:
+            names = self._named_optimizer(self._optimizer).parameters
+            yield from (f"hyperparameters.{name}" for name in names)
+        yield from (key for key, _ in self._common())
+        if self.data is not None and not saved.beginning_with("data."):
+            yield "data.0"
+
+    def _readable(self, saved: SavedKeys) -> dict[str, Any]:
+        """Return the keys that this process reads, with tensors to read into."""
+        state = {f"model.{name}": _wrapped(value) for name, value in self._own_state()}
+        state.update(dict.fromkeys(key for key, _ in self._common()))
+        if self._optimizer is not None:
+            parameters = self._named_optimizer(self._optimizer).parameters
+            state.update(dict.fromkeys(f"hyperparameters.{name}" for name in parameters))
+            for key in saved.beginning_with("optim."):
+                # An optimizer has no slots before its first step, so they get new tensors.
+                parameter = parameters.get(key.removeprefix("optim.").rpartition(".")[0])
+                if parameter is not None:
+                    state[key] = saved.room_for(key, parameter.device)
+        # Those of all replicas: another number of them needs the same place in all.
+        state.update(dict.fromkeys(saved.beginning_with("data.")))
+        generators = f"generators.{self._process}"
+        if generators in saved:
+            state[generators] = None
+        return state
+
+    def _load_data(self, saved: Mapping[str, Any]) -> None:
+        """Go to this replica's place in the data, or to that of all if their number has changed."""
+        place = self._held.place
+        own = f"data.{place.replica}"
+        if len(saved) == place.replicas and own in saved:
+            saved = {own: saved[own]}
+        if len({pickle.dumps(value) for value in saved.values()}) > 1:
+            raise InputError(
+                f"{len(saved)} replicas were at different places in their data, from which "
+                f"{place.replicas} cannot go on; save one place for all, such as the number of "
+                "minibatches"
+            )
+        for value in saved.values():
+            if hasattr(self.data, "load_state_dict"):
+                self.data.load_state_dict(value)
+            else:
+                self.data = value
+            return
+
+
+@dataclass
+class _ModelRun:
+    """The training of an unsplit model."""
+
+    model: nn.Module
+    steps: int = 0
+    seed: int = 0
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.model.zero_grad(set_to_none=True)
+
+
+@dataclass
+class _WholeModel:
+    """All of a model is in this process."""
+
+    place: RankPlace
+    holders: dict[str, tuple[int, ...]]
+
+    def holds(self, name: str) -> bool:
+        """Every value is here."""
+        return True
+
+    def owns(self, name: str) -> bool:
+        """Every value is saved from here."""
+        return True
+
+
+def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:
+    return [key for key in state if key.startswith(prefix)]
+
+
+def _wrapped(value: Any) -> Any:
+    """A tensor as it is; anything else in a tuple, which torch's checkpoints do not take apart."""
+    return value if isinstance(value, Tensor) else (value,)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value if isinstance(value, Tensor) else value[0]
+
+
+def _fit_to_groups(scheduler: LRScheduler) -> None:
+    """Set what a scheduler lists by group to what this process's groups have.
+
+    The list that was saved is that of one rank, whose groups may be others.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _fit_to_groups(inner)
+    groups = scheduler.optimizer.param_groups
+    if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Silence the warning that a checkpoint is written or read by one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

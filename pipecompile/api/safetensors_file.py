@@ -1,0 +1,113 @@
+"""Weights in the safetensors format, under the original names, as the Hugging Face hub has them.
+
+A tensor with several names is written once, under its first one; the metadata has the others. Files
+of other programs may leave out the others without saying so, and the model knows them then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipecompile.errors import FormatError, InputError
+
+try:
+    import safetensors
+    import safetensors.torch
+except ImportError:  # an optional extra
+    safetensors = None  # type: ignore[assignment]
+
+__all__ = ["SafetensorsWeights", "check_installed", "write_weights"]
+
+
+def check_installed() -> None:
+    """InputError if the package safetensors is not there."""
+    if safetensors is None:
+        raise InputError(
+            "this needs the package safetensors, which is not installed; run "
+            "`pip install safetensors`"
+        )
+
+
+def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
+    """Write a whole state dict to the file `path`; InputError if a value is no tensor."""
+    first_names: dict[int, str] = {}
+    metadata, tensors = {"format": "pt"}, {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"{name!r} of the model's state is a {type(value).__name__}, but safetensors files "
+                "hold only tensors; use pipeline.checkpoint().save(path)"
+            )
+        first = first_names.setdefault(id(value), name)
+        if first == name:
+            tensors[name] = value.contiguous()
+        else:
+            metadata[name] = first  # as safetensors.torch.save_model does
+    safetensors.torch.save_file(tensors, path, metadata)
+
+
+class SafetensorsWeights(Mapping[str, Tensor]):
+    """The weights in `path`: a file, the index of several files, or a folder with either.
+
+    Tensors are read when they are asked for, on the CPU. A name of `model` that is not in the files
+    has the value of another name of the same tensor.
+    """
+
+    def __init__(self, path: str | Path, model: nn.Module) -> None:
+        self._file_of = _files(Path(path))
+        for names in _names_by_tensor(model):
+            saved = next((name for name in names if name in self._file_of), None)
+            if saved is not None:
+                for name in names:
+                    self._file_of.setdefault(name, (self._file_of[saved][0], saved))
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, saved = self._file_of[name]
+        with safetensors.safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(saved)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def _names_by_tensor(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    return list(names.values())
+
+
+def _files(path: Path) -> dict[str, tuple[Path, str]]:
+    """The file of each saved name, and the name there."""
+    if path.is_dir():
+        path = _file_in(path)
+    try:
+        if path.suffix == ".json":
+            index = json.loads(path.read_text())["weight_map"]
+            return {name: (path.parent / file, name) for name, file in index.items()}
+        with safetensors.safe_open(path, framework="pt") as opened:
+            return {name: (path, name) for name in opened.keys()}
+    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise FormatError(
+            f"{path} is neither a safetensors file nor the index of several: {error!r}"
+        ) from error
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}; give one of weights, or its folder") from None
+
+
+def _file_in(folder: Path) -> Path:
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).is_file():
+            return folder / name
+    raise InputError(
+        f"the folder {folder} has neither model.safetensors nor model.safetensors.index.json"
+    )

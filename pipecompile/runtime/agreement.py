@@ -1,0 +1,30 @@
+"""Do all ranks begin the same step? What they say is compared before the first message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from pipecompile.errors import InputError
+
+__all__ = ["check_agreement"]
+
+
+def check_agreement(said: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """InputError, on every rank of `group`, if a value of `said` is not the same on all of them.
+
+    Ranks that differ would wait for messages that nobody sends, or take one tensor for another.
+    """
+    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    own = {name: str(value) for name, value in said.items()}
+    dist.all_gather_object(by_rank, own, group=group)
+    for name in own:
+        values = [other[name] for other in by_rank]
+        different = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if different is not None:
+            raise InputError(
+                f"ranks of a pipeline must step alike, but {name} is {values[0]} on its rank 0 and "
+                f"{values[different]} on its rank {different}; give every rank of a replica the "
+                "same batch, plan, mode and step"
+            )

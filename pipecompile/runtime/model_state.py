@@ -1,0 +1,82 @@
+"""The model's state over ranks: all of it on one rank, and whether tied copies are equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipecompile.runtime import world
+from pipecompile.runtime.place import device_of_this_rank
+
+__all__ = ["different_copies", "full_state"]
+
+
+def full_state(model: nn.Module, owner: Callable[[str], int]) -> dict[str, Any] | None:
+    """Return the whole state of `model` on rank 0, on the CPU, and None on other ranks.
+
+    Each rank has the model, but only its own part of the values. `owner` gives the rank that has
+    the value of a name. Tensors are sent one at a time, in the order of the state, so that a device
+    holds no more than one beside its own. A tensor with several names is sent once.
+    """
+    sent: dict[int, Any] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if id(value) not in sent:
+            sent[id(value)] = _to_first(value, owner(name))
+    if world.rank() != 0:
+        return None
+    return {name: sent[id(value)] for name, value in state.items()}
+
+
+@torch.no_grad()
+def _to_first(value: Any, owner: int) -> Any:
+    """Return the value of rank `owner` on rank 0; it is called on all ranks."""
+    own = world.rank()
+    if own not in (0, owner):
+        return None
+    if owner == 0:
+        return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):  # a module's extra state
+        return _object_to_first(value, owner)
+    # NCCL sends what is on a GPU, and gloo what is not.
+    device = device_of_this_rank() or torch.device("cpu")
+    if own == owner:
+        dist.send(value.detach().to(device).contiguous(), dst=0)
+        return None
+    arriving = torch.empty(value.shape, dtype=value.dtype, device=device)
+    dist.recv(arriving, src=owner)
+    return arriving.cpu()
+
+
+def _object_to_first(value: Any, owner: int) -> Any:
+    values = [value]
+    if world.rank() == owner:
+        dist.send_object_list(values, dst=0)
+    else:
+        dist.recv_object_list(values, src=owner)
+    return values[0]
+
+
+def different_copies(own: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return the names whose values are not the same bit for bit on all ranks that have them, each
+    with two ranks that differ; the same on every rank.
+    """
+    digests = world.gather({name: _digest(value) for name, value in own.items()})
+    first: dict[str, tuple[int, bytes]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    for rank, by_name in enumerate(digests):
+        for name, digest in by_name.items():
+            earlier, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                different.setdefault(name, (earlier, rank))
+    return different
+
+
+def _digest(value: Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().flatten()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()

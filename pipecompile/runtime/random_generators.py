@@ -1,0 +1,36 @@
+"""The states of a process's random generators, for checkpoints.
+
+Random nodes of a pipeline draw from streams of their own; these are for what else a run draws, such
+as the order of its data.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["generator_states", "restore_generators"]
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy and torch, there also of `device`."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to what `generator_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

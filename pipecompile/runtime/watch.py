@@ -1,0 +1,227 @@
+"""Watches the steps of this rank, and says on every rank which one is at fault when a step fails.
+
+While a step runs, a thread publishes what the rank does in the store of the process group. The
+step's own waits end with the time that it may take (`Deadline`). So every rank comes to the point
+where it reads what the others have published:
+
+    step      begin ──── 0F0 ──── wait 0B0 ····· time is over ──▶ read states ──▶ RankFaultError
+    thread    ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─────────────┘
+
+A rank that hangs in a computation never comes there. Its thread then logs the same, and under
+torchrun ends the process, since nothing else can.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from pipecompile.errors import PipecompileError, RankFaultError
+from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
+from pipecompile.runtime.faults import RankState, action_text, verdict
+
+__all__ = ["Deadline", "StepWatch"]
+
+logger = logging.getLogger("pipecompile.runtime")
+BEAT_SECONDS = 0.1
+SETTLING_SECONDS = 1.0  # enough beats to tell a dead rank from one that lives
+EXIT_STATUS = 70
+
+
+class Deadline:
+    """The time that a step may take; without `seconds` it may take for ever."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def is_over(self, by: float = 0.0) -> bool:
+        """Whether the step has taken `by` seconds longer than it may."""
+        return self._end is not None and time.monotonic() > self._end + by
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for `work` as long as time is left."""
+        if self._end is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(0.01, self._end - time.monotonic())))
+
+
+class StepWatch:
+    """An observer of the actions of this rank.
+
+    `ranks` are the global ranks of all replicas, and `peers[s]` is the one that runs stage s of
+    this replica. `seconds` is how long a step may take; without it nothing is published, and an
+    error names only what this rank did.
+    """
+
+    def __init__(self, ranks: Sequence[int], peers: Sequence[int], seconds: float | None) -> None:
+        self._ranks = ranks
+        self._peers = peers
+        self._seconds = seconds
+        self._own = dist.get_rank()
+        self._action: Action | None = None
+        self._state = RankState()
+        self.deadline = Deadline()
+
+    # -- what rank_step.py tells
+
+    def begin(self, action: Action) -> None:
+        """`action` is next; it may wait for a message."""
+        self._action = action
+        peer = self._source(action)
+        phase = "computing" if peer is None else "waiting"
+        self._change(phase=phase, action=action_text(action), peer=peer)
+
+    def ready(self, action: Action) -> None:
+        """`action` has what it needs."""
+        self._change(phase="computing")
+
+    def end(self, action: Action) -> None:
+        """`action` is done."""
+        if self.deadline.is_over():
+            raise _OverdueError
+
+    def actions_are_done(self) -> None:
+        """What remains is to wait for sends and for sums of gradients."""
+        self._action = None
+        self._change(phase="waiting", action="the exchanges at the end of the step", peer=None)
+
+    # -- the step
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Watch the step in the block.
+
+        If it fails for another rank or takes too long, RankFaultError says which rank is at fault.
+        Other errors get a note of the action.
+        """
+        self.deadline = Deadline(self._seconds)
+        self._state = RankState(step=number, phase="computing", action="the beginning of the step")
+        beating = _Heartbeat(self) if self._seconds is not None else None
+        try:
+            yield
+        except PipecompileError:
+            self._change(phase="failed", error="see its own message")
+            raise
+        except _OverdueError:
+            raise self._fault(beating) from None
+        except Exception as error:
+            if self._is_of_another(error):
+                # A rank that was late itself has been given up by the others.
+                is_late = self._state.phase == "computing" and self.deadline.is_over()
+                self._change(phase="computing" if is_late else "lost")
+                raise self._fault(beating) from error
+            self._change(phase="failed", error=f"{type(error).__name__}: {error}")
+            error.add_note(f"rank {self._own} failed in {self._state.action}")
+            raise
+        else:
+            self._change(phase="done")
+        finally:
+            if beating is not None:
+                beating.stop()
+
+    def state(self, beat: int) -> RankState:
+        """What is published of this rank."""
+        self._change(beat=beat)
+        return self._state
+
+    def _is_of_another(self, error: Exception) -> bool:
+        """Whether the error says that another rank cannot be reached: torch raises RuntimeError."""
+        exchanges = self._action is None or self._action.kind in TRANSFERS
+        return isinstance(error, RuntimeError) and (exchanges or self._state.phase == "waiting")
+
+    def _fault(self, beating: _Heartbeat | None) -> RankFaultError:
+        if beating is None:
+            peer = "" if self._state.peer is None else f" for rank {self._state.peer}"
+            return RankFaultError(
+                f"rank {self._own} waited in {self._state.action}{peer}, which cannot be reached; "
+                "step_timeout=SECONDS tells which rank is at fault"
+            )
+        return RankFaultError(beating.verdict(self._ranks))
+
+    def _source(self, action: Action) -> int | None:
+        """The rank whose message `action` waits for; None if it needs none."""
+        if action.kind is Kind.FORWARD and action.stage > 0:
+            source = self._peers[action.stage - 1]
+        elif action.kind in BACKWARDS and action.stage + 1 < len(self._peers):
+            source = self._peers[action.stage + 1]
+        else:
+            return None
+        return None if source == self._own else source
+
+    def _change(self, **changes: object) -> None:
+        # One assignment: the thread reads either the old or the new state.
+        self._state = msgspec.structs.replace(self._state, **changes)
+
+
+class _OverdueError(Exception):
+    """The step has taken longer than it may, though no wait of this rank has failed."""
+
+
+class _Heartbeat:
+    """The thread that publishes the state of a watched step until it is stopped."""
+
+    def __init__(self, watch: StepWatch) -> None:
+        self._watch = watch
+        # A connection of its own: the step may hold that of the process group for long.
+        store = _get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore("pipecompile-watch", store)
+        self._over = threading.Event()
+        self._publish(0)  # a rank that dies at once has begun the step nevertheless
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish the last state, and end the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def verdict(self, ranks: Sequence[int]) -> str:
+        """Return which rank is at fault, once the ranks have had time to publish."""
+        before = self._states(ranks)
+        time.sleep(SETTLING_SECONDS)
+        after = self._states(ranks)
+        silent = [
+            rank
+            for rank, state in after.items()
+            if state.phase in ("computing", "waiting") and state.beat == before[rank].beat
+        ]
+        return verdict(after, silent)
+
+    def _run(self) -> None:
+        beat, has_told = 0, False
+        while not self._over.wait(BEAT_SECONDS):
+            beat += 1
+            self._publish(beat)
+            if self._watch.deadline.is_over(by=SETTLING_SECONDS) and not has_told:
+                has_told = True
+                self._tell()
+        self._publish(beat + 1)
+
+    def _publish(self, beat: int) -> None:
+        state = self._watch.state(beat)
+        self._store.set(str(dist.get_rank()), msgspec.json.encode(state).decode())
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, RankState]:
+        known = [rank for rank in ranks if self._store.check([str(rank)])]
+        read = {rank: self._store.get(str(rank)) for rank in known}
+        states = {rank: msgspec.json.decode(text, type=RankState) for rank, text in read.items()}
+        return {rank: states.get(rank, RankState()) for rank in ranks}
+
+    def _tell(self) -> None:
+        """Log what the step cannot raise, since it does not come back; under torchrun end it."""
+        state = self._watch.state(0)
+        if state.phase != "computing":
+            return
+        logger.critical("rank %d hangs in %s", dist.get_rank(), state.action)
+        if dist.is_torchelastic_launched():
+            os._exit(EXIT_STATUS)

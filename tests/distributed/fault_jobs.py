@@ -1,0 +1,89 @@
+"""What ranks do in the drill of faults; each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.pipeline import Pipeline
+from pipecompile.ir.schedule import Action
+from pipecompile.runtime.rank_step import RankStep
+
+TIMEOUT = 2.0
+
+
+class Seen(NamedTuple):
+    """What a rank has seen of a fault."""
+
+    error: str
+    text: str
+    seconds: float
+
+
+def small_pipeline(schedule: str, ranks: int, **options: object) -> tuple[Pipeline, torch.Tensor]:
+    """A pipeline of small layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(8, 8), nn.Tanh())])
+    batch = torch.randn(8, 8)
+    options = {"costs": "flops", "self_check": False, "microbatches": 4, **options}
+    pipeline = pipecompile(
+        model,
+        batch,
+        ranks=ranks,
+        schedule=schedule,
+        loss_fn=lambda output, _: output.square().mean(),
+        **options,  # type: ignore[arg-type]
+    )
+    return pipeline, batch
+
+
+def drill(ranks: int, schedule: str, recompute: str, action: str, fault: str) -> Seen:
+    """A step that goes well, and one or two in which `fault` happens in `action`."""
+    pipeline, batch = small_pipeline(schedule, ranks, recompute=recompute, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    perform = RankStep._perform
+
+    def planted(rank_step: RankStep, current: Action) -> None:
+        if str(current) == action:
+            _happen(fault)
+        perform(rank_step, current)
+
+    try:
+        with patch.object(RankStep, "_perform", planted):
+            # A rank that needs nothing more of the culprit notices in the next step.
+            for _ in range(2):
+                start = time.monotonic()
+                pipeline.step(batch)
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        seconds = time.monotonic() - start
+        # Some rank may still be in the step: a barrier would wait for it for ever.
+        dist.destroy_process_group()
+        return Seen(type(error).__name__, " ".join([str(error), *notes]), seconds)
+    return Seen("", "", time.monotonic() - start)
+
+
+def _happen(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("planted")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(TIMEOUT + 2)
+
+
+def different_batches() -> str:
+    """What a rank says if ranks are given different numbers of microbatches."""
+    pipeline, batch = small_pipeline("1f1b", dist.get_world_size())
+    try:
+        pipeline.step(batch if dist.get_rank() else batch[:4])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,103 @@
+"""A drill: ranks that raise, hang or die in each kind of action, and what the others say."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from pipecompile.runtime.faults import RankState, verdict
+from tests.distributed import fault_jobs as jobs
+from tests.distributed.workers import Workers
+from tests.sweeps import one_in
+
+WITHIN = jobs.TIMEOUT + 2.5  # two seconds to find out, and something for a busy machine
+
+# By schedule and recompute, an action of every kind on every rank that has it. A reduction is not
+# among them: nobody waits for a rank that fails there, unless it has replicas or ties.
+PLACES = [
+    *(("1f1b", "stage", f"{stage}{kind}1") for stage in range(3) for kind in ("F", "B", "R")),
+    *(("zb-h1", "none", f"{stage}{kind}1") for stage in range(3) for kind in ("I", "W")),
+    *(("1f1b", "none", f"{stage}SEND_F1") for stage in range(2)),
+    *(("1f1b", "none", f"{stage}RECV_F1") for stage in (1, 2)),
+    *(("1f1b", "none", f"{stage}SEND_B1") for stage in (1, 2)),
+    *(("1f1b", "none", f"{stage}RECV_B1") for stage in range(2)),
+]
+PLACES = [place for place in PLACES if place != ("1f1b", "stage", "2R1")]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(3)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "action", "fault"),
+    [*one_in(6, ((*place, fault) for fault in ("raise", "hang") for place in PLACES))],
+)
+def test_every_rank_names_the_rank_at_fault(
+    workers: Workers, tmp_path: Path, schedule: str, recompute: str, action: str, fault: str
+) -> None:
+    culprit = int(action[0])
+    seen = workers.run(3, jobs.drill, 3, schedule, recompute, action, fault, folder=str(tmp_path))
+    words = "failed" if fault == "raise" else "hangs"
+    for rank, (error, text, seconds) in enumerate(seen):
+        own = fault == "raise" and rank == culprit
+        assert error == ("ValueError" if own else "RankFaultError")
+        assert f"rank {culprit} {words} in {action} (" in text
+        assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
+
+
+@pytest.mark.parametrize("action", ["0F1", "1B1", "2F2"])
+def test_a_rank_that_dies_is_named(tmp_path: Path, action: str) -> None:
+    culprit, context = int(action[0]), multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    processes = [
+        context.Process(target=_die, args=(rank, action, str(tmp_path / "store"), theirs))
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    for rank, (own, _) in enumerate(pipes):
+        if rank != culprit:
+            seen = own.recv()
+            assert seen.error == "RankFaultError"
+            assert f"rank {culprit} no longer answers" in seen.text
+            assert seen.seconds < WITHIN
+    for process in processes:
+        process.join(timeout=20)
+
+
+def _die(rank: int, action: str, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
+    pipe.send(jobs.drill(3, "1f1b", "none", action, "kill"))
+
+
+def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(3, jobs.different_batches, folder=str(tmp_path)):
+        assert text.startswith(
+            "InputError: ranks of a pipeline must step alike, but the number of "
+        )
+        assert "microbatches is 2 on its rank 0 and 4 on its rank 1" in text
+
+
+def test_the_culprit_is_of_the_surest_kind() -> None:
+    waits = RankState(step=3, phase="waiting", action="0B0", peer=1)
+    hangs = RankState(step=3, phase="computing", action="1F1")
+    fails = RankState(step=3, phase="failed", action="2F1", error="ValueError: no")
+    text = verdict({0: waits, 1: hangs}, [])
+    assert text == "rank 1 hangs in 1F1; rank 0 waited in 0B0 for rank 1"
+    assert verdict({0: waits, 1: hangs}, [1]).startswith("rank 1 no longer answers; it was last")
+    assert verdict({0: waits, 1: hangs, 2: fails}, [1]).startswith("rank 2 failed in 2F1: ValueE")
+    late = RankState(step=2)
+    assert verdict({0: waits, 1: late}, []).startswith("rank 1 has not begun step 3; rank 0 waited")
+    assert verdict({0: waits}, []).startswith("the ranks wait for each other; rank 0 waited in 0B0")

@@ -60,7 +60,7 @@ class Footprint(Value, frozen=True, kw_only=True):
 
     While it computes: the peaks, above what was held before. The first backward of a step makes
     the gradients of parameters, later ones add to them. The peaks of a second half are different
-    where the first half has freed the outputs (`…_freeing_outputs`).
+    where it frees the outputs too (`…_freeing_outputs`).
 
     By name, for a neighbour on the same rank: inputs that are relayed as they came
     (`relayed_inputs`), inputs that a second half needs (`inputs_for_weight_backward`), outputs

@@ -60,6 +60,11 @@ class LiveRanges:
         A storage is produced by the first node whose value lies in it, or else by the first node
         that saves it (a mask, say). Inputs of the minibatch are buffers, and not among these.
         """
+        # For linear (place 0), a view of it (1) and relu (2), which saves its own output:
+        #
+        #     storage   tensors        producer   readers   savers
+        #     7         linear, view   0          1, 2
+        #     8         relu           2                    2
         producers: dict[int, int] = {}
         readers, savers = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         dense_edges = defaultdict[int, set[tuple[int, int]]](set)
@@ -74,6 +79,7 @@ class LiveRanges:
                 if tensor.is_dense:
                     dense_edges[tensor.storage] |= {(producer, place) for place in places}
         for place, node in enumerate(self.graph.nodes):
+            # What no node returns, such as a mask, has no producer yet: its first saver makes it.
             for storage in node.saved:
                 producers.setdefault(storage, place)
                 savers[storage].add(place)
@@ -113,6 +119,8 @@ class LiveRanges:
     def sole_view(self) -> dict[int, int]:
         """The place of the view, for nodes whose only reader is a view of all elements."""
         views: dict[int, int] = {}
+        # The gradient of such a view has all elements of the node's own: it is its gradient, seen
+        # in another shape, and the backward of the view makes nothing.
         for tensor in self.graph.tensors:
             if len(tensor.consumers) != 1 or tensor.storage is None:
                 continue
@@ -197,12 +205,14 @@ class LiveRanges:
         known: set[int] = set()
         for tensor in self.graph.tensors:
             node = self.graph.by_name[tensor.producer]
+            # A tensor in a storage that is known is a view, or written in place: no new bytes.
             if tensor.storage is not None and tensor.storage not in known and node.forward_ns:
                 moved.append((2 * min(read[node.name], tensor.bytes), node.forward_ns))
             if tensor.storage is not None:
                 known.add(tensor.storage)
             for name in tensor.consumers:
                 read[name] += tensor.bytes
+        # Of (80 bytes, 10 ns), (60, 5) and (4, 1) the last is too small; the rate is 60 / 5 = 12.
         largest = max((size for size, _ in moved), default=0)
         rates = (Fraction(size, ns) for size, ns in moved if 4 * size >= largest)
         return max(rates, default=Fraction(0))
@@ -234,6 +244,8 @@ class LiveRanges:
         A backward that only makes views (of an addition, a reshape) leaves the gradient where it
         is, so one storage may serve a whole chain of nodes.
         """
+        # For relu(a + b) with relu at `start`: the gradient of the addition is that of a and of b
+        # too. The walk goes from relu to the addition, and from there to a and to b.
         sharing: set[int] = set()
         waiting = [start]
         while waiting:
@@ -250,6 +262,8 @@ class LiveRanges:
 
         They hold what other readers gave before for a node that it reads.
         """
+        # A value that is read at places 3 and 5: the backward of 5 comes first, and what it gives
+        # waits until 3 adds its own. So this storage ends at 3 and is a summand there.
         summands = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             last = self.place[gradient.last]

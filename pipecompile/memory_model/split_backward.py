@@ -53,6 +53,8 @@ class SplitBackward:
 
     def last_run_from(self, place: int) -> int:
         """Return the last node that W runs of what it begins at `place`."""
+        # A walk from the place over nodes aside. Backwards run from the last node to the first, so
+        # the smallest place is the one that runs last.
         reached = waiting = {place}
         while waiting:
             receivers = chain.from_iterable(self.ranges.gradient_receivers[p] for p in waiting)
@@ -132,6 +134,8 @@ class SplitBackward:
     @cached_property
     def _attachments(self) -> dict[int, Origin]:
         """By node aside where W's walk to it begins: the node on the way that it hangs off."""
+        # In the drawing above weight_norm is read by linear_1 alone, so {weight_norm: linear_1}. If
+        # both linears read it, it would have two origins: I then runs it, as `_only` says.
         origins: dict[int, set[Origin]] = {
             place: {"outputs"} if place in self.sent else set() for place in self._aside
         }
@@ -147,6 +151,8 @@ class SplitBackward:
     @cached_property
     def _origins(self) -> dict[str, Origin]:
         """By parameter where W's walk to it begins."""
+        # In the drawing: weight begins at linear, and scale at linear_1, through weight_norm. A
+        # weight that both linears read begins at two places, so I makes its gradient.
         return {
             name: _only({self._origin(name, place) for place in places})
             for name, places in self.parameter_readers.items()

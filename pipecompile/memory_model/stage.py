@@ -51,6 +51,7 @@ def footprint_of(
     or one within another. `encoded_runs` are runs apart from these whose saved tensors are encoded,
     with the encodings. Neither is planned together with a split backward.
     """
+    # From here on nodes are places: of two nodes the one with the smaller place runs first.
     place = ranges.place
     stage = _StageMemory(
         ranges,
@@ -72,6 +73,8 @@ class _StageMemory(StageBackward):
         """Return everything about the stage."""
         amount, backward = self.allocator.amount, self._backward_changes
         weights, freeing = self._weight_backward_changes, self._changes_freeing_outputs
+        # Backwards are priced without and with gradients: the first microbatch of a step leaves its
+        # gradients, and each later one makes its own and adds it to them.
         state, scratch = self._optimizer([parameter for parameter, _ in self.trained_parameters])
         return Footprint(
             parameters=amount(self._parameter_sizes()),
@@ -90,6 +93,8 @@ class _StageMemory(StageBackward):
             first_backward_peak=self._backward_peak(backward, has_gradients=False),
             backward_peak=self._backward_peak(backward, has_gradients=True),
             input_backward_peak=self._input_backward_peak() if self.has_input_backward else ZERO,
+            # A weight backward is priced twice more: outputs that its microbatch still holds may be
+            # freed by it too (see Snapshot.frees_outputs).
             first_weight_backward_peak=self._weight_backward_peak(weights, has_gradients=False),
             weight_backward_peak=self._weight_backward_peak(weights, has_gradients=True),
             first_weight_backward_peak_freeing_outputs=self._weight_backward_peak(
@@ -128,6 +133,7 @@ class _StageMemory(StageBackward):
     def _gradient_sizes(self) -> Iterator[int]:
         for parameter, _ in self.trained_parameters:
             yield parameter.bytes
+        # Without a name nobody can say that a parameter is frozen: it counts as trained.
         yield from self._unnamed_parameters
 
     def _optimizer(self, trained: Sequence[Parameter]) -> tuple[Sequence[int], int]:
@@ -141,6 +147,8 @@ class _StageMemory(StageBackward):
 
     def _shared_parameters(self) -> Iterator[SharedParameter]:
         """Yield the parameters that nodes of other stages read too."""
+        # For a head of stage 3 that is tied to the embedding of stage 0, both stages list its 400 MB.
+        # If they lie on one rank, the rank counts them once (rank.py).
         amount = self.allocator.amount
         for name in self.parameter_readers:
             if not self.ranges.parameter_readers[name] <= self.inside:
@@ -157,6 +165,7 @@ class _StageMemory(StageBackward):
 
     def _sent_outputs(self) -> Iterator[MessageStorage]:
         """Yield what is sent to later stages; a whole backward counts as the weight backward."""
+        # Views that are sent lie in one storage: it takes memory once, under all their names.
         amount = self.allocator.amount
         for value in self.all_stored:
             names = self.sent_names(value.storage)

@@ -124,6 +124,7 @@ class Boundaries(ABC):
 
     def crossing(self, hop: Hop | None) -> Integers:
         """Per ideal the ns of all crossing values and gradients over a hop; 0 without one."""
+        # Without a hop both stages lie on one rank, where nothing is sent.
         return np.zeros(len(self), np.int64) if hop is None else self.sums.crossing[hop]
 
     def relay_surplus(self, a: Rows, b: Rows, hop: Hop | None) -> Integers:
@@ -147,6 +148,8 @@ class Boundaries(ABC):
         if hop is None or not flows:
             return np.zeros((len(a), len(b)), np.int64)
         weights = self.unit_graph.weights(hop)[list(flows)]
+        # For flows of 5 and 7 ns that both cross at a, and of which only the second crosses at b,
+        # the product is (5, 7) · (0, 1) = 7: what crosses both boundaries.
         # Products of floating-point matrices are fast, and exact while sums stay below 2^53.
         kind = np.float64 if 2 * int(weights.sum()) < FLOAT_EXACT else np.int64
         left, right = self.crossing_states(a, flows), self.crossing_states(b, flows)
@@ -156,6 +159,8 @@ class Boundaries(ABC):
             product: Integers = (at_a * weights).astype(kind) @ at_b.T.astype(kind)
             return product
 
+        # The flow of 7 ns costs 7 more if the stage has one of its consumers, else 14. A state is
+        # the number of consumers before a boundary, plus 1: if it rises, the stage has a consumer.
         surplus = total(left > 0, right > 0)
         for state in range(1, int(max(left.max(), right.max())) + 1):
             surplus += total(left == state, right == state)

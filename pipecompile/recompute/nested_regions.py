@@ -178,6 +178,13 @@ class _Level:
 
     def fill(self) -> None:
         """Find all choices, from left to right."""
+        # One step leads over a plain node, or over a whole region. From position 0 to position 4,
+        # with a region 1‥3 inside the level:
+        #
+        #     0 ──▶ 1 ──▶ 2 ──▶ 3 ──▶ 4
+        #           └─── 1‥3 ──▶┘
+        #
+        # `arriving` collects what comes to a position on all ways, until it is merged into a front.
         arriving: dict[int, dict[State, list[NestedRows]]] = {
             self.start: {frozenset(): [NestedRows.nothing()]}
         }
@@ -239,9 +246,12 @@ class _Level:
         plain = np.array([[0, 0, self.problem.backward_peak[position], 0, 0]])
         # A plain node is one "choice" whose only cost is its backward.
         inner = plain if region is None else self.search.inner[region][1].costs
+        # For 2 rows and 3 inner ones outer_row is 0 0 0 1 1 1, and inner_row is 0 1 2 0 1 2.
         outer_row, inner_row = (axis.ravel() for axis in np.indices((len(rows), len(inner))))
         costs = rows.costs[outer_row]
-        # The first node of a region lets go of what the region reads: nothing is left after it.
+        # The peak while this node or region runs backward is `backward`. `peak_after` is that of
+        # the moment after it, when what it kept is free. The first node of a region lets go of what
+        # the region reads too: nothing is left after it.
         is_counted = position > self.start or self.is_stage
         after = self.sent + self.problem.gradients_after[position] if is_counted else 0
         peak_after = costs[:, KEPT] + after
@@ -267,6 +277,8 @@ class _Level:
         choices = [
             self._ended(last, stop, state, rows, None) for state, rows in self.fronts[last].items()
         ]
+        # The inner region may end where this one ends: [ n1 n2 [ n3 n4 ]] recomputes n1 and n2
+        # first, and then, when their backward comes, n3 and n4.
         for position in range(self.start + 1, last + 1):
             if stop in self.search.stops.get(position, ()):
                 region = Region(position, stop)
@@ -295,6 +307,7 @@ class _Level:
     ) -> NestedRows:
         """Return the choices with the last node that saves anything, or the region it lies in."""
         runs = region is None and self.problem.saves_at[position] == "after"
+        # A node that saves its output has to run; one that saves only its inputs does not.
         if runs:
             _, stepped = self._stepped(position, position + 1, state, rows, None)
             costs, origin = stepped.costs, stepped.origin

@@ -111,6 +111,8 @@ class _Neighbourhood:
             for operation in free:
                 if first:
                     self._follows(operation, row[first - 1])
+                # All microbatches of a task take as long, so their order decides nothing. To fix it
+                # spares CP-SAT the same solution under every numbering.
                 task = operation // self.instance.problem.microbatches
                 if task in before:
                     self._follows(operation, before[task])
@@ -153,6 +155,9 @@ class _Neighbourhood:
 
         `room` is its cap less all that it holds when the window begins.
         """
+        # Cap 10, and 6 are held when the window begins; 4 of them belong to a microbatch whose
+        # backward lies in the window. The room is 10 − 6 + 4 = 8, and these 4 are an interval from
+        # the window's begin to the end of that backward.
         intervals, demands = [], []
         for first, last, size in self._lifetimes(free):
             # It was taken before the window and is freed in it.
@@ -175,6 +180,8 @@ class _Neighbourhood:
         operation, sizes = self.instance.operation, self.instance.task_bytes
         touched = {self.instance.decode(o)[1:]: None for o in free}
         for stage, microbatch in touched:
+            # A forward takes 8 bytes, its backward frees 6 and its weight gradient 2. As lifetimes:
+            # 6 from forward to backward, 2 from forward to weight gradient.
             recomputed, between = sizes[RECOMPUTE][stage], -sizes[WEIGHT][stage]
             lifetimes = (
                 (FORWARD, BACKWARD, -sizes[BACKWARD][stage] - recomputed),

@@ -1,4 +1,4 @@
-"""The result of `pipecompile partition`: the cut of a cost graph. api/partition_file.py makes it."""
+"""The result of `pipecompile partition`, made by api/partition_file.py: the cut of a cost graph."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ class _StageMemory(StageBackward):
 
     def _shared_parameters(self) -> Iterator[SharedParameter]:
         """Yield the parameters that nodes of other stages read too."""
-        # For a head of stage 3 that is tied to the embedding of stage 0, both list its 400 MB. If the
-        # two stages lie on one rank, the rank counts them once (rank.py).
+        # For a head of stage 3 that is tied to the embedding of stage 0, both list its 400 MB. If
+        # the two stages lie on one rank, the rank counts them once (rank.py).
         amount = self.allocator.amount
         for name in self.parameter_readers:
             if not self.ranges.parameter_readers[name] <= self.inside:

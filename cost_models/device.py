@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from pipecompile.errors import InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
-__all__ = ["Device", "load_device", "named_devices"]
+__all__ = ["Device", "load_device", "named_devices", "slowed"]
 
 Permille = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 DEVICES = Path(__file__).parent / "devices.json"
@@ -83,4 +84,25 @@ def load_device(text: str) -> Device:
     raise InputError(
         f"{text!r} is neither a device nor a device file; choose one of {names}, or run "
         "calibrate -o FILE"
+    )
+
+
+def slowed(device: Device, factor: float, reason: str) -> Device:
+    """Return `device` with rates at which every kernel takes `factor` times as long.
+
+    `reason` is added to the sources of the rates. A kernel of a GPU with 1 TB/s that took 2 µs
+    takes 3 µs with 667 GB/s.
+    """
+    rates = ("peak_flop_per_s", "bandwidth_bytes_per_s", "launch_ns")
+    return replace(
+        device,
+        peak_flop_per_s={
+            name: max(1, round(peak / factor)) for name, peak in device.peak_flop_per_s.items()
+        },
+        bandwidth_bytes_per_s=max(1, round(device.bandwidth_bytes_per_s / factor)),
+        launch_ns=round(device.launch_ns * factor),
+        sources={
+            **device.sources,
+            **{name: f"{device.sources[name]}; {reason}" for name in rates},
+        },
     )

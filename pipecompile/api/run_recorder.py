@@ -68,7 +68,7 @@ class RunRecorder:
 
 
 class _ClockReading(NamedTuple):
-    """A moment on rank 0's clock, and the offsets of all ranks' clocks then; only rank 0 has them."""
+    """A moment on rank 0's clock, and then the offsets of all clocks, which only rank 0 knows."""
 
     ns: int
     offsets: Sequence[ClockOffset]

@@ -13,7 +13,9 @@ from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, say, table_
 from pipecompile.cli.options import OneOf, format_option, plan_option, planning_options
 from pipecompile.cli.plans import print_plan
 from pipecompile.cli.ranks import is_first_rank
-from pipecompile.ir.serialization import check_writable, encode, write
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.recorded_run import RecordedRun
+from pipecompile.ir.serialization import check_writable, encode, read, write
 
 __all__ = ["calibrate", "measure_links", "plan", "profile", "verify"]
 
@@ -176,14 +178,24 @@ def measure_links(output: str | None, form: str) -> int:
     help="cpu or cuda.",
 )
 @click.option(
+    "--run",
+    nargs=2,
+    metavar="PLAN RUN",
+    help="Instead: correct the device of PLAN so that it predicts the compute of RUN.",
+)
+@click.option(
     "-o", "--output", metavar="FILE", help="Where to write the device, for --costs roofline:FILE."
 )
 @format_option
-def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> int:
+def calibrate(
+    device: Literal["cpu", "cuda"], run: tuple[str, str] | None, output: str | None, form: str
+) -> int:
     """Measure a few dozen operators on the device at hand, and fit the roofline that predicts them
-    best.
+    best. With --run, correct a device by a run that `Pipeline.record()` wrote.
     """
     check_writable(output)
+    if run is not None:
+        return _correct(*run, output=output, form=form)
     # Only now is PyTorch imported.
     from pipecompile.api.calibration import calibrate as fit
     from pipecompile.api.calibration import calibration_text
@@ -196,4 +208,21 @@ def calibrate(device: Literal["cpu", "cuda"], output: str | None, form: str) -> 
         click.echo(encode(calibration.device), nl=False)
     else:
         click.echo(framed(calibration_text(calibration), form))
+    return FINE
+
+
+def _correct(plan_path: str, run_path: str, *, output: str | None, form: str) -> int:
+    """Write and print the device of a plan, corrected by a run of it. Needs no PyTorch."""
+    from pipecompile.api.compare import comparison_of
+    from pipecompile.api.device_correction import corrected_device, ratios_text
+
+    comparison = comparison_of(read(plan_path, Plan), read(run_path, RecordedRun))
+    device = corrected_device(comparison)
+    if output is not None:
+        write(output, encode(device))
+        logger.info("wrote %s: use it with --costs roofline:%s", output, output)
+    if form == "json":
+        click.echo(encode(device), nl=False)
+    else:
+        click.echo(framed(ratios_text(comparison), form))
     return FINE

@@ -1,6 +1,6 @@
 """Recorded runs: when the actions of some training steps happened on each rank.
 
-`Pipeline.record()` makes one, `pipecompile compare` holds it against the plan. These are pure values
+`Pipeline.record()` makes one, and `pipecompile compare` holds it against the plan. These are values
 without PyTorch.
 """
 
@@ -13,6 +13,8 @@ from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Timeline
 from pipecompile.ir.serialization import NonNegative, Positive, Value, encode, read, write
 
 __all__ = ["RecordedAction", "RecordedRank", "RecordedRun", "RecordedStep"]
+
+_SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
 class RecordedAction(NamedTuple):
@@ -68,12 +70,19 @@ class RecordedRank(Value, frozen=True, kw_only=True):
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Its compute actions, each from the moment when it no longer waited."""
-        return tuple(
-            Event(action, recorded.ready_ns, recorded.end_ns)
-            for recorded in self.actions
-            if (action := Action.parse(recorded.action)).kind in COMPUTE
-        )
+        """Its compute actions, each from the moment when it no longer waited.
+
+        What an action sends right behind it keeps the rank busy too: as in the simulator, that is a
+        part of the action.
+        """
+        events: list[Event] = []
+        for recorded in self.actions:
+            action = Action.parse(recorded.action)
+            if action.kind in COMPUTE:
+                events.append(Event(action, recorded.ready_ns, recorded.end_ns))
+            elif action.kind in _SENDS and events:
+                events[-1] = events[-1]._replace(end_ns=recorded.end_ns)
+        return tuple(events)
 
 
 class RecordedStep(Value, frozen=True, kw_only=True):

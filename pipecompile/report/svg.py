@@ -51,7 +51,7 @@ class _Scale:
     in which it recomputes regions.
     """
 
-    makespan_ns: int
+    length_ns: int
     ranks: int
     unit: str
     unit_ns: float
@@ -66,7 +66,7 @@ class _Scale:
         return _TOP + _ROW * self.ranks
 
     def x(self, time_ns: int | float) -> float:
-        return _LEFT + self.inner * time_ns / max(self.makespan_ns, 1)
+        return _LEFT + self.inner * time_ns / max(self.length_ns, 1)
 
     def y(self, rank: int) -> float:
         return _TOP + _ROW * rank + (_ROW - _BAR) / 2
@@ -82,14 +82,18 @@ def picture(
     timeline: Timeline,
     time_unit: TimeUnit = "ns",
     recompute: Mapping[int, float] = MappingProxyType({}),
+    length_ns: int = 0,
 ) -> str:
     """Return a self-contained SVG of a step, with its own background and no scripts or fonts.
 
-    `recompute` is by stage the share of a backward in which regions are recomputed.
+    `recompute` is by stage the share of a backward in which regions are recomputed. The width
+    stands for `length_ns`, or for the step if that is longer: pictures of one length can be
+    compared.
     """
-    name, unit_ns = time_scale(timeline.makespan_ns, time_unit)
+    length_ns = max(length_ns, timeline.makespan_ns)
+    name, unit_ns = time_scale(length_ns, time_unit)
     unit = f"{name} units".lstrip() if time_unit == "relative" else name
-    scale = _Scale(timeline.makespan_ns, len(timeline.events), unit, unit_ns, recompute)
+    scale = _Scale(length_ns, len(timeline.events), unit, unit_ns, recompute)
     height = scale.bottom + _BOTTOM
     body = [
         *_title(headline, timeline, time_unit),
@@ -121,8 +125,8 @@ def _title(headline: str, timeline: Timeline, time_unit: TimeUnit) -> Iterator[s
 
 
 def _axis(scale: _Scale) -> Iterator[str]:
-    """Vertical lines at round times, labelled in the unit of the makespan."""
-    length = scale.makespan_ns / scale.unit_ns
+    """Vertical lines at round times, labelled in the unit of the whole length."""
+    length = scale.length_ns / scale.unit_ns
     # At most eight spans: for 58 ms each has 10 ms, since 58 / 8 = 7.25.
     step = _round_step(length / 8)
     digits = max(0, -math.floor(math.log10(step)))

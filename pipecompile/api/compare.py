@@ -1,0 +1,45 @@
+"""A plan against a run that was recorded of it, for the command line and for programs.
+
+Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipecompile.errors import InputError
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.recorded_run import RecordedRun
+from pipecompile.ir.serialization import fingerprint
+from pipecompile.report.run_comparison import RunComparison, compare_run, comparison_figures
+from pipecompile.report.run_page import run_page
+from pipecompile.report.run_text import comparison_text
+from pipecompile.report.trace import trace
+from pipecompile.schedule.simulator import simulate_plan
+
+__all__ = ["comparison_figures", "comparison_of", "comparison_text", "run_page", "run_trace"]
+
+
+def comparison_of(plan: Plan, run: RecordedRun) -> RunComparison:
+    """Return what `plan` predicts against what was recorded.
+
+    InputError if the run is of another plan.
+    """
+    if run.ranks != plan.ranks:
+        raise InputError(
+            f"the run is of {run.ranks} ranks, but the plan has {plan.ranks}; give the plan that "
+            "was run"
+        )
+    if run.plan != fingerprint(plan):
+        raise InputError(
+            f"the run was recorded of another plan (fingerprint {run.plan[:12]}…, this plan's is "
+            f"{fingerprint(plan)[:12]}…); give the plan that was run, or record this one"
+        )
+    return compare_run(plan, simulate_plan(plan), run)
+
+
+def run_trace(comparison: RunComparison) -> bytes:
+    """Return the recorded step of median length as Chrome JSON, for Perfetto."""
+    # A trace says so where a plan's times are relative units; recorded ones are not.
+    plan = msgspec.structs.replace(comparison.plan, time_unit="ns")
+    return trace(plan, comparison.typical.timeline())

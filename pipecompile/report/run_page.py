@@ -1,0 +1,40 @@
+"""A recorded run against its plan, as a page: both timelines to one scale, and the tables."""
+
+from __future__ import annotations
+
+from pipecompile.ir.counted import counted
+from pipecompile.report.recompute import recompute_shares
+from pipecompile.report.run_comparison import RunComparison
+from pipecompile.report.run_text import (
+    comparison_headings,
+    comparison_tables,
+    figure_texts,
+    run_notes,
+)
+from pipecompile.report.summary import headline
+from pipecompile.report.svg import picture
+from pipecompile.report.templates import page
+
+__all__ = ["run_page"]
+
+
+def run_page(comparison: RunComparison) -> str:
+    """Return the page as HTML; the same plan and run give the same text."""
+    plan, run = comparison.plan, comparison.run
+    timelines = (comparison.predicted, comparison.typical.timeline())
+    length = max(timeline.makespan_ns for timeline in timelines)
+    pictures = [
+        picture(heading.capitalize(), timeline, "ns", recompute_shares(plan), length)
+        for heading, timeline in zip(comparison_headings(comparison), timelines, strict=True)
+    ]
+    return page(
+        "run.html",
+        time_unit="ns",
+        title=": ".join(filter(None, [plan.capture.model, "predicted and measured"])),
+        subtitle=f"{headline(plan)}; {counted(len(comparison.steps), 'step')} recorded on "
+        f"{run.device}, torch {run.torch}",
+        figures=list(figure_texts(comparison)),
+        notes=list(run_notes(comparison)),
+        pictures=pictures,
+        tables=comparison_tables(comparison),
+    )

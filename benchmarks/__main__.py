@@ -25,6 +25,7 @@ NAMES = (
     "capture",
     "capture_large",
     "verify_zoo",
+    "runtime",
     "gpu",
 )
 

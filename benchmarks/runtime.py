@@ -1,0 +1,181 @@
+"""What does a step take beside torch's own schedules, and beside a plain loop in one process?
+
+    python -m benchmarks.runtime
+
+Two gloo ranks train the same two stages, by turns with our runtime and with torch's ScheduleGPipe
+and Schedule1F1B, whose loss and gradients are the same. One process trains them by turns with the
+pipeline and with a loop over microbatches of the unsplit model. Steps alternate, so that a busy
+machine slows down both; a ratio is the median over pairs of steps.
+
+Prints a table; writes results/runtime.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (  # noqa: TID251 (what ours is compared with)
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+from benchmarks.command_line import no_arguments
+from pipecompile import Pipeline, pipecompile
+from tests.distributed.workers import Workers
+
+RESULT = Path(__file__).parent / "results" / "runtime.json"
+MICROBATCHES = 4
+PAIRS = 40
+TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class Size(NamedTuple):
+    """A model of equal layers, and the rows of a microbatch."""
+
+    name: str
+    width: int
+    layers: int
+    rows: int
+
+
+SIZES = (
+    Size("tiny", 64, 4, 8),
+    Size("small", 512, 8, 64),
+    Size("medium", 1024, 8, 128),
+)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """The mean square distance."""
+    return (output - target).square().mean()
+
+
+def layers_of(size: Size) -> nn.Sequential:
+    """The model, with the same weights in every process."""
+    torch.manual_seed(0)
+    parts = [(nn.Linear(size.width, size.width), nn.GELU()) for _ in range(size.layers)]
+    return nn.Sequential(*[part for pair in parts for part in pair])
+
+
+def batch_of(size: Size) -> Tensor:
+    """One minibatch."""
+    return torch.randn(MICROBATCHES * size.rows, size.width)
+
+
+def pipeline_of(size: Size, schedule: str, model: nn.Module, batch: Tensor) -> Pipeline:
+    """The pipeline of two stages."""
+    return pipecompile(
+        model,
+        batch,
+        k=2,
+        microbatches=MICROBATCHES,
+        schedule=schedule,  # type: ignore[arg-type]
+        loss_fn=loss_of,
+        sample_target=batch,
+        costs="flops",
+        self_check=False,
+    )
+
+
+def ratios(one: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float]:
+    """The milliseconds of the first, and the median ratio of it to the second."""
+    times: list[tuple[float, float]] = []
+    for index in range(PAIRS + 3):
+        first, second = (one, other) if index % 2 else (other, one)
+        a, b = _seconds(first), _seconds(second)
+        times.append((a, b) if index % 2 else (b, a))
+    times = times[3:]
+    return 1e3 * median(a for a, _ in times), median(a / b for a, b in times)
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    if dist.is_initialized():  # a step is over when its slowest rank is done
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def beside_torch(size: Size, schedule: str) -> tuple[float, float]:
+    """Our step beside torch's, on this rank."""
+    model, batch = layers_of(size), batch_of(size)
+    pipeline = pipeline_of(size, schedule, model, batch)
+    rank = dist.get_rank()
+    stage = PipelineStage(copy.deepcopy(pipeline.stages[0]), rank, 2, torch.device("cpu"))
+    # Stage modules return tuples.
+    theirs = TORCH[schedule](
+        stage, MICROBATCHES, loss_fn=lambda out, wanted: loss_of(out[0], wanted)
+    )
+    parameters = list(stage.submod.parameters())
+
+    def own_step() -> None:
+        pipeline.zero_grad()
+        pipeline.step(batch, batch)
+
+    def torch_step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        if rank:
+            theirs.step(target=batch, losses=[])
+        else:
+            theirs.step(batch)
+
+    return ratios(own_step, torch_step)
+
+
+def beside_loop(size: Size) -> tuple[float, float]:
+    """A step in one process beside a loop over the microbatches of the unsplit model."""
+    model, batch = layers_of(size), batch_of(size)
+    unsplit = copy.deepcopy(model)
+    pipeline = pipeline_of(size, "1f1b", model, batch)
+
+    def own_step() -> None:
+        pipeline.zero_grad()
+        pipeline.step(batch, batch)
+
+    def loop() -> None:
+        unsplit.zero_grad()
+        for rows in batch.chunk(MICROBATCHES):
+            (loss_of(unsplit(rows), rows) / MICROBATCHES).backward()
+
+    return ratios(own_step, loop)
+
+
+def main() -> None:
+    """Measure all sizes, and write the result."""
+    no_arguments(__doc__)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    workers = Workers(2)
+    print(f"{'model':8} {'beside':22} {'our step':>10} {'ratio':>7}")
+    with tempfile.TemporaryDirectory() as folder:
+        for size in SIZES:
+            for schedule, theirs in TORCH.items():
+                results = workers.run(2, beside_torch, size, schedule, folder=folder)
+                rows.append(_row(size, theirs.__name__, results))
+            rows.append(_row(size, "a loop in one process", [beside_loop(size)]))
+    workers.close()
+    RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+def _row(size: Size, beside: str, results: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    step, ratio = max(results)
+    print(f"{size.name:8} {beside:22} {step:7.2f} ms {ratio:7.3f}", flush=True)
+    return {"model": size.name, "beside": beside, "step_ms": round(step, 3), "ratio": ratio}
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipecompile.api.verify import HALF_TOLERANCE, Comparison
+from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
 
 __all__ = ["figures", "text"]
@@ -28,8 +29,9 @@ def text(target: str, plan: Plan, comparisons: Sequence[Comparison]) -> str:
     """What was run, each comparison, why there are two, and the verdict."""
     tied = sum(len(parameter.stages) > 1 for parameter in plan.parameters)
     lines = [
-        f"{target}: {plan.k} stages, {plan.schedule.name}, {plan.microbatches} microbatches, "
-        f"{len(plan.routes)} relayed tensors, {tied} tied over stages",
+        f"{target}: {counted(plan.k, 'stage')}, {plan.schedule.name}, "
+        f"{counted(plan.microbatches, 'microbatch')}, "
+        f"{counted(len(plan.routes), 'relayed tensor')}, {tied} tied over stages",
         *(WHY_TWO if len(comparisons) > 1 else ()),
         *(line for comparison in comparisons for line in _lines(comparison)),
         _verdict(comparisons),

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from pipecompile.errors import InputError, ScheduleError
+from pipecompile.ir.counted import counted
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.schedule.torch_csv import read_csv
@@ -44,7 +45,8 @@ def read_order(path: Path, problem: ScheduleProblem) -> Schedule:
 
 
 def _sizes_text(stages: int, ranks: int, microbatches: int) -> str:
-    return f"{stages} stages on {ranks} ranks and {microbatches} microbatches"
+    placed = f"{counted(stages, 'stage')} on {counted(ranks, 'rank')}"
+    return f"{placed} and {counted(microbatches, 'microbatch')}"
 
 
 def _missing_actions(order: Schedule) -> Iterator[Action]:

@@ -300,7 +300,7 @@ def read_order(tmp_path: Path, rows: str) -> Order:
     [
         (
             "0F0,0B0\n1F0,1B0\n",
-            "2 stages on 2 ranks and 1 microbatches, but the problem has 2 stages on 2 ranks and 2",
+            "2 stages on 2 ranks and 1 microbatch, but the problem has 2 stages on 2 ranks and 2",
         ),
         ("0F0,0R0,0B0\n1F0,1B0\n", r"order.csv: line 1, column 2: 0R0 is not F, I, W or B"),
         ("0F0,zero\n", "order.csv: line 1, column 2: 'zero' is not an action"),

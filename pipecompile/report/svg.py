@@ -176,6 +176,7 @@ def _heights(row: Sequence[Event]) -> dict[int, int]:
 
 
 def _event(event: Event, scale: _Scale, row: float, height: int) -> Iterator[str]:
+    """Yield the bar of an action, the part in which it recomputes, and its microbatch."""
     _, fill, ink = _COLOURS[event.action.kind]
     y = row + _BAR - height  # all stages of a rank stand on one line
     left, width = scale.x(event.start_ns), scale.x(event.end_ns) - scale.x(event.start_ns)

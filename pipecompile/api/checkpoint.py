@@ -26,15 +26,15 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.api.optimizer_state import NamedOptimizerState
 from pipecompile.api.saved_keys import SavedKeys
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.runtime import world
 from pipecompile.runtime.model_state import different_copies
 from pipecompile.runtime.place import RankPlace
@@ -159,8 +159,9 @@ class Checkpoint:
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
-        with _one_process_is_meant():
-            dcp.save(self._written(), checkpoint_id=path, no_dist=not self._is_distributed)
+        written = self._written()
+        with _one_process_is_meant(), _failing_as("written"):
+            state_dict_saver.save(written, checkpoint_id=path, no_dist=not self._is_distributed)
 
     def save_async(self, path: str | Path) -> None:
         """Write the checkpoint as `save` does, but return when the tensors are copied to the host.
@@ -173,21 +174,25 @@ class Checkpoint:
             # In the group of the steps, the thread's messages would get between theirs. And groups
             # of NCCL do not carry what is on the host.
             self._group = dist.new_group(backend="gloo")
+        written = self._written()
         with _one_process_is_meant():
-            writing = dcp.async_save(
-                self._written(),
+            writing = state_dict_saver.async_save(
+                written,
                 checkpoint_id=path,
                 process_group=self._group,
                 no_dist=not self._is_distributed,
             )
-        is_pair = isinstance(writing, AsyncSaveResponse)
-        self._writing = writing.upload_completion if is_pair else writing
+        if isinstance(writing, state_dict_saver.AsyncSaveResponse):
+            self._writing = writing.upload_completion
+        else:
+            self._writing = writing
 
     def wait(self) -> None:
         """Wait until `save_async` has written; raise the error if it could not."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            with _failing_as("written"):
+                writing.result()
 
     def load(self, path: str | Path) -> None:
         """Load the checkpoint in the folder `path`, whatever number of ranks saved it.
@@ -205,8 +210,8 @@ class Checkpoint:
             if message is not None:
                 raise InputError(message)
         state = self._readable(saved)
-        with _one_process_is_meant():
-            dcp.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
+        with _one_process_is_meant(), _failing_as("read"):
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
         self.load_state_dict(state)
 
     # -- torch.distributed.checkpoint.Stateful
@@ -421,6 +426,18 @@ def _fit_to_groups(scheduler: LRScheduler) -> None:
     if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
     scheduler._last_lr = [group["lr"] for group in groups]
+
+
+@contextmanager
+def _failing_as(done: str) -> Iterator[None]:
+    """Raise the error of a rank as one of ours: torch's own is no Exception, which users catch."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = min(error.failures.items())
+        raise PipecompileError(
+            f"a checkpoint could not be {done}; rank {rank}: {type(failure).__name__}: {failure}"
+        ) from error
 
 
 @contextmanager

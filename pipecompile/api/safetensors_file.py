@@ -95,7 +95,8 @@ def _files(path: Path) -> dict[str, tuple[Path, str]]:
             index = json.loads(path.read_text())["weight_map"]
             return {name: (path.parent / file, name) for name, file in index.items()}
         with safetensors.safe_open(path, framework="pt") as opened:
-            return {name: (path, name) for name in opened.keys()}
+            names: list[str] = opened.keys()
+            return {name: (path, name) for name in names}
     except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise FormatError(
             f"{path} is neither a safetensors file nor the index of several: {error!r}"

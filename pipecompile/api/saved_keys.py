@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipecompile.errors import InputError
@@ -25,7 +25,7 @@ class SavedKeys:
     def __init__(self, path: str | Path) -> None:
         self._path = path
         try:
-            metadata = dcp.FileSystemReader(path).read_metadata()
+            metadata = FileSystemReader(path).read_metadata()
         except FileNotFoundError:
             raise InputError(
                 f"there is no checkpoint in {path}; give a folder that Checkpoint.save has written"

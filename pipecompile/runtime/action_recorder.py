@@ -111,12 +111,14 @@ class ActionRecorder:
             # From step to step, because CUDA measures long times with fewer digits.
             base += self._clock.between_ns(before, step.start)
             before = step.start
-            steps.append(self._rank_times(step, lambda ns, base=base: host_ns(base + ns)))  # type: ignore[misc]
+            steps.append(self._rank_times(step, base, host_ns))
         return steps
 
-    def _rank_times(self, step: _MarkedStep, host_ns: Callable[[int], int]) -> RankTimes:
+    def _rank_times(
+        self, step: _MarkedStep, start_ns: int, host_ns: Callable[[int], int]
+    ) -> RankTimes:
         def at(mark: Any) -> int:
-            return host_ns(self._clock.between_ns(step.start, mark))
+            return host_ns(start_ns + self._clock.between_ns(step.start, mark))
 
         actions = tuple(self._actions(step, at))
         rank = RecordedRank(start_ns=at(step.start), end_ns=at(step.end), actions=actions)

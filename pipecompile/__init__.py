@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import Granularity, Plan, Recompute
+    from pipecompile.ir.recorded_run import RecordedRun
 
 __all__ = [
     "CaptureError",
@@ -46,6 +47,7 @@ __all__ = [
     "Plan",
     "RankFaultError",
     "Recompute",
+    "RecordedRun",
     "ScheduleError",
     "ScheduleName",
     "StalePlanError",
@@ -68,6 +70,7 @@ _HOMES = {
     "Plan": "pipecompile.ir.plan",
     "Encoding": "pipecompile.ir.encodings",
     "Recompute": "pipecompile.ir.plan",
+    "RecordedRun": "pipecompile.ir.recorded_run",
     "ScheduleName": "pipecompile.ir.options",
     "pipecompile": "pipecompile.api.compile",
 }

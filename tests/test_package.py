@@ -35,6 +35,7 @@ PUBLIC = """
     Plan
     RankFaultError
     Recompute
+    RecordedRun
     ScheduleError
     ScheduleName
     StalePlanError

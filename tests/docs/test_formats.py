@@ -11,6 +11,7 @@ import pytest
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import decode, encode
 
@@ -23,7 +24,12 @@ def section(heading: str) -> str:
 
 @pytest.mark.parametrize(
     ("heading", "kind"),
-    [("Cost graph", CostGraph), ("Schedule problem", ScheduleProblem), ("Links", Links)],
+    [
+        ("Cost graph", CostGraph),
+        ("Schedule problem", ScheduleProblem),
+        ("Links", Links),
+        ("Recorded run", RecordedRun),
+    ],
 )
 def test_the_file_of_a_section_is_read_and_written_with_its_schema_first(
     heading: str, kind: type[Any]

@@ -23,6 +23,7 @@ from pipecompile.errors import (
 )
 
 if TYPE_CHECKING:
+    from pipecompile.api.checkpoint import Checkpoint
     from pipecompile.api.choices import Choices
     from pipecompile.api.compile import pipecompile
     from pipecompile.api.pipeline import Pipeline
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureError",
+    "Checkpoint",
     "Choices",
     "Encoding",
     "FormatError",
@@ -61,6 +63,7 @@ __version__ = "0.1.0.dev0"
 # Each public name with the module that it comes from, which is imported when the name is first
 # used.
 _HOMES = {
+    "Checkpoint": "pipecompile.api.checkpoint",
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",
     "Objective": "pipecompile.ir.options",

@@ -21,6 +21,7 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 PUBLIC = """
     CaptureError
+    Checkpoint
     Choices
     Encoding
     FormatError

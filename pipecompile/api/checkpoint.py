@@ -20,9 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -34,42 +33,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.api.optimizer_state import NamedOptimizerState
 from pipecompile.api.saved_keys import SavedKeys
+from pipecompile.api.training_run import HeldState, ModelRun, TrainingRun, WholeModel
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.runtime import world
 from pipecompile.runtime.model_state import different_copies
-from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.random_generators import generator_states, restore_generators
 
-__all__ = ["Checkpoint", "HeldState", "TrainingRun"]
-
-
-class TrainingRun(Protocol):
-    """What a checkpoint sets besides tensors; a `Pipeline` is one.
-
-    `steps` and `seed` are what random nodes draw from.
-    """
-
-    steps: int
-    seed: int
-
-    def zero_grad(self) -> None:
-        """Drop gradients, which are those of other weights."""
-
-
-class HeldState(Protocol):
-    """What of the model's state this process holds; `LocalShare` is one.
-
-    `holders` are the stages that hold each parameter and buffer.
-    """
-
-    place: RankPlace
-    holders: dict[str, tuple[int, ...]]
-
-    def holds(self, name: str) -> bool:
-        """Whether the value of `name` is here."""
-
-    def owns(self, name: str) -> bool:
-        """Whether it is saved from here."""
+__all__ = ["Checkpoint"]
 
 
 class _Entry(NamedTuple):
@@ -133,8 +103,8 @@ class Checkpoint:
         """
         return cls(
             model,
-            _WholeModel(RankPlace(), {}),
-            _ModelRun(model),
+            WholeModel(),
+            ModelRun(model),
             optimizer=optimizer,
             scheduler=scheduler,
             scaler=scaler,
@@ -160,7 +130,8 @@ class Checkpoint:
         """
         self.wait()
         written = self._written()
-        with _one_process_is_meant(), _failing_as("written"):
+        _mean_one_process()
+        with _failing_as("written"):
             state_dict_saver.save(written, checkpoint_id=path, no_dist=not self._is_distributed)
 
     def save_async(self, path: str | Path) -> None:
@@ -175,13 +146,13 @@ class Checkpoint:
             # of NCCL do not carry what is on the host.
             self._group = dist.new_group(backend="gloo")
         written = self._written()
-        with _one_process_is_meant():
-            writing = state_dict_saver.async_save(
-                written,
-                checkpoint_id=path,
-                process_group=self._group,
-                no_dist=not self._is_distributed,
-            )
+        _mean_one_process()
+        writing = state_dict_saver.async_save(
+            written,
+            checkpoint_id=path,
+            process_group=self._group,
+            no_dist=not self._is_distributed,
+        )
         if isinstance(writing, state_dict_saver.AsyncSaveResponse):
             self._writing = writing.upload_completion
         else:
@@ -210,7 +181,8 @@ class Checkpoint:
             if message is not None:
                 raise InputError(message)
         state = self._readable(saved)
-        with _one_process_is_meant(), _failing_as("read"):
+        _mean_one_process()
+        with _failing_as("read"):
             state_dict_loader.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
         self.load_state_dict(state)
 
@@ -373,35 +345,6 @@ class Checkpoint:
             return
 
 
-@dataclass
-class _ModelRun:
-    """The training of an unsplit model."""
-
-    model: nn.Module
-    steps: int = 0
-    seed: int = 0
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self.model.zero_grad(set_to_none=True)
-
-
-@dataclass
-class _WholeModel:
-    """All of a model is in this process."""
-
-    place: RankPlace
-    holders: dict[str, tuple[int, ...]]
-
-    def holds(self, name: str) -> bool:
-        """Every value is here."""
-        return True
-
-    def owns(self, name: str) -> bool:
-        """Every value is saved from here."""
-        return True
-
-
 def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:
     return [key for key in state if key.startswith(prefix)]
 
@@ -440,9 +383,6 @@ def _failing_as(done: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Silence the warning that a checkpoint is written or read by one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _mean_one_process() -> None:
+    """Silence torch's warning that one process reads or writes; threads that write need it too."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -25,7 +25,7 @@ _MEMBERS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
-class _Member:
+class _SteppedParameter:
     """A parameter of an optimizer: its name, its number there, and the index of its group."""
 
     name: str
@@ -82,7 +82,7 @@ class NamedOptimizerState:
             packed["param_groups"][index].update(options)
         self._optimizer.load_state_dict({**packed, "state": slots_by_number})
 
-    def _members(self, packed: Mapping[str, Any] | None = None) -> Iterator[_Member]:
+    def _members(self, packed: Mapping[str, Any] | None = None) -> Iterator[_SteppedParameter]:
         packed = self._optimizer.state_dict() if packed is None else packed
         groups = zip(self._optimizer.param_groups, packed["param_groups"], strict=True)
         for index, (group, numbered) in enumerate(groups):
@@ -93,7 +93,7 @@ class NamedOptimizerState:
                         f"{tuple(parameter.shape)} that is not one of this process; make the "
                         "optimizer from pipeline.parameters() or pipeline.named_parameters()"
                     )
-                yield _Member(self._names[id(parameter)], number, index, parameter)
+                yield _SteppedParameter(self._names[id(parameter)], number, index, parameter)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

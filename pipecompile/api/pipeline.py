@@ -141,7 +141,7 @@ class Pipeline:
 
         Call it on all ranks.
         """
-        return full_state(self._target.model, self._share.saved_from)
+        return full_state(self._target.model, self._share)
 
     def save_safetensors(self, path: str | Path) -> None:
         """Write the whole model's weights to the file `path` from rank 0, under the original names.
@@ -158,7 +158,8 @@ class Pipeline:
         Each rank reads only what it holds.
         """
         check_installed()
-        self.load_state_dict(SafetensorsWeights(path, self._target.model))
+        names = self._target.model.state_dict()
+        self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
 
     def checkpoint(
         self,

@@ -7,11 +7,11 @@ of other programs may leave out the others without saying so, and the model know
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipecompile.errors import FormatError, InputError
 
@@ -54,17 +54,19 @@ def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
 class SafetensorsWeights(Mapping[str, Tensor]):
     """The weights in `path`: a file, the index of several files, or a folder with either.
 
-    Tensors are read when they are asked for, on the CPU. A name of `model` that is not in the files
-    has the value of another name of the same tensor.
+    Tensors are read when they are asked for, on the CPU. One of `names` that is not in the files
+    has the value of another name of the same tensor; `first_names` has the first one for each.
     """
 
-    def __init__(self, path: str | Path, model: nn.Module) -> None:
+    def __init__(
+        self, path: str | Path, names: Iterable[str], first_names: Mapping[str, str]
+    ) -> None:
         self._file_of = _files(Path(path))
-        for names in _names_by_tensor(model):
-            saved = next((name for name in names if name in self._file_of), None)
-            if saved is not None:
-                for name in names:
-                    self._file_of.setdefault(name, (self._file_of[saved][0], saved))
+        saved = {first_names.get(name, name): place for name, place in self._file_of.items()}
+        for name in names:
+            place = saved.get(first_names.get(name, name))
+            if place is not None:
+                self._file_of.setdefault(name, place)
 
     def __getitem__(self, name: str) -> Tensor:
         file, saved = self._file_of[name]
@@ -77,13 +79,6 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
-
-
-def _names_by_tensor(model: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(name)
-    return list(names.values())
 
 
 def _files(path: Path) -> dict[str, tuple[Path, str]]:

@@ -16,7 +16,8 @@ class LocalShare:
     """All stages of a plan, or with several processes those of this rank, and what they hold.
 
     `place` says where this process is, `stages` are the indices of the stages here, and `holders`
-    are the stages that hold each parameter and buffer, by every name that it has.
+    are the stages that hold each parameter and buffer, by every name that it has; `first_names` has
+    the first name for every other one.
     """
 
     def __init__(self, plan: Plan, place: RankPlace) -> None:
@@ -32,6 +33,9 @@ class LocalShare:
             name: parameter.stages
             for parameter in plan.parameters
             for name in (parameter.name, *parameter.aliases)
+        }
+        self.first_names: dict[str, str] = {
+            alias: parameter.name for parameter in plan.parameters for alias in parameter.aliases
         }
 
     def holds(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,26 +11,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile.runtime import world
+from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.place import device_of_this_rank
 
 __all__ = ["different_copies", "full_state"]
 
 
-def full_state(model: nn.Module, owner: Callable[[str], int]) -> dict[str, Any] | None:
+def full_state(model: nn.Module, share: LocalShare) -> dict[str, Any] | None:
     """Return the whole state of `model` on rank 0, on the CPU, and None on other ranks.
 
-    Each rank has the model, but only its own part of the values. `owner` gives the rank that has
-    the value of a name. Tensors are sent one at a time, in the order of the state, so that a device
-    holds no more than one beside its own. A tensor with several names is sent once.
+    Each rank has the model, but only the values of its own `share`. Tensors are sent one at a time,
+    in the order of the state, so that a device holds no more than one beside its own. A tensor with
+    several names is sent once, and is one tensor in the result.
     """
-    sent: dict[int, Any] = {}
-    state = model.state_dict(keep_vars=True)
+    sent: dict[str, Any] = {}
+    state = model.state_dict()
+    # The plan knows the names, alike on all ranks. Whether two names are one object may differ:
+    # buffers that move to a GPU become other objects.
+    first_names = {name: share.first_names.get(name, name) for name in state}
     for name, value in state.items():
-        if id(value) not in sent:
-            sent[id(value)] = _to_first(value, owner(name))
+        if first_names[name] not in sent:
+            sent[first_names[name]] = _to_first(value, share.saved_from(name))
     if world.rank() != 0:
         return None
-    return {name: sent[id(value)] for name, value in state.items()}
+    return {name: sent[first_names[name]] for name in state}
 
 
 @torch.no_grad()

@@ -21,11 +21,13 @@ __all__ = ["run_page"]
 def run_page(comparison: RunComparison) -> str:
     """Return the page as HTML; the same plan and run give the same text."""
     plan, run = comparison.plan, comparison.run
-    timelines = (comparison.predicted, comparison.typical.timeline())
-    length = max(timeline.makespan_ns for timeline in timelines)
+    predicted, recorded = comparison.predicted, comparison.typical.timeline()
+    length = max(predicted.makespan_ns, recorded.makespan_ns)
+    first, second = map(str.capitalize, comparison_headings(comparison))
+    # Where in a recorded backward regions were recomputed is not known.
     pictures = [
-        picture(heading.capitalize(), timeline, "ns", recompute_shares(plan), length)
-        for heading, timeline in zip(comparison_headings(comparison), timelines, strict=True)
+        picture(first, predicted, "ns", recompute_shares(plan), length),
+        picture(second, recorded, length_ns=length),
     ]
     return page(
         "run.html",

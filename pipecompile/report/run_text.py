@@ -51,10 +51,11 @@ def comparison_text(comparison: RunComparison, draw: DrawTable = plain_table) ->
     parts = ["\n".join([*head, *run_notes(comparison)])]
     for table in comparison_tables(comparison):
         parts.append("\n".join([table.heading, *draw(table.rows, table.words)]))
-    timelines = (comparison.predicted, comparison.typical.timeline())
+    predicted, recorded = comparison_headings(comparison)
     shares = recompute_shares(comparison.plan)
-    for heading, timeline in zip(comparison_headings(comparison), timelines, strict=True):
-        parts.append(f"{heading}\n{timeline_text(timeline, shares)}".rstrip())
+    parts.append(f"{predicted}\n{timeline_text(comparison.predicted, shares)}".rstrip())
+    # Where in a recorded backward regions were recomputed is not known.
+    parts.append(f"{recorded}\n{timeline_text(comparison.typical.timeline())}".rstrip())
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,7 +87,7 @@ def run_notes(comparison: RunComparison) -> Iterator[str]:
     if comparison.is_relative:
         yield (
             f"costs {comparison.plan.options.costs} are relative units: only shares are compared, "
-            "as if all actions together took as long as measured"
+            "as if all actions took as long as measured"
         )
     if comparison.run.is_in_turns:
         yield (

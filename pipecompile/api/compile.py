@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
+from pipecompile.api.materialise import lacks_values, on_meta
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline, check_world
 from pipecompile.api.plan import assist, make_plan
@@ -46,6 +47,7 @@ def pipecompile(
     mesh: DeviceMesh | None = None,
     autocast: torch.dtype | None = None,
     step_timeout: float | None = None,
+    weights: str | Path | None = None,
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -69,6 +71,9 @@ def pipecompile(
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
     step_timeout    Seconds that a step over ranks may take; then RankFaultError says on every rank
                     which one is at fault.
+    weights         For a model on the meta device, of which each rank then holds its own stages
+                    only: a safetensors file, the index or folder of several, or a checkpoint.
+                    Without it modules set their parameters themselves, from `seed`.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -80,8 +85,8 @@ def pipecompile(
     function = costs if callable(costs) else None
     arguments = arguments_of(model, sample_input)
     target = Target(model, arguments, loss_fn, sample_target, costs=function, autocast=autocast)
-    target.check_values("a pipeline")
-    with target.precision():
+    _check_weights(target, weights)
+    with target.precision(), on_meta(model):
         if plan is None:
             options = _shared_options(target, k, costs, choices)
             # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
@@ -95,15 +100,34 @@ def pipecompile(
         # Both ways: a plan that was just made is checked as one from a file is.
         check_current(committed, captured)
         check_world(committed)
-        return Pipeline(
-            committed,
-            captured,
-            target,
-            seed=seed,
-            self_check=self_check,
-            mesh=mesh,
-            step_timeout=step_timeout,
+    return Pipeline(
+        committed,
+        captured,
+        target,
+        seed=seed,
+        self_check=self_check,
+        mesh=mesh,
+        step_timeout=step_timeout,
+        weights=weights,
+    )
+
+
+def _check_weights(target: Target, weights: str | Path | None) -> None:
+    """InputError if `weights` and what the model has of its own do not go together."""
+    if lacks_values(target.model):
+        if target.autocast is not None:
+            raise InputError(
+                "autocast= is not possible for a model on the meta device, where nothing is cast; "
+                "build it in the type that it trains in, with torch.device and torch.set_default_"
+                "dtype"
+            )
+    elif weights is not None:
+        raise InputError(
+            "weights= is for a model on the meta device, but this one has values; load them with "
+            "pipeline.load_safetensors or pipeline.checkpoint().load"
         )
+    else:
+        target.check_values("a pipeline")
 
 
 def _shared_options(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.capture import Captured
 from pipecompile.api.checkpoint import Checkpoint
+from pipecompile.api.materialise import allocate, check_all_set, initialise, lacks_values
 from pipecompile.api.program import Program, Programs
 from pipecompile.api.run_recorder import RunRecorder
 from pipecompile.api.runner import Runner
@@ -36,7 +37,7 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.microbatch import count_microbatches, merge, split
 from pipecompile.runtime.model_state import full_state
 from pipecompile.runtime.norm import total_norm
-from pipecompile.runtime.place import RankPlace
+from pipecompile.runtime.place import RankPlace, device_of_this_rank
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
 
@@ -64,6 +65,7 @@ class Pipeline:
         self_check: bool = True,
         mesh: DeviceMesh | None = None,
         step_timeout: float | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         self.plan = plan
         self.seed = seed
@@ -72,11 +74,16 @@ class Pipeline:
         self._target = target
         self._share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
+        was_on_meta = lacks_values(target.model)
+        if was_on_meta:
+            self._allocate()
         self._runner = Runner(plan, target, self._share, self._programs.planned, step_timeout)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._agreed: set[tuple[Any, ...]] = set()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
+        if was_on_meta:
+            self._set_values(weights)
 
     def __repr__(self) -> str:
         where = (
@@ -314,6 +321,25 @@ class Pipeline:
     def eval(self) -> Self:
         """Put all modules into eval mode."""
         return self.train(False)
+
+    # -- a model that was built on the meta device
+
+    def _allocate(self) -> None:
+        """Give the stages of this rank memory, and let modules set what they can."""
+        own = device_of_this_rank() if self._share.is_distributed else None
+        allocate(self._target.model, self._share, own or torch.device("cpu"))
+        self._programs.bind(self._programs.planned)
+
+    def _set_values(self, weights: str | Path | None) -> None:
+        """Read the values from `weights`, or let modules set them; InputError if some are left."""
+        if weights is None:
+            initialise(self._target.model, self._share, self.seed)
+        elif (Path(weights) / ".metadata").is_file():  # torch.distributed.checkpoint's own
+            self.checkpoint().load(weights)
+        else:
+            self.load_safetensors(weights)
+        check_all_set(self._target.model, self._share)
+        self._runner.equalise()
 
     # -- what a step needs
 

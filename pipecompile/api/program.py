@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
+from pipecompile.api.materialise import bind, lacks_values, on_meta
 from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
@@ -177,7 +178,10 @@ class Programs:
             log_on_first_rank(
                 ["the model is captured once more: its modules are in other modes than planned"]
             )
-            self._by_modes[modes] = self._cut_like_the_plan(self._capture())
+            program = self._cut_like_the_plan(self._capture())
+            if lacks_values(self._target.model):
+                self.bind(program)
+            self._by_modes[modes] = program
         return self._by_modes[modes]
 
     def in_eval_mode(self) -> Program:
@@ -194,7 +198,15 @@ class Programs:
     def _capture(self) -> Captured:
         # Over ranks it is not proven: no rank has the whole model on its device.
         verify = self._self_check and not self._share.is_distributed
-        return capture_target(self._target, self._plan.options, verify=verify)
+        with on_meta(self._target.model):
+            return capture_target(self._target, self._plan.options, verify=verify)
+
+    def bind(self, program: Program) -> None:
+        """Let the stages of this process have the model's own tensors, where they were cut on the
+        meta device.
+        """
+        for index in self._share.stages:
+            bind(program.stages[index].module, self._target.model)
 
     def _cut_like_the_plan(self, captured: Captured) -> Program:
         plan, graph, module = self._plan, self._planned_graph, captured.module

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
@@ -53,7 +54,9 @@ class Runner:
         self._trainers: dict[Program, DistributedPipeline] = {}
         self._evaluators: dict[Program, DistributedPipeline] = {}
         own = device_of_this_rank() if share.is_distributed else None
-        self.device = own or target.device
+        # A rank's first parameter may be another rank's, without values.
+        here = torch.device("cpu") if target.device.type == "meta" else target.device
+        self.device = own or here
         self.watch: StepWatch | None = None
         if share.is_distributed:
             place = share.place
@@ -62,8 +65,7 @@ class Runner:
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
             planned.remember()
-            self._equalise_ties()
-            self._equalise_replicas()
+            self.equalise()
 
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
@@ -115,6 +117,11 @@ class Runner:
             return None if result is None else result.values
         stages = [self._eager(stage, loss=None) for stage in program.stages]
         return local.evaluate(stages, batch.inputs, seed=batch.seed)
+
+    def equalise(self) -> None:
+        """Set copies of tied parameters to the owner's, and replicas to the first one's values."""
+        self._equalise_ties()
+        self._equalise_replicas()
 
     def move_stages(self) -> None:
         """Move the stages to this rank's device. Buffers become other objects there, which the

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipecompile.errors import InputError
 from pipecompile.runtime import world
 
-__all__ = ["RankPlace"]
+__all__ = ["RankPlace", "device_of_this_rank"]
 
 logger = logging.getLogger("pipecompile.runtime")
 PIPELINE, REPLICAS = "pp", "dp"  # the names that torch's own recipes give the dimensions of a mesh

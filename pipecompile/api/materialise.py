@@ -1,0 +1,165 @@
+"""Models that were built on the meta device: each rank gives values to its own stages only.
+
+    with torch.device("meta"):
+        model = Transformer(…)                        no memory anywhere
+    pipecompile(model, batch, plan="plan.json")       each rank: memory of its stages, then values
+
+Values come from files, or from the modules' own `reset_parameters`, seeded by the name of the
+module: so any cut begins with the same weights. Until all values are there, a tensor is full of
+NaN (a count of the smallest number), which tells what nothing has set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError
+from pipecompile.graph.model_state import (
+    has_values,
+    named_state,
+    swapped_state,
+    without_values,
+)
+from pipecompile.runtime import world
+from pipecompile.runtime.local_share import LocalShare
+
+__all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "on_meta"]
+
+
+def lacks_values(model: nn.Module) -> bool:
+    """Whether parameters or buffers of the model are on the meta device or fake."""
+    return not all(has_values(tensor) for _, tensor in named_state(model))
+
+
+def on_meta(model: nn.Module) -> AbstractContextManager[object]:
+    """Have all of a model on the meta device in the block, if a part of it is."""
+    if not lacks_values(model):
+        return nullcontext()
+    present = [tensor for _, tensor in named_state(model) if has_values(tensor)]
+    return swapped_state(model, {id(tensor): without_values(tensor) for tensor in present})
+
+
+def allocate(model: nn.Module, share: LocalShare, device: torch.device) -> None:
+    """Give memory on `device` to what this rank holds, and nothing else, without values."""
+    made: dict[int, Tensor] = {}
+    for name, tensor in list(named_state(model)):
+        if not share.holds(name):
+            continue
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor.to(device) if has_values(tensor) else _unset(tensor, device)
+        _put(model, name, made[id(tensor)])
+
+
+def bind(stage: nn.Module, model: nn.Module) -> None:
+    """Let a stage that was cut on the meta device have the model's own tensors."""
+    own = dict(named_state(model))
+    for name, _ in list(named_state(stage)):
+        if name in own:
+            _put(stage, name, own[name])
+
+
+def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
+    """Let the modules of this rank set their own parameters and buffers, on the CPU.
+
+    A tied parameter is set by the module that has it first. A module draws all that it has, even if
+    a part of it is on another rank, so that this part does not change the numbers.
+    """
+    firsts = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        reset = getattr(module, "reset_parameters", None)
+        names = [name for name in _direct_names(path, module) if name in firsts]
+        if reset is not None and any(share.holds(name) for name in names):
+            with _whole_on_cpu(module) as whole, torch.random.fork_rng(devices=()):
+                torch.manual_seed(_seed_of(seed, path))
+                reset()
+            _copy_held(path, module, whole, [name for name in names if share.holds(name)])
+
+
+def check_all_set(model: nn.Module, share: LocalShare) -> None:
+    """InputError, on every rank, if a parameter or buffer that one holds has no value yet."""
+    own = [name for name, tensor in named_state(model) if share.holds(name) and _is_unset(tensor)]
+    # Other ranks would wait for one that raises alone.
+    left = sorted({name for names in world.gather(own) for name in names})
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise InputError(
+            f"the model was built on the meta device, and nothing sets {', '.join(left[:3])}{more};"
+            " give a file that has it (weights=), a module with `reset_parameters`, or build the "
+            "model with this buffer in memory"
+        )
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    result = without_values(tensor, device)
+    with torch.no_grad():
+        result.fill_(_marker(result))
+    return result
+
+
+def _marker(tensor: Tensor) -> float | int | bool:
+    """What marks an element that nothing has set; boolean tensors have no such value."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == _marker(tensor)).any())
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    for table in _tables(module.get_submodule(path)):
+        if last in table:
+            table[last] = tensor
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers of a module itself, where they can be replaced."""
+    return module._parameters, module._buffers
+
+
+def _direct_names(path: str, module: nn.Module) -> Iterable[str]:
+    tables = (*module._parameters.items(), *module._buffers.items())
+    return [f"{path}.{name}".lstrip(".") for name, tensor in tables if tensor is not None]
+
+
+@contextmanager
+def _whole_on_cpu(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Put unset tensors on the CPU for all that the module has itself; yield them by name."""
+    cpu = torch.device("cpu")
+    before = dict(module._parameters), dict(module._buffers)
+    whole: dict[str, Tensor] = {}
+    for table in _tables(module):
+        for name, tensor in table.items():
+            if tensor is not None:
+                whole[name] = table[name] = _unset(tensor, cpu)
+    try:
+        yield whole
+    finally:
+        module._parameters.update(before[0])
+        module._buffers.update(before[1])
+
+
+@torch.no_grad()
+def _copy_held(path: str, module: nn.Module, whole: dict[str, Tensor], names: list[str]) -> None:
+    for name in names:
+        last = name.removeprefix(f"{path}.")
+        own = module._parameters.get(last, module._buffers.get(last))
+        assert own is not None
+        # A buffer that was in memory keeps its value: no reset of another one may replace it.
+        if _is_unset(own):
+            own.copy_(whole[last])
+
+
+def _seed_of(seed: int, path: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

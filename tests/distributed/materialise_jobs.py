@@ -1,0 +1,107 @@
+"""What ranks do with models that were built on the meta device; each runs on every rank."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipecompile.api.compile import pipecompile
+from pipecompile.api.pipeline import Pipeline
+from pipecompile.api.target import Target
+from pipecompile.api.verify import reference_for
+from pipecompile.frontend.signature import arguments_of
+from tests.distributed.training_jobs import Mixture, mixture, token_loss
+
+
+class Tied(nn.Module):
+    """Layers that can all set themselves, with a table that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens of shape (N, 6) to logits of shape (N, 6, 11)."""
+        value = self.table(tokens)
+        for layer in self.layers:
+            value = torch.tanh(layer(value)) + value
+        return self.head(self.norm(value))
+
+
+def tokens_of(samples: int) -> Tensor:
+    """The same tokens in every process."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, 11, (samples, 6), generator=generator)
+
+
+def on_meta(kind: type[nn.Module], **options: Any) -> Pipeline:
+    """A pipeline of a model that nobody has in memory."""
+    with torch.device("meta"):
+        model = kind().double()
+    tokens = tokens_of(16)
+    options = {"costs": "flops", "microbatches": 4, "ranks": dist.get_world_size(), **options}
+    return pipecompile(model, tokens, loss_fn=token_loss, sample_target=tokens, **options)
+
+
+def set_by_modules() -> tuple[dict[str, Tensor], set[str]]:
+    """What modules have set on this rank, and what is still without memory."""
+    pipeline = on_meta(Tied, seed=3)
+    rest = {n for n, p in pipeline._target.model.named_parameters() if p.is_meta}
+    pipeline.step(tokens_of(16), tokens_of(16))
+    return pipeline.state_dict(), rest
+
+
+def from_file(path: str) -> float:
+    """How far gradients are from those of the unsplit model, whose weights are in the file."""
+    pipeline = on_meta(Mixture, weights=path)
+    model = mixture(16).model
+    target = Target(model, arguments_of(model, tokens_of(16)), token_loss, tokens_of(16))
+    reference = reference_for(target, pipeline.plan)
+    reference.step(target, 4, seed=pipeline.seed)
+    pipeline.step(tokens_of(16), tokens_of(16))
+    output = pipeline.evaluate(tokens_of(16))
+    assert (output is None) == (dist.get_rank() != dist.get_world_size() - 1)
+    wanted = dict(reference.model.named_parameters())
+    return max(
+        (parameter.grad - wanted[name].grad).abs().max().item()
+        for name, parameter in pipeline.named_parameters()
+    )
+
+
+def without_a_value() -> str:
+    """What is said of a parameter that no module sets."""
+    try:
+        on_meta(Mixture)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+WIDTH, LAYERS = 2048, 8
+
+
+def peak_growth() -> tuple[float, float]:
+    """By how many bytes this process grew at most, and the bytes of its stage."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    batch = torch.randn(4, WIDTH)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pipeline = pipecompile(
+        model,
+        batch,
+        ranks=dist.get_world_size(),
+        costs="flops",
+        loss_fn=functional.mse_loss,
+        sample_target=batch,
+    )
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return grown, sum(parameter.nbytes for parameter in pipeline.parameters())

@@ -1,0 +1,53 @@
+"""Each rank has its own stages only: models that were built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.distributed import materialise_jobs as jobs
+from tests.distributed.training_jobs import mixture
+from tests.distributed.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(4)
+    yield group
+    group.close()
+
+
+def test_a_rank_has_memory_for_its_stages_only(workers: Workers, tmp_path: Path) -> None:
+    # First, while nothing has made the processes larger.
+    for grown, own in workers.run(4, jobs.peak_growth, folder=str(tmp_path)):
+        whole = 4 * jobs.LAYERS * (jobs.WIDTH + 1) * jobs.WIDTH
+        assert own == whole / 4
+        assert own < grown < 0.6 * whole
+
+
+def test_any_cut_begins_with_the_same_weights(workers: Workers, tmp_path: Path) -> None:
+    whole: dict[str, torch.Tensor] = {}
+    for ranks in (2, 4):
+        for state, rest in workers.run(ranks, jobs.set_by_modules, folder=str(tmp_path)):
+            assert rest
+            for name, value in state.items():
+                assert "running" in name or torch.equal(whole.setdefault(name, value), value)
+    assert whole["layers.0.weight"].std() > 0.1
+
+
+def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:
+    state = {name: value.clone() for name, value in mixture(4).model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    folder = str(tmp_path)
+    for distance in workers.run(2, jobs.from_file, f"{folder}/model.safetensors", folder=folder):
+        assert distance <= 1e-12
+
+
+def test_what_nothing_sets_is_named(workers: Workers, tmp_path: Path) -> None:
+    for error in workers.run(2, jobs.without_a_value, folder=str(tmp_path)):
+        assert error.startswith("InputError: the model was built on the meta device, and nothing ")
+        assert "sets weight; give a file that has it (weights=)" in error

@@ -19,7 +19,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -123,14 +123,15 @@ class Checkpoint:
     # -- files
 
     def save(self, path: str | Path) -> None:
-        """Write the checkpoint to the folder `path`.
+        """Write the checkpoint to the folder `path`, in place of one that is there.
 
         Ranks of the first replica write the model and the optimizer. InputError if ranks disagree
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
         written = self._written()
-        _mean_one_process()
+        self._drop(path)
+        _silence_warnings()
         with _failing_as("written"):
             state_dict_saver.save(written, checkpoint_id=path, no_dist=not self._is_distributed)
 
@@ -146,7 +147,7 @@ class Checkpoint:
             # of NCCL do not carry what is on the host.
             self._group = dist.new_group(backend="gloo")
         written = self._written()
-        _mean_one_process()
+        _silence_warnings()
         writing = state_dict_saver.async_save(
             written,
             checkpoint_id=path,
@@ -181,7 +182,7 @@ class Checkpoint:
             if message is not None:
                 raise InputError(message)
         state = self._readable(saved)
-        _mean_one_process()
+        _silence_warnings()
         with _failing_as("read"):
             state_dict_loader.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
         self.load_state_dict(state)
@@ -267,6 +268,14 @@ class Checkpoint:
     def _written(self) -> dict[str, Any]:
         self._check_savable()
         return {entry.key: entry.value for entry in self._entries() if entry.is_written}
+
+    def _drop(self, path: str | Path) -> None:
+        """Make what is in `path` no checkpoint, so that a save that is interrupted leaves none: the
+        old list of contents with new contents would be loaded.
+        """
+        if self._process == 0:
+            with suppress(OSError):  # what writes raises it on all ranks
+                Path(path, ".metadata").unlink(missing_ok=True)
 
     def _entries(self) -> Iterator[_Entry]:
         place, owns = self._held.place, self._held.owns
@@ -383,6 +392,9 @@ def _failing_as(done: str) -> Iterator[None]:
         ) from error
 
 
-def _mean_one_process() -> None:
-    """Silence torch's warning that one process reads or writes; threads that write need it too."""
+def _silence_warnings() -> None:
+    """Silence torch about one process and about a folder that is written once more; not only for a
+    block, because threads write too.
+    """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")

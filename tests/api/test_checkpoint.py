@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from pipecompile.api import safetensors_file
 from pipecompile.api.checkpoint import Checkpoint
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
-from pipecompile.errors import FormatError, InputError
+from pipecompile.errors import FormatError, InputError, PipecompileError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -230,6 +232,27 @@ def stepped_on_rows(model: nn.Module) -> torch.optim.Optimizer:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     return optimizer
+
+
+def test_a_folder_is_written_once_more_or_is_no_checkpoint(tmp_path: Path) -> None:
+    model = Tied()
+    checkpoint = Checkpoint.of_model(model)
+    checkpoint.save(tmp_path)
+    checkpoint.steps = 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path)
+    checkpoint.steps = 0
+    checkpoint.load(tmp_path)
+    assert checkpoint.steps == 5
+    broken = patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full"))
+    with (
+        broken,
+        pytest.raises(PipecompileError, match=r"could not be written; rank 0: .*disk full"),
+    ):
+        checkpoint.save(tmp_path)
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path)
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -160,6 +161,23 @@ def saved_while_training(path: str, broken: str) -> tuple[State, State, str]:
     except PipecompileError as error:
         return wanted, got, str(error)
     return wanted, got, ""
+
+
+def within_a_larger_one(path: str) -> bool:
+    """Whether torch's own functions save and load it beside something else."""
+    run = pipelined(2, 2)
+    run.steps(2)
+    wanted = copy.deepcopy((run.progress, run.checkpoint.state_dict()))
+    dcp.save({"app": run.checkpoint, "mine": 5}, checkpoint_id=path)
+    run.steps(1)
+    beside = {"app": run.checkpoint, "mine": 0}
+    dcp.load(beside, checkpoint_id=path)
+    got = run.checkpoint.state_dict()
+    same = all(
+        torch.equal(got[key], value) if isinstance(value, Tensor) else True
+        for key, value in wanted[1].items()
+    )
+    return same and run.progress == wanted[0] and beside["mine"] == 5
 
 
 def disagreeing(path: str) -> tuple[str, str]:

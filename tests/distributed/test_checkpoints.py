@@ -104,6 +104,13 @@ def test_steps_go_on_while_a_checkpoint_is_written(workers: Workers, tmp_path: P
         assert "a checkpoint could not be written; rank 0: NotADirectoryError" in error
 
 
+def test_torch_saves_and_loads_it_within_a_larger_checkpoint(
+    workers: Workers, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "saved")
+    assert workers.run(4, jobs.within_a_larger_one, saved, folder=str(tmp_path)) == [True] * 4
+
+
 def test_tied_copies_that_differ_are_not_saved(workers: Workers, tmp_path: Path) -> None:
     errors = workers.run(4, jobs.disagreeing, str(tmp_path / "saved"), folder=str(tmp_path))
     for tied, aside in errors:

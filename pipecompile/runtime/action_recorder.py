@@ -59,37 +59,41 @@ class ActionRecorder:
         self._device = device
         self._clock = Clock(device)
         self._is_cuda = device.type == "cuda"
+        self._mark: Callable[[], Any] = self._clock.mark if self._is_cuda else perf_counter_ns
         self._steps: list[_MarkedStep] = []
         self._anchor = self._now()
 
     def begin_step(self) -> None:
         """A step begins; what a step that failed has left is dropped."""
-        self._current = _MarkedStep(self._clock.mark())
+        self._current = _MarkedStep(self._mark())
+        self._append_action = self._current.actions.append
+        self._append_mark = self._current.marks.append
 
     def end_step(
         self, number: int, microbatches: int, boundaries: Callable[[], Boundaries]
     ) -> None:
         """The `number`th step is over; `boundaries` says what crosses between its stages."""
         step = self._current
-        step.end = self._clock.mark()
+        step.end = self._mark()
         step.number, step.microbatches, step.boundaries = number, microbatches, boundaries
         self._steps.append(step)
 
+    # Between the kernels of a step little of this is in the caches, so each line counts.
+
     def begin(self, action: Action) -> None:
         """`action` is next."""
-        self._current.actions.append(action)
-        self._current.marks.append(self._clock.mark())
+        self._append_action(action)
+        self._append_mark(self._mark())
 
     def ready(self, action: Action) -> None:
         """All that `action` needs is there."""
-        marks = self._current.marks
-        marks.append(self._clock.mark() if action.kind in _MAY_WAIT else marks[-1])
+        self._append_mark(self._mark())
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def end(self, action: Action) -> None:
         """`action` is done."""
-        self._current.marks.append(self._clock.mark())
+        self._append_mark(self._mark())
         if self._is_cuda:
             # `max_memory_allocated` would flatten hundreds of figures, which takes 0.1 ms.
             figures = torch.cuda.memory_stats_as_nested_dict(self._device)
@@ -130,6 +134,8 @@ class ActionRecorder:
         marks = iter(step.marks)
         for action, *moments, peak in zip(step.actions, marks, marks, marks, peaks, strict=True):
             start, ready, end = map(at, moments)
+            # The other actions use what is on this rank: there is nothing to wait for.
+            ready = ready if action.kind in _MAY_WAIT else start
             size = message_bytes(action, boundaries)
             yield RecordedAction(str(action), start, ready, end, size, peak)
 

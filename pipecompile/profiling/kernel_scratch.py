@@ -26,6 +26,8 @@ Scratch = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to the bytes of its scratch."""
 
 BLOCK = 16  # oneDNN pads channels to whole blocks of this size
+COLOURS = 5  # with fewer channels there is nothing to gain from blocks
+UNFOLDED_ELEMENTS = 20480  # of one image: PyTorch multiplies a matrix of its patches up to this
 PAGE = 4096
 # On a CPU these copy the gradient into the layout of the input.
 COPYING = (
@@ -66,8 +68,9 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator is aten.convolution_backward.default:
         gradient, value, weight, _, stride = arguments[:5]
         # A copy of the images that it reads; twice the input with a stride; or of the weight.
-        input_gradients = [value, value] if prod(stride) > 1 else []
-        copied = max(map(size_bytes, ([gradient, value], input_gradients, [weight])))
+        images = _in_blocks(gradient) + _in_blocks(value)
+        input_gradients = 2 * size_bytes([value]) if prod(stride) > 1 else 0
+        copied = max(images, input_gradients, size_bytes([weight]))
         return _cpu_convolution(copied, value, weight, stride, arguments[9])
     if operator in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
         value, of_input, of_state = arguments[:3]
@@ -83,6 +86,7 @@ def _cpu_convolution(
     """Return the scratch of a convolution, by its layout.
 
         1 × 1, without stride and groups      0, as it works in place
+        one small image, channels first       the input once for each element of the kernel
         channels first                        `copied`
         channels last, depthwise              the weights with a whole block for each channel
         channels last                         three copies of the weights
@@ -93,10 +97,22 @@ def _cpu_convolution(
     if prod(weight.shape[2:]) == prod(stride) == groups == 1:
         return 0
     if not _is_channels_last(value):
-        return copied
+        is_unfolded = value.shape[0] == 1 and value.numel() <= UNFOLDED_ELEMENTS
+        unfolded = prod(weight.shape[2:]) * size_bytes([value]) if is_unfolded else 0
+        return max(copied, unfolded)
     is_depthwise = groups == value.shape[1]
     copies = BLOCK * BLOCK if is_depthwise else 3 if _is_channels_last(weight) else 2
     return copies * size_bytes([weight])
+
+
+def _in_blocks(images: Tensor) -> int:
+    """Return the bytes of a copy whose channels are padded to blocks, as those of 8 to 16.
+
+    An image of a few colours is read as it is.
+    """
+    channels = images.shape[1]
+    padded = channels if channels < COLOURS else _rounded_up(channels, BLOCK)
+    return size_bytes([images]) // channels * padded
 
 
 def _is_channels_last(value: Tensor) -> bool:

@@ -91,6 +91,22 @@ def test_channels_first_bring_images_or_weights_into_another_layout() -> None:
     assert scratch_of("convolution_backward", deep.backward) == deep.weight.nbytes
 
 
+@pytest.mark.parametrize("channels", [(24, 8), (20, 20), (12, 12), (40, 40)], ids=str)
+def test_channels_are_padded_to_blocks(channels: tuple[int, int]) -> None:
+    case = Convolution(channels, 32, 3)
+    case.value = torch.randn(8, channels[0], 32, 32)  # large beside what the kernel has of its own
+    taken_bytes = taken(partial(aten.convolution_backward.default, *case.backward))
+    assert scratch_of("convolution_backward", case.backward) * BOUND_SCRATCH >= taken_bytes
+
+
+def test_one_small_image_is_unfolded() -> None:
+    case = Convolution((8, 8), 32, 3)
+    case.value = case.value[:1].clone()
+    assert SCRATCH(aten.convolution.default, case.forward, case.result) == 9 * case.value.nbytes
+    case.value = torch.randn(1, 8, 64, 64)  # 32,768 elements
+    assert SCRATCH(aten.convolution.default, case.forward, case.result) < 2 * case.value.nbytes
+
+
 def test_channels_last_need_other_weights_only() -> None:
     dense = Convolution((32, 64), 16, 3).laid_out(LAST)
     assert scratch_of("convolution", dense.forward, dense.result) == 3 * dense.weight.nbytes

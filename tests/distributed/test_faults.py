@@ -38,7 +38,7 @@ def workers() -> Iterator[Workers]:
 
 @pytest.mark.parametrize(
     ("schedule", "recompute", "action", "fault"),
-    [*one_in(6, ((*place, fault) for fault in ("raise", "hang") for place in PLACES))],
+    [*one_in(12, ((*place, fault) for fault in ("raise", "hang") for place in PLACES))],
 )
 def test_every_rank_names_the_rank_at_fault(
     workers: Workers, tmp_path: Path, schedule: str, recompute: str, action: str, fault: str

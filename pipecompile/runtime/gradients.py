@@ -122,6 +122,7 @@ def spread_overflow(
     norm = torch.nn.utils.get_total_norm(gradients, torch.inf)
     flag = (~norm.isfinite()).to(device, torch.float32)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    # The scaler waits for the device too, when it decides whether to skip.
     if flag.item():
         for gradient in gradients:
             gradient.view(-1)[:1].fill_(torch.inf)

@@ -80,6 +80,7 @@ class Messages:
                 for shape in boundary
             )
         peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
+        # The whole message is one batch, so that its tensors cannot overtake each other.
         self._receiving[action] = self._start(dist.irecv, self._buffers[action], peer)
 
     def wait(self, action: Action) -> Values:

@@ -63,6 +63,7 @@ class RankPlace:
         if mesh is None:
             replicas = processes // ranks
             logger.info("%d processes are %d replicas of %d ranks", processes, replicas, ranks)
+            # Neighbours in a pipeline get neighbouring ranks, which are likely on one node.
             kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
             mesh = init_device_mesh(kind, (replicas, ranks), mesh_dim_names=(REPLICAS, PIPELINE))
         return cls._in_mesh(ranks, mesh)

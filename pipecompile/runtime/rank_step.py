@@ -152,6 +152,7 @@ class RankStep:
         if self._messages is None or microbatch is None:
             return
         key = index, microbatch
+        # What a stage of this process handed over is in the table already.
         if kind is Kind.FORWARD and key not in self._values:
             message = action._replace(kind=Kind.RECEIVE_FORWARD)
             self._values[key] = self._messages.wait(message)
@@ -236,6 +237,7 @@ class RankStep:
         if not index:
             return
         if index - 1 in self._stages and self._messages is None:
+            # In one process autograd may hand on views: nothing is sent, so nothing is copied.
             self._gradients[index - 1, microbatch] = gradients
             return
         # The list is filled in place, so that each gradient is freed as soon as its copy is there.

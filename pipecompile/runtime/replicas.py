@@ -60,6 +60,7 @@ class ReplicaSums:
             deadline.wait(self._works.pop())
         while self._buckets:
             flat, gradients = self._buckets.pop()
+            # Copied back, because optimizers and users hold the gradients themselves.
             parts = _unflatten_dense_tensors(flat, gradients)
             torch._foreach_copy_(gradients, list(parts))
 
@@ -67,6 +68,7 @@ class ReplicaSums:
         # The replicas run the same graph: a gradient that is missing here is missing everywhere.
         gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients):
+            # In place if it can be: a flat copy of a large gradient would take its size again.
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 self._start(bucket[0])
             else:

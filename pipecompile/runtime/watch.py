@@ -50,6 +50,7 @@ class Deadline:
     def wait(self, work: dist.Work) -> None:
         """Wait for `work` as long as time is left."""
         if self._end is None:
+            # Not as long as a timeout of years: torch then keeps the process group's own.
             work.wait()
         else:
             work.wait(timedelta(seconds=max(0.01, self._end - time.monotonic())))
@@ -110,6 +111,7 @@ class StepWatch:
         try:
             yield
         except PipecompileError:
+            # Bad input: its message says what to do, and every rank that was given it raises it.
             self._change(phase="failed", error="see its own message")
             raise
         except _OverdueError:
@@ -199,6 +201,7 @@ class _Heartbeat:
 
     def _run(self) -> None:
         beat, has_told = 0, False
+        # An event instead of a sleep: the end of the step is published at once.
         while not self._over.wait(BEAT_SECONDS):
             beat += 1
             self._publish(beat)
@@ -214,6 +217,7 @@ class _Heartbeat:
     def _states(self, ranks: Sequence[int]) -> dict[int, RankState]:
         known = [rank for rank in ranks if self._store.check([str(rank)])]
         read = {rank: self._store.get(str(rank)) for rank in known}
+        # A rank that never published is in no step: `get` of its key would block.
         states = {rank: msgspec.json.decode(text, type=RankState) for rank, text in read.items()}
         return {rank: states.get(rank, RankState()) for rank in ranks}
 

@@ -12,6 +12,7 @@ from benchmarks.command_line import no_arguments
 
 NAMES = (
     "time_prediction",
+    "recording",
     "memory_prediction",
     "profile_large",
     "recompute",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.api.target import Target
-from pipecompile.errors import InputError
+from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture, captures
-from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.captured_graph import Capture, batch_size
 from pipecompile.frontend.digest import digest
-from pipecompile.frontend.self_check import Proof, proven_capture
+from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.modules import is_within
 from pipecompile.ir.plan import Options, Provenance
@@ -24,7 +26,7 @@ from pipecompile.passes.group import Group
 from pipecompile.runtime import world
 from pipecompile.runtime.microbatch import split
 
-__all__ = ["Captured", "capture_target", "log_on_first_rank"]
+__all__ = ["Captured", "capture_for_remainder", "capture_target", "log_on_first_rank"]
 
 logger = logging.getLogger("pipecompile.api")
 
@@ -91,6 +93,50 @@ def capture_target(
         verified=proof is not None,
         model=type(target.model).__name__,
     )
+
+
+def capture_for_remainder(
+    captured: Captured, samples: int, options: Options, *, verify: bool
+) -> Captured:
+    """Return the graph for a microbatch of so many samples, fewer than in that of `captured`.
+
+    It comes from the same capture; or if the forward takes another branch at this size from a new
+    one, which `verify` proves. InputError if there is none: the capture may hold for one size only.
+    """
+    capture = captured.capture
+    call = Arguments(
+        *pytree.tree_map_only(
+            Tensor,
+            partial(_first_samples, samples),
+            (captured.sample.args, captured.sample.kwargs),
+        )
+    )
+    violation = capture.guards.violation(samples)
+    if capture.guards.is_fixed:
+        raise _refused_remainder(captured, samples, f"the graph is for one size only: {violation}")
+    try:
+        if violation is not None:
+            capture = capture.recaptured(call)
+        module = capture.instantiate(call)
+        if verify and violation is not None:
+            check_capture(capture, module, call)
+    except (CaptureError, UnsupportedError) as error:
+        raise _refused_remainder(captured, samples, str(error)) from error
+    apply_passes(module.graph, [Group(options.groups)])
+    return replace(captured, capture=capture, module=module, sample=call)
+
+
+def _refused_remainder(captured: Captured, samples: int, reason: str) -> InputError:
+    planned = batch_size(captured.capture.inputs.flatten(captured.sample))
+    return InputError(
+        f"the batch has a last microbatch of {samples} samples, but the plan was made for "
+        f"microbatches of {planned}, and the model cannot run on both: {reason}; drop or pad the "
+        "last batch, or choose another number of microbatches"
+    )
+
+
+def _first_samples(samples: int, tensor: Tensor) -> Tensor:
+    return tensor[:samples] if tensor.dim() else tensor
 
 
 def _captured_by(

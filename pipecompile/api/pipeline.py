@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,8 @@ from pipecompile.runtime.agreement import check_agreement
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
 from pipecompile.runtime.local_share import LocalShare
-from pipecompile.runtime.microbatch import count_microbatches, merge, split
+from pipecompile.runtime.messages import Boundaries
+from pipecompile.runtime.microbatch import MicrobatchSizes
 from pipecompile.runtime.model_state import full_state
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace, device_of_this_rank
@@ -206,8 +208,8 @@ class Pipeline:
         """Run one training step on a minibatch; gradients are left on the parameters, for an
         optimizer.
 
-        batch        The minibatch, as `sample_input` was: the same on every rank of a pipeline.
-                     Each replica gives its own.
+        batch        The minibatch, as `sample_input` was, of at most as many samples: the same on
+                     every rank of a pipeline. Each replica gives its own of the same size.
         target       What goes to the loss function, likewise.
         accumulate   More minibatches follow before the update: gradients are put aside, and ranks
                      exchange none. The step that ends it adds them.
@@ -219,6 +221,10 @@ class Pipeline:
         None on other ranks. If the loss function returns a loss and something else, it is the pair
         of the loss and what came with it, joined in the order of the batch.
 
+        A batch is cut into microbatches of the planned size, and what is left over is one more,
+        which counts by its samples. Where the loss function returns the mean over samples, the loss
+        is the mean over all samples of the batch.
+
         Gradients are those of the mean loss; they are added to what the parameters hold. Modules
         are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For
         modes other than the planned ones the model is captured once more and cut like the plan,
@@ -227,15 +233,19 @@ class Pipeline:
         _refuse_untrainable(self.plan.schedule)
         for recorder in self._recorders:
             recorder.begin_step()
-        minibatch = self._minibatch(batch, target, scaler)
-        count = len(minibatch.inputs)
-        schedule = self.plan.schedule.first_microbatches(count)
+        sizes, rows = self._read(batch)
+        self._check_planned(sizes)
+        minibatch = self._minibatch(sizes, rows, target, scaler)
+        # A minibatch of two microbatches and a half weighs that much.
+        count = sizes.planned_microbatches
+        schedule = self.plan.schedule.first_microbatches(len(rows))
         parameters = list(self.parameters())
         with self._target.precision():
             program = self._programs.current()
             program.check_unchanged()
+            remainder = self._programs.for_remainder(program, sizes.remainder)
         gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
-        with self._watched(), program.mode(), self._statistics(accumulate), gradients:
+        with self._watched(), _modes(program, remainder), self._statistics(accumulate), gradients:
             self._agree(program, minibatch)
             result = self._runner.train(
                 program,
@@ -243,6 +253,7 @@ class Pipeline:
                 minibatch,
                 reduces=not accumulate,
                 observers=self._recorders,
+                remainder=remainder,
             )
             if not accumulate:
                 divide_gradients(parameters, count * self._share.place.replicas)
@@ -250,9 +261,11 @@ class Pipeline:
             present = [p.grad for p in parameters if p.grad is not None]
             spread_overflow(present, self._runner.device, self._share.place.pipeline_group)
         for recorder in self._recorders:
-            recorder.end_step(self.steps, count, program.boundary_shapes)
+            boundaries = partial(_boundaries, program, remainder, len(rows))
+            recorder.end_step(self.steps, len(rows), boundaries)
         self.steps += 1
-        return self._returned(result, everywhere=everywhere)
+        returned = self._mean_over_replicas(result, sizes)
+        return self._everywhere(returned) if everywhere else returned
 
     def record(self) -> AbstractContextManager[RunRecorder]:
         """Record the steps of a block: `with pipeline.record() as run`, and behind it
@@ -265,24 +278,34 @@ class Pipeline:
         place, device = self._share.place, self._runner.device
         return RunRecorder().recording(self.plan, place, device, self._recorders)
 
-    def evaluate(self, batch: Any) -> Any:
+    def evaluate(self, batch: Any, target: Any = None) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last
         stage.
 
-        It is what the model computes in eval mode while gradients are on, even if it takes a
-        shortcut without them.
+        With a `target` it is instead what `step` would return: the mean loss over all samples and
+        all replicas, or the pair of that and of what else the loss function returns, joined. To get
+        outputs and the loss from one run, let the loss function return (loss, output).
+
+        A batch may have any number of samples, also more than planned. Outputs are what the model
+        computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
-        rows = self._rows(batch)
+        sizes, rows = self._read(batch)
+        with_loss = target is not None
         with self._target.precision():
             program = self._programs.in_eval_mode()
             program.check_unchanged()
-        with program.mode():
-            minibatch = Minibatch(rows, [None] * len(rows), self.seed, 0)
-            outputs = self._runner.evaluate(program, minibatch)
-        if outputs is None:
+            remainder = self._programs.for_remainder(program, sizes.remainder)
+        with _modes(program, remainder):
+            minibatch = Minibatch(rows, self._targets(sizes, target), self.seed, 0)
+            result = self._runner.evaluate(
+                program, minibatch, with_loss=with_loss, remainder=remainder
+            )
+        if with_loss:
+            return self._mean_over_replicas(result, sizes)
+        if result is None:
             return None
-        program.check_joinable(outputs[0])
-        return merge([program.outputs.unflatten(list(values)) for values in outputs])
+        program.check_joinable(result.values[0])
+        return sizes.merge([program.outputs.unflatten(list(values)) for values in result.values])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
@@ -346,14 +369,15 @@ class Pipeline:
     def _agree(self, program: Program, minibatch: Minibatch) -> None:
         """InputError unless all ranks begin the same step, where it is the first of its kind."""
         place, inputs = self._share.place, minibatch.inputs
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs[0]]
-        kind = (len(inputs), tuple(shapes), program.modes)
+        shapes, last = _shapes(inputs[0]), _shapes(inputs[-1])
+        kind = (len(inputs), shapes, last, program.modes)
         if not place.is_distributed or kind in self._agreed:
             return
         said = {
             "the plan": fingerprint(self.plan)[:12],
             "the number of microbatches": len(inputs),
             "the input of a microbatch": shapes,
+            "the input of the last microbatch": last,
             "the set of modules in train mode": sorted(program.modes),
             "the number of the step": self.steps,
             "the seed": self.seed,
@@ -372,34 +396,12 @@ class Pipeline:
             return self._batch_norms.of_step(accumulate=accumulate)
         return nullcontext()
 
-    def _minibatch(self, batch: Any, target: Any, scaler: GradScaler | None) -> Minibatch:
-        """The microbatches of a training step, where they are read; InputError if there are more
-        than planned.
-        """
-        rows = self._rows(batch)
-        if len(rows) > self.plan.microbatches:
-            raise InputError(
-                f"the batch holds {len(rows)} microbatches, but the plan was made for "
-                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
-                "batch, or plan again with more microbatches"
-            )
-        last = self.plan.k - 1
-        targets = [
-            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
-            for part in split(target, len(rows))
-        ]
-        # Every rank asks the scaler, since it makes its scale when it is first asked.
-        one = torch.ones((), device=self._runner.device)
-        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
-        first = self._share.place.replica * len(rows)
-        return Minibatch(rows, targets, self.seed, self.steps, scale, first)
-
-    def _rows(self, batch: Any) -> list[list[Tensor]]:
-        """The input tensors of each microbatch, on the device."""
+    def _read(self, batch: Any) -> tuple[MicrobatchSizes, list[list[Tensor]]]:
+        """The sizes of the microbatches, and their input tensors, on the device."""
         captured = self._programs.planned.captured
         tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
         names = captured.inputs.tensor_names
-        count = count_microbatches(tensors, names, self.plan.microbatch_shapes)
+        sizes = MicrobatchSizes.of(tensors, names, self.plan.microbatch_shapes)
         for name, tensor, planned in zip(
             names, tensors, self._programs.planned.inputs, strict=True
         ):
@@ -407,24 +409,82 @@ class Pipeline:
                 raise InputError(
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
                 )
-        return split([self._runner.at_stage(0, tensor) for tensor in tensors], count)
+        return sizes, sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
 
-    def _returned(self, result: StepResult | None, *, everywhere: bool) -> Any:
-        """What `step` returns for the result of the last stage."""
-        place, returned = self._share.place, None
-        if result is not None:
-            loss = torch.stack([values[0] for values in result.values]).mean()
-            if place.replica_group is not None:
-                dist.all_reduce(loss, group=place.replica_group)
-                loss /= place.replicas
-            extras = result.extras
-            returned = loss if extras[0] is None else (loss, merge(extras))
-        if everywhere and place.is_distributed:
-            last = self.plan.schedule.placement[-1]
-            returned = world.broadcast_value(
-                returned, place.global_ranks[last], place.pipeline_group
+    def _check_planned(self, sizes: MicrobatchSizes) -> None:
+        """InputError if a minibatch has more microbatches than planned."""
+        count = len(sizes.sizes)
+        if count > self.plan.microbatches:
+            raise InputError(
+                f"the batch holds {count} microbatches, but the plan was made for "
+                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
+                "batch, or plan again with more microbatches"
             )
-        return returned
+
+    def _minibatch(
+        self,
+        sizes: MicrobatchSizes,
+        rows: list[list[Tensor]],
+        target: Any,
+        scaler: GradScaler | None,
+    ) -> Minibatch:
+        """The microbatches of a training step, and what their backwards begin with."""
+        # Every rank asks the scaler, since it makes its scale when it is first asked.
+        one = torch.ones((), device=self._runner.device)
+        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
+        gradients: list[Tensor | None] = [scale] * len(rows)
+        if sizes.remainder is not None:
+            # In float64, because autograd casts it to the type of the loss.
+            weight = sizes.weight(len(rows) - 1)
+            gradients[-1] = (one if scale is None else scale).double() * weight
+        targets = self._targets(sizes, target)
+        first = self._share.place.replica * len(rows)
+        return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
+
+    def _targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
+        """The target of each microbatch, on the device where the last stage is here."""
+        last = self.plan.k - 1
+        return [
+            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
+            for part in sizes.split(target)
+        ]
+
+    def _mean_over_replicas(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
+        """The mean loss, with what came with it on this replica; None without the last stage."""
+        if result is None:
+            return None
+        place = self._share.place
+        loss = sizes.mean([values[0] for values in result.values])
+        if place.replica_group is not None:
+            dist.all_reduce(loss, group=place.replica_group)
+            loss /= place.replicas
+        extras = result.extras
+        return loss if extras[0] is None else (loss, sizes.merge(extras))
+
+    def _everywhere(self, returned: Any) -> Any:
+        """What the last stage's rank returns, on every rank of the pipeline."""
+        place = self._share.place
+        if not place.is_distributed:
+            return returned
+        last = self.plan.schedule.placement[-1]
+        return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
+
+
+@contextmanager
+def _modes(program: Program, remainder: Program | None) -> Iterator[None]:
+    """Put modules into the modes of a program, which are also those of its remainder."""
+    with program.mode(), nullcontext() if remainder is None else remainder.mode():
+        yield
+
+
+def _boundaries(program: Program, remainder: Program | None, count: int) -> list[Boundaries]:
+    """What enters each stage in each of `count` microbatches."""
+    last = program if remainder is None else remainder
+    return [program.boundary_shapes()] * (count - 1) + [last.boundary_shapes()]
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
 def _shape_of(value: Any) -> Any:

@@ -1,5 +1,5 @@
 """The programs of a pipeline: the model's graph cut into stages, one for each set of modes
-(training or evaluation) that its modules are used in.
+(training or evaluation) that its modules are used in, and for each size of microbatches.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pipecompile.api.capture import Captured, capture_target, log_on_first_rank
+from pipecompile.api.capture import (
+    Captured,
+    capture_for_remainder,
+    capture_target,
+    log_on_first_rank,
+)
 from pipecompile.api.materialise import bind, lacks_values, on_meta
 from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns, Regions
@@ -145,11 +150,12 @@ class Program:
 
 
 class Programs:
-    """The planned program, and one for each other set of modes that the model's modules were put
-    into.
+    """The planned program, one for each other set of modes that the model's modules were put into,
+    and for smaller microbatches.
 
     A forward may do something else in another mode, so the model is captured once more in it, and
-    cut where the planned graph was cut. `self_check` says whether that capture is proven.
+    cut where the planned graph was cut. `self_check` says whether that capture is proven. The graph
+    for a smaller microbatch comes from the capture of its mode, and is cut at the same places.
     """
 
     def __init__(
@@ -168,6 +174,7 @@ class Programs:
             plan.options.batch_norm,
         )
         self._by_modes = {self.planned.modes: self.planned}
+        self._remainders: dict[tuple[frozenset[str], int], Program] = {}
 
     def current(self) -> Program:
         """Return the program for the modes that the modules are in now."""
@@ -178,11 +185,26 @@ class Programs:
             log_on_first_rank(
                 ["the model is captured once more: its modules are in other modes than planned"]
             )
-            program = self._cut_like_the_plan(self._capture())
-            if lacks_values(self._target.model):
-                self.bind(program)
-            self._by_modes[modes] = program
+            self._by_modes[modes] = self._cut_like_the_plan(self._capture())
         return self._by_modes[modes]
+
+    def for_remainder(self, program: Program, samples: int | None) -> Program | None:
+        """Return what runs a last microbatch of so many samples beside `program`; None for None.
+
+        InputError if the model cannot be captured for that size.
+        """
+        if samples is None:
+            return None
+        key = program.modes, samples
+        if key not in self._remainders:
+            options, verify = self._plan.options, self._proves
+            with program.mode():
+                with on_meta(self._target.model):
+                    captured = capture_for_remainder(
+                        program.captured, self._target, samples, options, verify=verify
+                    )
+                self._remainders[key] = self._cut_like_the_plan(captured)
+        return self._remainders[key]
 
     def in_eval_mode(self) -> Program:
         """Return the program for eval mode; the modules are left in the modes that they have."""
@@ -196,10 +218,13 @@ class Programs:
                 module.training = flag
 
     def _capture(self) -> Captured:
-        # Over ranks it is not proven: no rank has the whole model on its device.
-        verify = self._self_check and not self._share.is_distributed
         with on_meta(self._target.model):
-            return capture_target(self._target, self._plan.options, verify=verify)
+            return capture_target(self._target, self._plan.options, verify=self._proves)
+
+    @property
+    def _proves(self) -> bool:
+        """Whether captures are proven: not over ranks, since none has the model on its device."""
+        return self._self_check and not self._share.is_distributed
 
     def bind(self, program: Program) -> None:
         """Let the stages of this process have the model's own tensors, where they were cut on the
@@ -214,7 +239,10 @@ class Programs:
         regions = transfer_regions(plan.regions, graph, module, stages)
         encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
         batch_norm = plan.options.batch_norm
-        return Program(captured.capture, module, stages, regions, encodings, batch_norm)
+        program = Program(captured.capture, module, stages, regions, encodings, batch_norm)
+        if lacks_values(self._target.model):
+            self.bind(program)
+        return program
 
     def _holders(self, captured: Captured) -> dict[str, tuple[int, ...]]:
         """The stages that hold what a graph reads; over ranks the first stage holds what no planned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from pipecompile.codegen.stages import StageModule
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import local
-from pipecompile.runtime.distributed import DistributedPipeline
+from pipecompile.runtime.distributed import DistributedPipeline, SizedStages
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
@@ -51,8 +51,8 @@ class Runner:
         self._planned = planned
         self._orders = PlanOrders(plan)
         self._local: dict[Program, list[EagerStage]] = {}
-        self._trainers: dict[Program, DistributedPipeline] = {}
-        self._evaluators: dict[Program, DistributedPipeline] = {}
+        self._own: dict[Program, SizedStages] = {}
+        self._pipelines: dict[Program, DistributedPipeline] = {}
         own = device_of_this_rank() if share.is_distributed else None
         # A rank's first parameter may be another rank's, without values.
         here = torch.device("cpu") if target.device.type == "meta" else target.device
@@ -84,22 +84,25 @@ class Runner:
         *,
         reduces: bool = True,
         observers: Sequence[ActionObserver] = (),
+        remainder: Program | None = None,
     ) -> StepResult | None:
         """Run one step; return what the last stage returns, None elsewhere.
 
         Gradients are left on the parameters, summed over microbatches, and if it `reduces` over
-        ties and replicas.
+        ties and replicas. `remainder` runs the last microbatch if that is smaller than planned.
         """
         if self.watch is None:
             order = self._orders.actions(schedule)
-            return local.step(self._local_stages(program), order, batch, observers)
+            smaller = remainder and self._local_stages(remainder)
+            return local.step(self._local_stages(program), order, batch, observers, smaller)
         sums = self._replica_sums(program) if reduces else None
-        result = self._trainer(program).run(
+        result = self._pipeline(program).run(
             schedule,
             batch,
             watch=self.watch,
             reducer=sums,
             observers=observers,
+            remainder=remainder and self._own_stages(remainder),
         )
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
@@ -109,14 +112,29 @@ class Runner:
             sums.finish(self.watch.deadline)
         return result
 
-    def evaluate(self, program: Program, batch: Minibatch) -> Sequence[Sequence[Tensor]] | None:
-        """Return the model's output tensors for each microbatch; None without the last stage."""
+    def evaluate(
+        self,
+        program: Program,
+        batch: Minibatch,
+        *,
+        with_loss: bool,
+        remainder: Program | None = None,
+    ) -> StepResult | None:
+        """Return the model's output tensors for each microbatch, or if it is `with_loss` losses;
+        None without the last stage.
+        """
         if self._share.is_distributed:
+            smaller = remainder and self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
-            result = self._evaluator(program).run(schedule, batch)
-            return None if result is None else result.values
-        stages = [self._eager(stage, loss=None) for stage in program.stages]
-        return local.evaluate(stages, batch.inputs, seed=batch.seed)
+            return self._pipeline(program).run(
+                schedule, batch, with_loss=with_loss, remainder=smaller
+            )
+        return local.evaluate(
+            self._local_stages(program),
+            batch,
+            with_loss=with_loss,
+            remainder=remainder and self._local_stages(remainder),
+        )
 
     def equalise(self) -> None:
         """Set copies of tied parameters to the owner's, and replicas to the first one's values."""
@@ -226,27 +244,23 @@ class Runner:
             ]
         return self._local[program]
 
-    def _trainer(self, program: Program) -> DistributedPipeline:
-        if program not in self._trainers:
-            losses = {index: self._loss_of(program, index) for index in self._share.stages}
-            self._trainers[program] = self._distributed(program, losses)
-        return self._trainers[program]
+    def _pipeline(self, program: Program) -> DistributedPipeline:
+        """The stages of this rank, for the microbatches of the planned size."""
+        if program not in self._pipelines:
+            stages, boundaries = self._own_stages(program)
+            group = self._share.place.pipeline_group
+            self._pipelines[program] = DistributedPipeline(stages, self.device, boundaries, group)
+        return self._pipelines[program]
 
-    def _evaluator(self, program: Program) -> DistributedPipeline:
-        if program not in self._evaluators:
-            losses = dict.fromkeys(self._share.stages)
-            self._evaluators[program] = self._distributed(program, losses)
-        return self._evaluators[program]
-
-    def _distributed(
-        self, program: Program, losses: Mapping[int, Loss | None]
-    ) -> DistributedPipeline:
-        stages = {
-            index: self._eager(program.stages[index], loss=loss) for index, loss in losses.items()
-        }
-        return DistributedPipeline(
-            stages, self.device, program.boundary_shapes(), self._share.place.pipeline_group
-        )
+    def _own_stages(self, program: Program) -> SizedStages:
+        """The stages of this rank, and what crosses the boundaries of all."""
+        if program not in self._own:
+            stages = {
+                index: self._eager(program.stages[index], loss=self._loss_of(program, index))
+                for index in self._share.stages
+            }
+            self._own[program] = SizedStages(stages, program.boundary_shapes())
+        return self._own[program]
 
     def _eager(
         self,

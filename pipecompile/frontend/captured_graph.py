@@ -80,7 +80,7 @@ class Capture:
         self._check_modes()
         # The graph may be wrong here: the forward would have taken another branch.
         if self.guards.violation(batch):
-            return self._recapture(call).instantiate(call)
+            return self.recaptured(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._set_answers(graph, call)
         module = fx.GraphModule(self._attributes(), graph)
@@ -96,7 +96,7 @@ class Capture:
         self._refuse_foreign_writes(module)
         return module
 
-    def _recapture(self, call: Arguments) -> Capture:
+    def recaptured(self, call: Arguments) -> Capture:
         """Return a capture for `call`; CaptureError if it returns another structure."""
         other = self.recapture(call)
         if not other.outputs.is_like(self.outputs):

@@ -17,11 +17,10 @@ import torch
 from pipecompile.cost_models.clock import Clock
 from pipecompile.ir.recorded_run import RecordedAction, RecordedRank
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
-from pipecompile.runtime.messages import BoundaryShape
+from pipecompile.runtime.messages import Boundaries
 
 __all__ = ["ActionRecorder", "RankTimes"]
 
-Boundaries = Sequence[Sequence[BoundaryShape]]
 # Only these may wait for a message; what other actions need is on this rank.
 _MAY_WAIT = BACKWARDS | {Kind.FORWARD}
 
@@ -43,7 +42,7 @@ class _MarkedStep:
     end: Any = None
     number: int = 0
     microbatches: int = 0
-    boundaries: Callable[[], Boundaries] = tuple
+    boundaries: Callable[[], Sequence[Boundaries]] = tuple
     actions: list[Action] = field(default_factory=list)
     marks: list[Any] = field(default_factory=list)
     peaks: list[int | None] = field(default_factory=list)
@@ -70,9 +69,11 @@ class ActionRecorder:
         self._append_mark = self._current.marks.append
 
     def end_step(
-        self, number: int, microbatches: int, boundaries: Callable[[], Boundaries]
+        self, number: int, microbatches: int, boundaries: Callable[[], Sequence[Boundaries]]
     ) -> None:
-        """The `number`th step is over; `boundaries` says what crosses between its stages."""
+        """The `number`th step is over; `boundaries` says for each microbatch what crosses between
+        its stages.
+        """
         step = self._current
         step.end = self._mark()
         step.number, step.microbatches, step.boundaries = number, microbatches, boundaries
@@ -136,7 +137,8 @@ class ActionRecorder:
             start, ready, end = map(at, moments)
             # The other actions use what is on this rank: there is nothing to wait for.
             ready = ready if action.kind in _MAY_WAIT else start
-            size = message_bytes(action, boundaries)
+            of_microbatch = () if action.microbatch is None else boundaries[action.microbatch]
+            size = message_bytes(action, of_microbatch)
             yield RecordedAction(str(action), start, ready, end, size, peak)
 
     def _now(self) -> tuple[Any, int]:

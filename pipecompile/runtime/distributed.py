@@ -14,7 +14,7 @@ torch's own stages would infer shapes at boundaries by a step on uninitialised m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
-from pipecompile.runtime.messages import BoundaryShape, Messages
+from pipecompile.runtime.messages import Boundaries, Messages
 from pipecompile.runtime.rank_step import (
     ActionObserver,
     Minibatch,
@@ -38,7 +38,7 @@ from pipecompile.runtime.rank_step import (
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.watch import Deadline, StepWatch
 
-__all__ = ["DistributedPipeline"]
+__all__ = ["DistributedPipeline", "SizedStages"]
 
 # torch has no recompute action. UNSHARD stands for it: torch only hands it on.
 KINDS = {
@@ -63,6 +63,13 @@ class _ActionWalk(_PipelineScheduleRuntime):
         """Neither infer shapes nor make buffers."""
 
 
+class SizedStages(NamedTuple):
+    """The stages of this rank for one size of microbatches, and what enters each stage of all."""
+
+    stages: Mapping[int, EagerStage]
+    boundaries: Boundaries
+
+
 class DistributedPipeline:
     """The stages of this rank; they perform schedules with the other ranks of the pipeline.
 
@@ -74,14 +81,15 @@ class DistributedPipeline:
         self,
         stages: Mapping[int, EagerStage],
         device: torch.device,
-        boundaries: Sequence[Sequence[BoundaryShape]],
+        boundaries: Boundaries,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._stages = dict(stages)
         self._device = device
         self._boundaries = boundaries
         self._group = group
-        self._prepared: dict[Schedule, tuple[_ActionWalk, Messages]] = {}
+        self._walks: dict[Schedule, _ActionWalk] = {}
+        self._messages_by_placement: dict[tuple[int, ...], Messages] = {}
 
     def run(
         self,
@@ -91,14 +99,22 @@ class DistributedPipeline:
         watch: StepWatch | None = None,
         reducer: Reducer | None = None,
         observers: Sequence[ActionObserver] = (),
+        with_loss: bool = False,
+        remainder: SizedStages | None = None,
     ) -> StepResult | None:
         """Perform this rank's row of `schedule`.
 
         Return what the last stage returns; None on ranks without it. `reducer` is told when the
-        gradients of a stage are complete.
+        gradients of a stage are complete. A schedule without backwards returns the model's output
+        tensors, or if it is `with_loss` losses. `remainder` are the stages for the last microbatch
+        if that is smaller than the others.
         """
-        runtime, messages = self._prepare(schedule)
-        messages.begin(Deadline() if watch is None else watch.deadline)
+        runtime, messages = self._walk(schedule), self._messages(schedule)
+        last = schedule.microbatches - 1
+        messages.begin(
+            Deadline() if watch is None else watch.deadline,
+            None if remainder is None else (last, remainder.boundaries),
+        )
         row = schedule.rows[runtime.rank]
         trains = any(action.kind in BACKWARDS for action in row)
         rank_step = RankStep(
@@ -110,6 +126,8 @@ class DistributedPipeline:
             reducer=reducer,
             observers=observers if watch is None else [watch, *observers],
             trains=trains,
+            with_loss=with_loss,
+            remainder=None if remainder is None else remainder.stages,
         )
         _perform_by(runtime, rank_step)
         with torch.set_grad_enabled(trains):
@@ -120,14 +138,18 @@ class DistributedPipeline:
         return rank_step.result()
 
     def _messages(self, schedule: Schedule) -> Messages:
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        peers = [dist.get_global_rank(group, rank) for rank in schedule.placement]
-        return Messages(self._boundaries, peers, self._device, self._group)
+        """Return the messages; schedules of fewer microbatches share their buffers."""
+        if schedule.placement not in self._messages_by_placement:
+            group = self._group or dist.group.WORLD
+            assert group is not None
+            peers = [dist.get_global_rank(group, rank) for rank in schedule.placement]
+            messages = Messages(self._boundaries, peers, self._device, self._group)
+            self._messages_by_placement[schedule.placement] = messages
+        return self._messages_by_placement[schedule.placement]
 
-    def _prepare(self, schedule: Schedule) -> tuple[_ActionWalk, Messages]:
-        """Return torch's runtime for a schedule, and its messages; they are created only once."""
-        if schedule not in self._prepared:
+    def _walk(self, schedule: Schedule) -> _ActionWalk:
+        """Return torch's runtime for a schedule, which is created only once."""
+        if schedule not in self._walks:
             stages = [
                 PipelineStage(
                     stage.module, index, len(self._boundaries), self._device, group=self._group
@@ -143,8 +165,8 @@ class DistributedPipeline:
                 rank: [_translate(action) for action in row]
                 for rank, row in enumerate(schedule.rows)
             }
-            self._prepared[schedule] = runtime, self._messages(schedule)
-        return self._prepared[schedule]
+            self._walks[schedule] = runtime
+        return self._walks[schedule]
 
 
 def _perform_by(runtime: _ActionWalk, rank_step: RankStep) -> None:

@@ -1,4 +1,6 @@
-"""Gradients of a step: the sum over microbatches in their order, divided by their number.
+"""Gradients of a step: the sum over microbatches in their order, divided by their number M.
+
+A microbatch that is smaller than planned counts as a part of one: with sizes 4, 4 and 2, M is 2.5.
 
 Steps that accumulate leave their sums aside, undivided and only of this rank. The step that ends
 them begins with these sums, so that ranks exchange gradients only once:
@@ -38,12 +40,12 @@ class StepGradients:
 
     def __init__(self) -> None:
         self._aside: dict[Tensor, Tensor] = {}
-        self._microbatches = 1
+        self._microbatches = 1.0
         self._lost = False
 
     @contextmanager
     def of_step(
-        self, parameters: Iterable[Tensor], microbatches: int, *, accumulate: bool
+        self, parameters: Iterable[Tensor], microbatches: float, *, accumulate: bool
     ) -> Iterator[None]:
         """Begin the block with what lies aside as the gradients.
 
@@ -90,7 +92,7 @@ class StepGradients:
         self._aside.clear()
         self._lost = False
 
-    def _pop(self, parameter: Tensor, microbatches: int) -> Tensor | None:
+    def _pop(self, parameter: Tensor, microbatches: float) -> Tensor | None:
         """Take out a sum that will be divided by `microbatches`, whatever it was summed over."""
         gradient = self._aside.pop(parameter, None)
         if gradient is not None and microbatches != self._microbatches:
@@ -104,7 +106,7 @@ def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
 
 
 @torch.no_grad()
-def divide_gradients(parameters: Iterable[Tensor], count: int) -> None:
+def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
     """Divide the gradients by how many were summed, in place."""
     for parameter in parameters:
         if parameter.grad is not None:

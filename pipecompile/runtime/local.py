@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
-from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.rank_step import (
     ActionObserver,
@@ -28,12 +25,13 @@ def step(
     order: Sequence[Action],
     batch: Minibatch,
     observers: Sequence[ActionObserver] = (),
+    remainder: Sequence[EagerStage] | None = None,
 ) -> StepResult:
     """Perform `order` (the compute actions of all ranks, merged); return what the last stage does.
 
-    Gradients
-    are added to the parameters' `.grad` in the order of the actions. Those of tied parameters are
-    summed in the order of the unsplit model.
+    Gradients are added to the parameters' `.grad` in the order of the actions. Those of tied
+    parameters are summed in the order of the unsplit model. `remainder` are the stages for the last
+    microbatch if that is smaller than the others.
     """
     rank_step = RankStep(
         dict(enumerate(stages)),
@@ -41,6 +39,7 @@ def step(
         batch,
         recomputed_microbatches(order),
         observers=observers,
+        remainder=_by_index(remainder),
     )
     for action in order_for_tied_parameters(order, stages):
         rank_step.perform(action)
@@ -50,15 +49,35 @@ def step(
 
 
 def evaluate(
-    stages: Sequence[EagerStage], inputs: Sequence[Sequence[Tensor]], *, seed: int
-) -> list[Sequence[Tensor]]:
-    """Return the model's output tensors for each microbatch, without gradients."""
-    results = []
-    for microbatch, values in enumerate(inputs):
-        for stage in stages:
-            values = stage.evaluate(values, StreamKey(seed, 0, microbatch))
-        results.append(values)
-    return results
+    stages: Sequence[EagerStage],
+    batch: Minibatch,
+    *,
+    with_loss: bool = False,
+    remainder: Sequence[EagerStage] | None = None,
+) -> StepResult:
+    """Return the model's output tensors for each microbatch, without gradients.
+
+    If it is `with_loss`, return the losses and what came with them. `remainder` is as for `step`.
+    """
+    rank_step = RankStep(
+        dict(enumerate(stages)),
+        len(stages),
+        batch,
+        (),
+        trains=False,
+        with_loss=with_loss,
+        remainder=_by_index(remainder),
+    )
+    for microbatch in range(len(batch.inputs)):
+        for index in range(len(stages)):
+            rank_step.perform(Action(index, Kind.FORWARD, microbatch))
+    result = rank_step.result()
+    assert result is not None
+    return result
+
+
+def _by_index(stages: Sequence[EagerStage] | None) -> dict[int, EagerStage] | None:
+    return None if stages is None else dict(enumerate(stages))
 
 
 def order_for_tied_parameters(

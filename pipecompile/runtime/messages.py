@@ -7,12 +7,14 @@ comes, and waited for by the action that needs it:
     here        post           wait, the stage gets the buffer
 
 Its buffers are made in the first step and kept for all later ones, one for each microbatch: the
-memory model counts them so (memory_model/rank.py). What is sent is kept until the step ends.
+memory model counts them so (memory_model/rank.py). A smaller microbatch gets the beginning of the
+buffer of a larger one. What is sent is kept until the step ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch import Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["BoundaryShape", "Messages"]
+__all__ = ["Boundaries", "BoundaryShape", "Messages"]
 
 Values = tuple[Tensor | None, ...]
 """The tensors of one message; None for a gradient that nobody sends."""
@@ -40,14 +42,26 @@ class BoundaryShape(tuple[tuple[int, ...], torch.dtype, bool]):
         """Return memory of this shape, not initialised."""
         return torch.empty(self[0], dtype=self[1], device=device)
 
+    def fits_into(self, buffer: Tensor) -> bool:
+        """Whether a tensor of this shape fits into a buffer of another one."""
+        return buffer.dtype == self[1] and buffer.numel() >= prod(self[0])
+
+    def beginning_of(self, buffer: Tensor) -> Tensor:
+        """Return the beginning of a contiguous buffer, in this shape."""
+        return buffer.view(-1)[: prod(self[0])].view(self[0])
+
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient is sent back for it."""
         return self[2]
 
 
+Boundaries = Sequence[Sequence[BoundaryShape]]
+"""The tensors that enter each stage."""
+
+
 class Messages:
-    """The messages of one rank under one schedule.
+    """The messages of one rank.
 
     `boundaries[s]` are the tensors that enter stage s, and `peers[s]` is the global rank that runs
     it. `group` is the process group of the pipeline, None for all ranks.
@@ -55,7 +69,7 @@ class Messages:
 
     def __init__(
         self,
-        boundaries: Sequence[Sequence[BoundaryShape]],
+        boundaries: Boundaries,
         peers: Sequence[int],
         device: torch.device,
         group: dist.ProcessGroup | None = None,
@@ -64,6 +78,8 @@ class Messages:
         self._peers = peers
         self._device = device
         self._group = group
+        self._remainder: tuple[int, Boundaries] | None = None
+        self._memory: dict[tuple[Action, int], Tensor] = {}
         self._buffers: dict[Action, Values] = {}
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
@@ -72,13 +88,12 @@ class Messages:
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
         is_forward = action.kind is Kind.RECEIVE_FORWARD
-        if action not in self._buffers:
-            # Values come through the boundary before a stage, gradients through that behind it.
-            boundary = self._boundaries[action.stage + (not is_forward)]
-            self._buffers[action] = tuple(
-                shape.buffer(self._device) if is_forward or shape.has_gradient else None
-                for shape in boundary
-            )
+        # Values come through the boundary before a stage, gradients through that behind it.
+        boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
+        self._buffers[action] = tuple(
+            self._buffer(action, position, shape) if is_forward or shape.has_gradient else None
+            for position, shape in enumerate(boundary)
+        )
         peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
         # The whole message is one batch, so that its tensors cannot overtake each other.
         self._receiving[action] = self._start(dist.irecv, self._buffers[action], peer)
@@ -87,7 +102,7 @@ class Messages:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving.pop(action):
             self._deadline.wait(work)
-        return self._buffers[action]
+        return self._buffers.pop(action)
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Begin to send `values`; a gradient that is missing but expected is sent as zeros."""
@@ -95,7 +110,7 @@ class Messages:
             peer, sent = self._peers[action.stage + 1], list(values)
         else:
             peer = self._peers[action.stage - 1]
-            pairs = zip(values, self._boundaries[action.stage], strict=True)
+            pairs = zip(values, self._boundaries_of(action)[action.stage], strict=True)
             sent = [
                 shape.zeros(self._device) if value is None else value
                 for value, shape in pairs
@@ -103,9 +118,14 @@ class Messages:
             ]
         self._sending += self._start(dist.isend, sent, peer)
 
-    def begin(self, deadline: Deadline) -> None:
-        """Begin a step that ends by `deadline`; forget what one that failed has left."""
+    def begin(self, deadline: Deadline, remainder: tuple[int, Boundaries] | None = None) -> None:
+        """Begin a step that ends by `deadline`; forget what one that failed has left.
+
+        `remainder` is the microbatch that is smaller than the others, and its boundaries.
+        """
         self._deadline = deadline
+        self._remainder = remainder
+        self._buffers.clear()
         self._receiving.clear()
         self._sending.clear()
 
@@ -113,6 +133,18 @@ class Messages:
         """Wait until everything is sent."""
         while self._sending:
             self._deadline.wait(self._sending.pop())
+
+    def _boundaries_of(self, action: Action) -> Boundaries:
+        if self._remainder is not None and action.microbatch == self._remainder[0]:
+            return self._remainder[1]
+        return self._boundaries
+
+    def _buffer(self, action: Action, position: int, shape: BoundaryShape) -> Tensor:
+        """Return the buffer for one tensor of a message; its memory is kept for later steps."""
+        key = action, position
+        if key not in self._memory or not shape.fits_into(self._memory[key]):
+            self._memory[key] = shape.buffer(self._device)
+        return shape.beginning_of(self._memory[key])
 
     def _start(
         self, operation: object, tensors: Sequence[Tensor | None], peer: int

@@ -1,8 +1,16 @@
-"""Microbatches: a minibatch split into equal parts, and their results merged into one."""
+"""Microbatches: a minibatch split into parts, and their results merged into one.
+
+A minibatch of N samples is cut into microbatches of the planned size b. What is left over is one
+more microbatch, the remainder:
+
+    N = 10, b = 4        sizes 4, 4, 2      the remainder has 2 samples
+    N = 3,  b = 4        sizes 3            the remainder is all
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,71 +20,131 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.graph.pytrees import register_dataclasses
 
-__all__ = ["count_microbatches", "merge", "split"]
+__all__ = ["MicrobatchSizes", "merge", "split"]
 
 
-def count_microbatches(
-    tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
-) -> int:
-    """Return how many microbatches of the planned `shapes` the minibatch `tensors` has.
+@dataclass(frozen=True)
+class MicrobatchSizes:
+    """How many samples each microbatch of a minibatch has, and how many the plan was made for."""
 
-    Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch. Raise
-    InputError if the number is not whole, or not the same for all tensors.
-    """
-    counts = set()
-    for tensor, name, planned in zip(tensors, names, shapes, strict=True):
-        shape = tuple(tensor.shape)
-        if shape[1:] != planned[1:] or len(shape) != len(planned):
-            raise InputError(
-                f"{name} has shape {shape}, but the plan was made for microbatches of {planned}: "
-                "only dimension 0 may differ; pad the batch, or plan again for this shape"
-            )
-        if planned:  # a tensor without dimensions says nothing about the batch
-            if shape[0] == 0 or shape[0] % planned[0]:
+    planned: int
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+    ) -> MicrobatchSizes:
+        """Return the sizes for the minibatch `tensors`, where microbatches of `shapes` are planned.
+
+        Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
+        InputError if other dimensions differ, if there is no sample, or if inputs disagree.
+        """
+        samples: dict[str, int] = {}
+        planned_sizes = set()
+        for tensor, name, planned in zip(tensors, names, shapes, strict=True):
+            shape = tuple(tensor.shape)
+            if shape[1:] != planned[1:] or len(shape) != len(planned):
                 raise InputError(
-                    f"{name} has {shape[0]} samples, which are not whole microbatches of "
-                    f"{planned[0]}; drop or pad the last batch, or choose another number "
-                    "of microbatches"
+                    f"{name} has shape {shape}, but the plan was made for microbatches of "
+                    f"{planned}: only dimension 0 may differ; pad the batch, or plan again for "
+                    "this shape"
                 )
-            counts.add(shape[0] // planned[0])
-    if len(counts) != 1:
-        raise InputError(f"the inputs hold different numbers of microbatches: {sorted(counts)}")
-    return counts.pop()
+            if planned:  # a tensor without dimensions says nothing about the batch
+                samples[name] = shape[0]
+                planned_sizes.add(planned[0])
+        if len(set(samples.values())) != 1:
+            raise InputError(f"the inputs hold different numbers of samples: {samples}")
+        (total,), (size,) = set(samples.values()), planned_sizes
+        if not total:
+            raise InputError(f"{min(samples)} has no samples; leave an empty batch out")
+        remainder = total % size
+        return MicrobatchSizes(size, (size,) * (total // size) + (remainder,) * (remainder > 0))
+
+    @property
+    def samples(self) -> int:
+        """How many samples the minibatch has."""
+        return sum(self.sizes)
+
+    @property
+    def remainder(self) -> int | None:
+        """The size of the last microbatch if it is smaller than planned; else None."""
+        return None if self.sizes[-1] == self.planned else self.sizes[-1]
+
+    @property
+    def planned_microbatches(self) -> float:
+        """The minibatch in microbatches of the planned size; whole without a remainder."""
+        return self.samples / self.planned
+
+    def weight(self, microbatch: int) -> float:
+        """Return the size of a microbatch over the planned one."""
+        return self.sizes[microbatch] / self.planned
+
+    def split(self, tree: Any) -> list[Any]:
+        """Return `tree` once per microbatch, as the function `split` does."""
+        return _split(tree, self.sizes)
+
+    def mean(self, scalars: Sequence[Tensor]) -> Tensor:
+        """Return the mean over samples of what is a mean over those of each microbatch."""
+        if self.remainder is None:
+            return torch.stack(list(scalars)).mean(dim=0)
+        parts = zip(scalars, self.sizes, strict=True)
+        return torch.stack([value * (size / self.samples) for value, size in parts]).sum(dim=0)
+
+    def merge(self, trees: Sequence[Any]) -> Any:
+        """Return the results of the microbatches as one.
+
+        Tensors are concatenated along dimension 0, and of scalars the mean over samples is taken.
+        All else is taken from the first microbatch.
+        """
+        flat = [pytree.tree_flatten(tree) for tree in trees]
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        return pytree.tree_unflatten(list(map(self._merge_leaf, columns)), flat[0][1])
+
+    def _merge_leaf(self, column: Sequence[Any]) -> Any:
+        if not isinstance(column[0], Tensor):
+            return column[0]
+        return torch.cat(list(column)) if column[0].dim() else self.mean(column)
 
 
 def split(tree: Any, microbatches: int) -> list[Any]:
-    """Return `tree` once per microbatch: tensors split along dimension 0, all else repeated."""
-    register_dataclasses(tree)
-    leaves, spec = pytree.tree_flatten(tree)
-    rows = [_split_leaf(leaf, microbatches) for leaf in leaves]
-    return [
-        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)
-    ]
+    """Return `tree` once per microbatch: tensors split along dimension 0, all else repeated.
 
-
-def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return [leaf] * microbatches
-    if leaf.shape[0] % microbatches:
-        raise InputError(
-            f"a tensor of shape {tuple(leaf.shape)} cannot be cut into {microbatches} "
-            "microbatches; dimension 0 must be a multiple of them"
-        )
-    return leaf.chunk(microbatches)
+    InputError if a tensor cannot be split into equal parts.
+    """
+    return _split(tree, (1,) * microbatches)
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """Return the results of the microbatches as one.
+    """Return the results of microbatches of one size as one; see `MicrobatchSizes.merge`."""
+    return MicrobatchSizes(1, (1,) * len(trees)).merge(trees)
 
-    Tensors are concatenated along dimension 0 and scalars are averaged. All else is taken from the
-    first microbatch.
+
+def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:
+    register_dataclasses(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    rows = [_split_leaf(leaf, sizes) for leaf in leaves]
+    return [
+        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(len(sizes))
+    ]
+
+
+def _split_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """Return the parts of a leaf in proportion to `sizes`.
+
+    A target may have several rows for each sample: 30 rows for sizes 4, 4, 2 are 12, 12 and 6.
     """
-    flat = [pytree.tree_flatten(tree) for tree in trees]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_merge_leaf(column) for column in columns], flat[0][1])
-
-
-def _merge_leaf(column: Sequence[Any]) -> Any:
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column)).mean(dim=0)
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return [leaf] * len(sizes)
+    rows, samples = leaf.shape[0], sum(sizes)
+    if any(rows * size % samples for size in set(sizes)):
+        shape = tuple(leaf.shape)
+        if len(set(sizes)) == 1:
+            raise InputError(
+                f"a tensor of shape {shape} cannot be cut into {len(sizes)} "
+                "microbatches; dimension 0 must be a multiple of them"
+            )
+        raise InputError(
+            f"a tensor of shape {shape} cannot be cut into microbatches of {list(sizes)} samples; "
+            f"dimension 0 must be a multiple of {samples}"
+        )
+    return leaf.split([rows * size // samples for size in sizes])

@@ -38,16 +38,21 @@ __all__ = [
 class Minibatch:
     """The data of one step: input tensors and target of each microbatch, and what is drawn from.
 
-    `loss_gradient` is what backwards begin with, None for 1. `first` is the number of the first
-    microbatch among those of all replicas, so that each draws its own random numbers.
+    `loss_gradients` are what the backward of each microbatch begins with, None for 1; without them
+    all begin with 1. `first` is the number of the first microbatch among those of all replicas, so
+    that each draws its own random numbers.
     """
 
     inputs: Sequence[Sequence[Tensor]]
     targets: Sequence[Any]
     seed: int
     step: int
-    loss_gradient: Tensor | None = None
+    loss_gradients: Sequence[Tensor | None] = ()
     first: int = 0
+
+    def loss_gradient(self, microbatch: int) -> Tensor | None:
+        """Return what the backward of a microbatch begins with, None for 1."""
+        return self.loss_gradients[microbatch] if self.loss_gradients else None
 
     def stream_key(self, microbatch: int) -> StreamKey:
         """Return what random nodes draw from."""
@@ -55,7 +60,10 @@ class Minibatch:
 
 
 class StepResult(NamedTuple):
-    """What the last stage has computed of each microbatch, and what its loss function added."""
+    """What the last stage has computed of each microbatch, and what its loss function added.
+
+    `values` are losses, one in a tuple, or the model's output tensors.
+    """
 
     values: Sequence[tuple[Tensor, ...]]
     extras: Sequence[Any]
@@ -87,8 +95,11 @@ class RankStep:
     `stages` are those of this process by index, and `count` is how many the pipeline has.
     `recomputed` are the pairs of stage and microbatch whose forward will be recomputed. Tables are
     by (stage, microbatch): `_values` are inputs that wait for a forward, `_gradients` those of
-    outputs that wait for a backward, and `_outgoing` waits for its SEND. Without `trains` there are
-    forwards only, without gradients.
+    outputs that wait for a backward, and `_outgoing` waits for its SEND.
+
+    Without `trains` there are forwards only, without gradients; `with_loss` says whether the last
+    stage then computes the loss. `remainder` are the stages for the last microbatch if that is
+    smaller than the others.
     """
 
     def __init__(
@@ -102,8 +113,11 @@ class RankStep:
         reducer: Reducer | None = None,
         observers: Sequence[ActionObserver] = (),
         trains: bool = True,
+        with_loss: bool = False,
+        remainder: Mapping[int, EagerStage] | None = None,
     ) -> None:
         self._stages = stages
+        self._remainder = remainder or stages
         self._count = count
         self._batch = batch
         self._recomputed = recomputed
@@ -111,6 +125,7 @@ class RankStep:
         self._reducer = reducer
         self._observers = observers
         self._trains = trains
+        self._with_loss = with_loss
         self._values: dict[tuple[int, int], Sequence[Any]] = {
             (0, microbatch): values for microbatch, values in enumerate(batch.inputs)
         }
@@ -172,16 +187,21 @@ class RankStep:
             case Kind.FORWARD:
                 self._forward(*key)
             case Kind.RECOMPUTE:
-                self._stages[action.stage].recompute(self._saved[key])
+                self._stage(*key).recompute(self._saved[key])
             case Kind.BACKWARD:
                 self._backward(*key)
             case Kind.BACKWARD_INPUT:
                 self._backward_input(*key)
             case Kind.BACKWARD_WEIGHT:
                 tied = self._tied_gradients[action.microbatch]
-                self._stages[action.stage].backward_weight(self._parts.pop(key), tied)
+                self._stage(*key).backward_weight(self._parts.pop(key), tied)
             case _:
                 self._transfer(action)
+
+    def _stage(self, index: int, microbatch: int) -> EagerStage:
+        """Return the stage `index` for the size of `microbatch`."""
+        is_last = microbatch == len(self._batch.inputs) - 1
+        return (self._remainder if is_last else self._stages)[index]
 
     def _transfer(self, action: Action) -> None:
         assert self._messages is not None, f"{action} is not a compute action"
@@ -193,17 +213,19 @@ class RankStep:
             self._messages.send(action, values)
 
     def _forward(self, index: int, microbatch: int) -> None:
-        stage, stream_key = self._stages[index], self._batch.stream_key(microbatch)
+        stage, stream_key = self._stage(index, microbatch), self._batch.stream_key(microbatch)
         values = self._values.pop((index, microbatch))
+        target = self._batch.targets[microbatch]
         outputs: Sequence[Tensor]
         if self._trains:
             is_recomputed = (index, microbatch) in self._recomputed
-            target = self._batch.targets[microbatch]
             outputs, self._saved[index, microbatch] = stage.forward(
                 values, stream_key, target, recompute=is_recomputed
             )
             if index + 1 == self._count:
                 self._end_forward(index, microbatch)
+        elif self._with_loss and index + 1 == self._count:
+            outputs, self._extras[microbatch] = stage.evaluate_loss(values, stream_key, target)
         else:
             outputs = stage.evaluate(values, stream_key)
         if index + 1 in self._stages or index + 1 == self._count:
@@ -214,13 +236,14 @@ class RankStep:
     def _end_forward(self, index: int, microbatch: int) -> None:
         """Keep what came with the loss, and begin the backward."""
         self._extras[microbatch] = self._saved[index, microbatch].extras
-        if self._batch.loss_gradient is not None:
-            self._gradients[index, microbatch] = [self._batch.loss_gradient]
+        loss_gradient = self._batch.loss_gradient(microbatch)
+        if loss_gradient is not None:
+            self._gradients[index, microbatch] = [loss_gradient]
 
     def _backward(self, index: int, microbatch: int) -> None:
         # What was saved and received is popped within the call. No variable here holds it, so it is
         # freed before `_pass_back` copies gradients.
-        gradients = self._stages[index].backward(
+        gradients = self._stage(index, microbatch).backward(
             self._saved.pop((index, microbatch)),
             self._gradients.pop((index, microbatch), ()),
             self._tied_gradients[microbatch],
@@ -228,7 +251,7 @@ class RankStep:
         self._pass_back(index, microbatch, gradients)
 
     def _backward_input(self, index: int, microbatch: int) -> None:
-        gradients, self._parts[index, microbatch] = self._stages[index].backward_input(
+        gradients, self._parts[index, microbatch] = self._stage(index, microbatch).backward_input(
             self._saved.pop((index, microbatch)), self._gradients.pop((index, microbatch), ())
         )
         self._pass_back(index, microbatch, gradients)

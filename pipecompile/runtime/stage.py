@@ -144,6 +144,16 @@ class EagerStage:
         with torch.no_grad(), self._precision():
             return self._outputs(inputs, stream_key)
 
+    def evaluate_loss(
+        self, inputs: Sequence[Tensor], stream_key: StreamKey, target: Any
+    ) -> tuple[tuple[Tensor], Any]:
+        """Return the loss, and what the loss function returned beside it, without gradients."""
+        assert self.loss is not None, "only the last stage has a loss"
+        with torch.no_grad(), self._precision():
+            outputs = self._outputs(inputs, stream_key)
+            loss, extras = _loss_and_extras(self.loss(outputs, target))
+        return (loss.clone(),), extras
+
     def backward(
         self,
         saved: SavedForward,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.runtime.microbatch import count_microbatches, merge, split
+from pipecompile.runtime.microbatch import MicrobatchSizes, merge, split
 
 
 @given(st.integers(1, 5), st.integers(1, 4))
@@ -60,39 +60,68 @@ def test_a_target_of_another_length_is_an_error() -> None:
         split({"labels": torch.zeros(7, 2)}, 3)
 
 
+@given(st.integers(1, 13), st.integers(1, 5), st.integers(1, 3))
+def test_parts_of_unequal_size_are_merged_by_their_samples(
+    total: int, planned: int, rows_each: int
+) -> None:
+    tree = {"x": torch.randn(total, 2).double(), "rows": torch.randn(rows_each * total)}
+    cut = MicrobatchSizes.of([tree["x"]], ["x"], [(planned, 2)])
+    parts = cut.split(tree)
+    assert [len(part["x"]) for part in parts] == list(cut.sizes)
+    assert [len(part["rows"]) for part in parts] == [rows_each * size for size in cut.sizes]
+    merged = cut.merge([{**part, "mean": part["x"].mean()} for part in parts])
+    assert torch.equal(merged["x"], tree["x"])
+    assert torch.equal(merged["rows"], tree["rows"])
+    assert (merged["mean"] - tree["x"].mean()).abs() < 1e-14
+
+
+def test_a_target_that_does_not_fit_unequal_parts_is_an_error() -> None:
+    with pytest.raises(
+        InputError,
+        match=r"shape \(9,\) cannot be cut into microbatches of \[4, 3\] samples; dimension 0 must "
+        "be a multiple of 7",
+    ):
+        MicrobatchSizes(4, (4, 3)).split(torch.zeros(9))
+
+
 NAMES, SHAPES = ("ids", "mask", "scale"), ((2, 5), (2,), ())
 
 
-def count(*tensors: Tensor) -> int:
-    return count_microbatches(tensors, NAMES, SHAPES)
+def sizes_of(*tensors: Tensor) -> tuple[int, ...]:
+    return MicrobatchSizes.of(tensors, NAMES, SHAPES).sizes
 
 
-@pytest.mark.parametrize("number", [1, 2, 7])
-def test_a_minibatch_of_whole_microbatches(number: int) -> None:
-    assert count(torch.zeros(2 * number, 5), torch.zeros(2 * number), torch.tensor(1.0)) == number
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(1, (1,)), (2, (2,)), (4, (2, 2)), (7, (2, 2, 2, 1))]
+)
+def test_the_sizes_of_microbatches(samples: int, sizes: tuple[int, ...]) -> None:
+    tensors = torch.zeros(samples, 5), torch.zeros(samples), torch.tensor(1.0)
+    cut = MicrobatchSizes.of(tensors, NAMES, SHAPES)
+    assert cut.sizes == sizes
+    assert cut.samples == samples
+    assert cut.planned_microbatches == samples / 2
+    assert cut.remainder == (1 if samples % 2 else None)
+    assert sum(map(cut.weight, range(len(sizes)))) == samples / 2
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4,), (4, 5, 1), ()])
 def test_another_shape_is_an_error_that_shows_both(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as caught:
-        count(torch.zeros(shape), torch.zeros(4), torch.tensor(1.0))
+        sizes_of(torch.zeros(shape), torch.zeros(4), torch.tensor(1.0))
     assert str(caught.value).startswith(
         f"ids has shape {shape}, but the plan was made for microbatches of (2, 5)"
     )
     assert "pad the batch, or plan again" in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 7])
-def test_a_part_of_a_microbatch_is_an_error(size: int) -> None:
-    with pytest.raises(
-        InputError,
-        match=rf"ids has {size} samples, which are not whole microbatches of 2; drop or pad",
-    ):
-        count(torch.zeros(size, 5), torch.zeros(4), torch.tensor(1.0))
+def test_an_empty_batch_is_an_error() -> None:
+    with pytest.raises(InputError, match="ids has no samples; leave an empty batch out"):
+        sizes_of(torch.zeros(0, 5), torch.zeros(0), torch.tensor(1.0))
 
 
 def test_inputs_of_different_lengths_are_an_error() -> None:
     with pytest.raises(
-        InputError, match=r"the inputs hold different numbers of microbatches: \[2, 3\]"
+        InputError,
+        match=r"the inputs hold different numbers of samples: \{'ids': 4, 'mask': 6\}",
     ):
-        count(torch.zeros(4, 5), torch.zeros(6), torch.tensor(1.0))
+        sizes_of(torch.zeros(4, 5), torch.zeros(6), torch.tensor(1.0))

@@ -1,0 +1,135 @@
+"""What workers do in tests of batches of any size: each function runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipecompile.runtime.messages import Messages
+from tests.distributed.training_jobs import MICROBATCH, Run, run_of, token_loss
+from tests.unequal_batches import largest_difference, sizes_of, unsplit_step
+
+SIZES = (16, 15, 3, 9, 16)
+"""The samples of each step: whole, with a remainder, only a remainder."""
+
+
+def unsplit_sum(run: Run, samples: int) -> Tensor:
+    """Leave the undivided gradients of the same step of all replicas on the unsplit model; return
+    its mean loss.
+    """
+    losses = []
+    for replica in range(run.replicas):
+        loss = unsplit_step(
+            lambda key, rows: run.reference._run(key, (rows,), {}),
+            token_loss,
+            *rows_of(run, samples, replica),
+            MICROBATCH,
+            step=run.pipeline.steps,
+            first=replica * len(sizes_of(samples, MICROBATCH)),
+        )
+        losses.append(loss)
+    return torch.stack(losses).mean()
+
+
+def rows_of(run: Run, samples: int, replica: int) -> tuple[Tensor, Tensor]:
+    """The first samples of a replica's part."""
+    tokens, targets = run.whole.call.args[0], run.whole.targets
+    return (
+        tokens.chunk(run.replicas)[replica][:samples],
+        targets.chunk(run.replicas)[replica][:samples],
+    )
+
+
+def distance(run: Run, divisor: float) -> float:
+    """The largest difference of a gradient of this rank."""
+    wanted = {name: value / divisor for name, value in run.unsplit_gradients().items()}
+    own = {name: p.grad for name, p in run.pipeline.named_parameters() if p.grad is not None}
+    return largest_difference(own, wanted)
+
+
+def steps_of_every_size(ranks: int, replicas: int, options: dict[str, Any]) -> list[float]:
+    """How far gradients and the loss of each step are from those of the unsplit model."""
+    run = run_of(ranks, replicas, **options)
+    found = []
+    for samples in SIZES:
+        run.pipeline.zero_grad()
+        run.reference.model.zero_grad()
+        wanted = unsplit_sum(run, samples)
+        loss = run.pipeline.step(*rows_of(run, samples, run.replica), everywhere=True)
+        found += [
+            distance(run, samples / MICROBATCH * replicas),
+            abs(loss.item() - wanted.item()),
+        ]
+    return found
+
+
+def accumulated(ranks: int, replicas: int) -> float:
+    """The distance of gradients summed over batches of several sizes."""
+    run = run_of(ranks, replicas, schedule="1f1b")
+    wanted: dict[str, Tensor] = {}
+    for step, samples in enumerate(SIZES[:3]):
+        run.pipeline.steps = step
+        run.reference.model.zero_grad()
+        unsplit_sum(run, samples)
+        for name, gradient in run.unsplit_gradients().items():
+            mean = gradient / (samples / MICROBATCH * replicas)
+            wanted[name] = wanted.get(name, torch.zeros_like(mean)) + mean
+    run.pipeline.steps = 0
+    for number, samples in enumerate(SIZES[:3]):
+        run.pipeline.step(*rows_of(run, samples, run.replica), accumulate=number < 2)
+    return run.distance(wanted)
+
+
+def evaluated(ranks: int, replicas: int) -> list[float]:
+    """How far outputs and losses are from the unsplit model's, for batches of many sizes."""
+    run = run_of(ranks, replicas, schedule="1f1b")
+    # The first replica's model is the one that all begin with.
+    model = copy.deepcopy(run.whole.model).eval()
+    found = []
+    for samples in (1, 7, 16, 23):
+        generator = torch.Generator().manual_seed(samples)
+        tokens = torch.randint(0, 11, (replicas, samples, 6), generator=generator)
+        own = tokens[run.replica]
+        logits = model(own)
+        losses = [token_loss(model(part), part).item() for part in tokens]
+        output = run.pipeline.evaluate(own)
+        loss = run.pipeline.evaluate(own, own)
+        assert (output is None) == (loss is None)
+        if output is not None:
+            found.append((output - logits).abs().max().item())
+            found.append(abs(loss.item() - sum(losses) / replicas))
+    return found
+
+
+def received_bytes() -> tuple[int, int]:
+    """The bytes of receive buffers after a whole batch, and after batches of other sizes."""
+    run = run_of(2, 1, schedule="1f1b")
+    held = []
+    for sizes in ((16,), (15, 3, 9, 16)):
+        for samples in sizes:
+            run.pipeline.step(*rows_of(run, samples, 0))
+        (pipeline,) = run.pipeline._runner._pipelines.values()
+        messages: list[Messages] = list(pipeline._messages_by_placement.values())
+        held.append(
+            sum(
+                memory.untyped_storage().nbytes()
+                for each in messages
+                for memory in each._memory.values()
+            )
+        )
+    return held[0], held[1]
+
+
+def recorded() -> list[int]:
+    """The bytes that rank 0 sends forward in a step of 4, 4, 4 and 3 samples; [] elsewhere."""
+    run = run_of(2, 1, schedule="1f1b")
+    with run.pipeline.record() as recorder:
+        run.pipeline.step(*rows_of(run, 15, 0))
+    if dist.get_rank():
+        return []
+    actions = recorder.run.steps[0].ranks[0].actions
+    return [action.bytes for action in actions if "SEND_F" in action.action]

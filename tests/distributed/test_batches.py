@@ -1,0 +1,75 @@
+"""Batches of any size on gloo ranks, against the unsplit model in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import batch_jobs as jobs
+from tests.distributed.workers import Workers
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    group = Workers(4)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "options"),
+    [
+        (2, 1, {"schedule": "1f1b", "recompute": "stage"}),
+        (2, 1, {"schedule": "interleaved-1f1b", "recompute": "block"}),
+        (2, 2, {"schedule": "1f1b", "batch_norm": "minibatch"}),
+        (4, 1, {"schedule": "zb-h1"}),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
+)
+def test_a_step_over_any_batch_is_the_unsplit_step(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, options: dict[str, Any]
+) -> None:
+    folder, count = str(tmp_path), ranks * replicas
+    for differences in workers.run(
+        count, jobs.steps_of_every_size, ranks, replicas, options, folder=folder
+    ):
+        assert max(differences) <= EXACT
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_steps_that_accumulate_may_have_batches_of_several_sizes(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    for difference in workers.run(
+        ranks * replicas, jobs.accumulated, ranks, replicas, folder=str(tmp_path)
+    ):
+        assert difference <= EXACT
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (4, 1)])
+def test_evaluation_of_any_batch_and_its_loss(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    rows = workers.run(ranks * replicas, jobs.evaluated, ranks, replicas, folder=str(tmp_path))
+    assert [len(row) for row in rows] == ([0] * (ranks - 1) + [8]) * replicas
+    assert max(value for row in rows for value in row) <= EXACT
+
+
+def test_smaller_microbatches_use_the_buffers_of_larger_ones(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for before, after in workers.run(2, jobs.received_bytes, folder=str(tmp_path)):
+        assert before == after > 0
+
+
+def test_a_recorded_step_has_the_bytes_of_a_smaller_microbatch(
+    workers: Workers, tmp_path: Path
+) -> None:
+    first, _ = workers.run(2, jobs.recorded, folder=str(tmp_path))
+    assert len(first) == 4
+    assert first[0] == first[1] == first[2] == first[3] * 4 // 3

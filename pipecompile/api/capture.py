@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pipecompile.api.target import Target
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture, captures
-from pipecompile.frontend.captured_graph import Capture, batch_size
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
@@ -69,12 +69,7 @@ def capture_target(
     what is special about the capture.
     """
     _refuse_synchronised_norms(target.model)
-    # One microbatch stands for all: the parts of a minibatch have one size.
-    call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
-    if not target.has_values:
-        # No operator mixes tensors with values and without: all get the device of the model.
-        call = pytree.tree_map_only(Tensor, target.on_device, call)
-    sample = Arguments(*call)
+    sample = _first_microbatch(target, options)
     if verify and target.has_values:
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
         log_on_first_rank(chain(_remarks(captured), [_proof_text(proof)]))
@@ -96,47 +91,49 @@ def capture_target(
 
 
 def capture_for_remainder(
-    captured: Captured, samples: int, options: Options, *, verify: bool
-) -> Captured:
-    """Return the graph for a microbatch of so many samples, fewer than in that of `captured`.
+    capture: Capture, target: Target, samples: int, options: Options, *, verify: bool
+) -> tuple[Capture, fx.GraphModule]:
+    """Return the graph for a microbatch of so many samples, fewer than planned, and its capture.
 
-    It comes from the same capture; or if the forward takes another branch at this size from a new
-    one, which `verify` proves. InputError if there is none: the capture may hold for one size only.
+    That is `capture`; or if the forward takes another branch at this size from a new one,
+    which `verify` proves. InputError if there is none, as for a capture that holds for one size.
     """
-    capture = captured.capture
+    sample = _first_microbatch(target, options)
     call = Arguments(
-        *pytree.tree_map_only(
-            Tensor,
-            partial(_first_samples, samples),
-            (captured.sample.args, captured.sample.kwargs),
-        )
+        *pytree.tree_map_only(Tensor, partial(_first, samples), (sample.args, sample.kwargs))
     )
     violation = capture.guards.violation(samples)
+    planned = capture.guards.batch
+    refusal = (
+        f"the batch has a last microbatch of {samples} samples, but the plan was made for "
+        f"microbatches of {planned}, and the model cannot run on both: %s; drop or pad the last "
+        "batch, or choose another number of microbatches"
+    )
     if capture.guards.is_fixed:
-        raise _refused_remainder(captured, samples, f"the graph is for one size only: {violation}")
+        raise InputError(refusal % f"its graph is for one size only, since {violation}")
     try:
         if violation is not None:
             capture = capture.recaptured(call)
         module = capture.instantiate(call)
-        if verify and violation is not None:
+        if verify and violation is not None and target.has_values:
             check_capture(capture, module, call)
     except (CaptureError, UnsupportedError) as error:
-        raise _refused_remainder(captured, samples, str(error)) from error
+        raise InputError(refusal % error) from error
     apply_passes(module.graph, [Group(options.groups)])
-    return replace(captured, capture=capture, module=module, sample=call)
+    return capture, module
 
 
-def _refused_remainder(captured: Captured, samples: int, reason: str) -> InputError:
-    planned = batch_size(captured.capture.inputs.flatten(captured.sample))
-    return InputError(
-        f"the batch has a last microbatch of {samples} samples, but the plan was made for "
-        f"microbatches of {planned}, and the model cannot run on both: {reason}; drop or pad the "
-        "last batch, or choose another number of microbatches"
-    )
-
-
-def _first_samples(samples: int, tensor: Tensor) -> Tensor:
+def _first(samples: int, tensor: Tensor) -> Tensor:
     return tensor[:samples] if tensor.dim() else tensor
+
+
+def _first_microbatch(target: Target, options: Options) -> Arguments:
+    """The first microbatch of the sample, which stands for all."""
+    call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
+    if not target.has_values:
+        # No operator mixes tensors with values and without: all get the device of the model.
+        call = pytree.tree_map_only(Tensor, target.on_device, call)
+    return Arguments(*call)
 
 
 def _captured_by(

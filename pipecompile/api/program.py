@@ -185,7 +185,8 @@ class Programs:
             log_on_first_rank(
                 ["the model is captured once more: its modules are in other modes than planned"]
             )
-            self._by_modes[modes] = self._cut_like_the_plan(self._capture())
+            captured = self._capture()
+            self._by_modes[modes] = self._cut_like_the_plan(captured.capture, captured.module)
         return self._by_modes[modes]
 
     def for_remainder(self, program: Program, samples: int | None) -> Program | None:
@@ -200,10 +201,10 @@ class Programs:
             options, verify = self._plan.options, self._proves
             with program.mode():
                 with on_meta(self._target.model):
-                    captured = capture_for_remainder(
+                    capture, module = capture_for_remainder(
                         program.captured, self._target, samples, options, verify=verify
                     )
-                self._remainders[key] = self._cut_like_the_plan(captured)
+                self._remainders[key] = self._cut_like_the_plan(capture, module)
         return self._remainders[key]
 
     def in_eval_mode(self) -> Program:
@@ -233,22 +234,22 @@ class Programs:
         for index in self._share.stages:
             bind(program.stages[index].module, self._target.model)
 
-    def _cut_like_the_plan(self, captured: Captured) -> Program:
-        plan, graph, module = self._plan, self._planned_graph, captured.module
-        stages = transfer(plan.assignment, graph, module, self._holders(captured))
+    def _cut_like_the_plan(self, capture: Capture, module: fx.GraphModule) -> Program:
+        plan, graph = self._plan, self._planned_graph
+        stages = transfer(plan.assignment, graph, module, self._holders(module))
         regions = transfer_regions(plan.regions, graph, module, stages)
         encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
         batch_norm = plan.options.batch_norm
-        program = Program(captured.capture, module, stages, regions, encodings, batch_norm)
+        program = Program(capture, module, stages, regions, encodings, batch_norm)
         if lacks_values(self._target.model):
             self.bind(program)
         return program
 
-    def _holders(self, captured: Captured) -> dict[str, tuple[int, ...]]:
+    def _holders(self, module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
         """The stages that hold what a graph reads; over ranks the first stage holds what no planned
         stage reads.
         """
-        names = named_state(captured.module) if self._share.is_distributed else ()
+        names = named_state(module) if self._share.is_distributed else ()
         return {**{name: (0,) for name, _ in names}, **self._share.holders}
 
     @property

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.runtime.messages import Messages
+from tests.distributed.materialise_jobs import Tied, on_meta, tokens_of
 from tests.distributed.training_jobs import MICROBATCH, Run, run_of, token_loss
-from tests.unequal_batches import largest_difference, sizes_of, unsplit_step
+from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step
 
 SIZES = (16, 15, 3, 9, 16)
 """The samples of each step: whole, with a remainder, only a remainder."""
@@ -103,6 +104,22 @@ def evaluated(ranks: int, replicas: int) -> list[float]:
             found.append((output - logits).abs().max().item())
             found.append(abs(loss.item() - sum(losses) / replicas))
     return found
+
+
+def from_the_meta_device() -> float:
+    """On rank 0, how far gradients are from the unsplit model's where no rank has had the model."""
+    pipeline = on_meta(Tied, seed=3)
+    model = Tied().double()
+    state = pipeline.full_state_dict()
+    tokens = tokens_of(15)
+    pipeline.step(tokens, tokens)
+    pipeline.evaluate(tokens)
+    if state is None:
+        return 0.0
+    model.load_state_dict(state)
+    unsplit_step(lambda _, rows: model(rows), token_loss, tokens, tokens, MICROBATCH)
+    own = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
+    return largest_difference(own, gradients_of(model, 15 / MICROBATCH))
 
 
 def received_bytes() -> tuple[int, int]:

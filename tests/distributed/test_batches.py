@@ -60,6 +60,11 @@ def test_evaluation_of_any_batch_and_its_loss(
     assert max(value for row in rows for value in row) <= EXACT
 
 
+def test_a_model_from_the_meta_device(workers: Workers, tmp_path: Path) -> None:
+    for difference in workers.run(2, jobs.from_the_meta_device, folder=str(tmp_path)):
+        assert difference <= EXACT
+
+
 def test_smaller_microbatches_use_the_buffers_of_larger_ones(
     workers: Workers, tmp_path: Path
 ) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
+from pipecompile.api.batch_reader import BatchReader
 from pipecompile.api.capture import Captured
 from pipecompile.api.checkpoint import Checkpoint
 from pipecompile.api.materialise import allocate, check_all_set, initialise, lacks_values
@@ -25,7 +25,6 @@ from pipecompile.api.runner import Runner
 from pipecompile.api.safetensors_file import SafetensorsWeights, check_installed, write_weights
 from pipecompile.api.target import Target
 from pipecompile.errors import InputError, StalePlanError
-from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.ir.serialization import fingerprint
@@ -80,6 +79,7 @@ class Pipeline:
         if was_on_meta:
             self._allocate()
         self._runner = Runner(plan, target, self._share, self._programs.planned, step_timeout)
+        self._data = BatchReader(plan, self._programs.planned, self._runner)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._agreed: set[tuple[Any, ...]] = set()
@@ -233,8 +233,7 @@ class Pipeline:
         _refuse_untrainable(self.plan.schedule)
         for recorder in self._recorders:
             recorder.begin_step()
-        sizes, rows = self._read(batch)
-        self._check_planned(sizes)
+        sizes, rows = self._data.read_planned(batch)
         minibatch = self._minibatch(sizes, rows, target, scaler)
         # A minibatch of two microbatches and a half weighs that much.
         count = sizes.planned_microbatches
@@ -289,14 +288,14 @@ class Pipeline:
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
-        sizes, rows = self._read(batch)
+        sizes, rows = self._data.read(batch)
         with_loss = target is not None
         with self._target.precision():
             program = self._programs.in_eval_mode()
             program.check_unchanged()
             remainder = self._programs.for_remainder(program, sizes.remainder)
         with _modes(program, remainder):
-            minibatch = Minibatch(rows, self._targets(sizes, target), self.seed, 0)
+            minibatch = Minibatch(rows, self._data.targets(sizes, target), self.seed, 0)
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
@@ -396,31 +395,6 @@ class Pipeline:
             return self._batch_norms.of_step(accumulate=accumulate)
         return nullcontext()
 
-    def _read(self, batch: Any) -> tuple[MicrobatchSizes, list[list[Tensor]]]:
-        """The sizes of the microbatches, and their input tensors, on the device."""
-        captured = self._programs.planned.captured
-        tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
-        names = captured.inputs.tensor_names
-        sizes = MicrobatchSizes.of(tensors, names, self.plan.microbatch_shapes)
-        for name, tensor, planned in zip(
-            names, tensors, self._programs.planned.inputs, strict=True
-        ):
-            if tensor.dtype != planned[1]:
-                raise InputError(
-                    f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
-                )
-        return sizes, sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
-
-    def _check_planned(self, sizes: MicrobatchSizes) -> None:
-        """InputError if a minibatch has more microbatches than planned."""
-        count = len(sizes.sizes)
-        if count > self.plan.microbatches:
-            raise InputError(
-                f"the batch holds {count} microbatches, but the plan was made for "
-                f"{self.plan.microbatches}: memory and schedule would differ; give a smaller "
-                "batch, or plan again with more microbatches"
-            )
-
     def _minibatch(
         self,
         sizes: MicrobatchSizes,
@@ -437,17 +411,9 @@ class Pipeline:
             # In float64, because autograd casts it to the type of the loss.
             weight = sizes.weight(len(rows) - 1)
             gradients[-1] = (one if scale is None else scale).double() * weight
-        targets = self._targets(sizes, target)
+        targets = self._data.targets(sizes, target)
         first = self._share.place.replica * len(rows)
         return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
-
-    def _targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
-        """The target of each microbatch, on the device where the last stage is here."""
-        last = self.plan.k - 1
-        return [
-            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
-            for part in sizes.split(target)
-        ]
 
     def _mean_over_replicas(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
         """The mean loss, with what came with it on this replica; None without the last stage."""
@@ -477,7 +443,7 @@ def _modes(program: Program, remainder: Program | None) -> Iterator[None]:
         yield
 
 
-def _boundaries(program: Program, remainder: Program | None, count: int) -> list[Boundaries]:
+def _boundaries(program: Program, remainder: Program | None, count: int) -> Sequence[Boundaries]:
     """What enters each stage in each of `count` microbatches."""
     last = program if remainder is None else remainder
     return [program.boundary_shapes()] * (count - 1) + [last.boundary_shapes()]

@@ -93,7 +93,7 @@ class Runner:
         """
         if self.watch is None:
             order = self._orders.actions(schedule)
-            smaller = remainder and self._local_stages(remainder)
+            smaller = None if remainder is None else self._local_stages(remainder)
             return local.step(self._local_stages(program), order, batch, observers, smaller)
         sums = self._replica_sums(program) if reduces else None
         result = self._pipeline(program).run(
@@ -102,7 +102,7 @@ class Runner:
             watch=self.watch,
             reducer=sums,
             observers=observers,
-            remainder=remainder and self._own_stages(remainder),
+            remainder=None if remainder is None else self._own_stages(remainder),
         )
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
@@ -124,7 +124,7 @@ class Runner:
         None without the last stage.
         """
         if self._share.is_distributed:
-            smaller = remainder and self._own_stages(remainder)
+            smaller = None if remainder is None else self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
             return self._pipeline(program).run(
                 schedule, batch, with_loss=with_loss, remainder=smaller
@@ -133,7 +133,7 @@ class Runner:
             self._local_stages(program),
             batch,
             with_loss=with_loss,
-            remainder=remainder and self._local_stages(remainder),
+            remainder=None if remainder is None else self._local_stages(remainder),
         )
 
     def equalise(self) -> None:

@@ -147,4 +147,4 @@ def _split_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
             f"a tensor of shape {shape} cannot be cut into microbatches of {list(sizes)} samples; "
             f"dimension 0 must be a multiple of {samples}"
         )
-    return leaf.split([rows * size // samples for size in sizes])
+    return torch.split(leaf, [rows * size // samples for size in sizes])

@@ -100,16 +100,18 @@ def pipecompile(
         # Both ways: a plan that was just made is checked as one from a file is.
         check_current(committed, captured)
         check_world(committed)
-    return Pipeline(
-        committed,
-        captured,
-        target,
-        seed=seed,
-        self_check=self_check,
-        mesh=mesh,
-        step_timeout=step_timeout,
-        weights=weights,
-    )
+    # Not within `on_meta`: the pipeline gives values to its stages.
+    with target.precision():
+        return Pipeline(
+            committed,
+            captured,
+            target,
+            seed=seed,
+            self_check=self_check,
+            mesh=mesh,
+            step_timeout=step_timeout,
+            weights=weights,
+        )
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

@@ -361,7 +361,8 @@ class Pipeline:
         else:
             self.load_safetensors(weights)
         check_all_set(self._target.model, self._share)
-        self._runner.equalise()
+        if self._share.is_distributed:
+            self._runner.equalise()
 
     # -- what a step needs
 

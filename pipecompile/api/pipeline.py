@@ -350,7 +350,9 @@ class Pipeline:
         """Give the stages of this rank memory, and let modules set what they can."""
         own = device_of_this_rank() if self._share.is_distributed else None
         allocate(self._target.model, self._share, own or torch.device("cpu"))
-        self._programs.bind(self._programs.planned)
+        planned = self._programs.planned
+        self._programs.bind(planned)
+        planned.remember()
 
     def _set_values(self, weights: str | Path | None) -> None:
         """Read the values from `weights`, or let modules set them; InputError if some are left."""

@@ -278,8 +278,8 @@ def test_a_model_for_one_size_refuses_another() -> None:
     )
     assert pipeline.evaluate(SAMPLES[:8]).shape == (8, 3)
     message = (
-        r"last microbatch of 3 samples, but the plan was made for microbatches of 4, .*: the graph "
-        r"is for one size only.*; drop or pad the last batch"
+        r"last microbatch of 3 samples, but the plan was made for microbatches of 4, .*: its graph "
+        r"is for one size only, since .*; drop or pad the last batch"
     )
     with pytest.raises(InputError, match=message):
         pipeline.step(SAMPLES[:7], LABELS[:7])

@@ -16,7 +16,7 @@ from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.materialise import lacks_values, on_meta
 from pipecompile.api.options import options_for
-from pipecompile.api.pipeline import Pipeline, check_world
+from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.plan import assist, make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
@@ -28,6 +28,7 @@ from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
+from pipecompile.runtime.place import check_world
 
 __all__ = ["pipecompile"]
 

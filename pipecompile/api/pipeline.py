@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,13 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipecompile.api.batch_reader import BatchReader
 from pipecompile.api.capture import Captured
 from pipecompile.api.checkpoint import Checkpoint
+from pipecompile.api.held_state import HeldState
 from pipecompile.api.materialise import allocate, check_all_set, initialise, lacks_values
 from pipecompile.api.program import Program, Programs
 from pipecompile.api.run_recorder import RunRecorder
 from pipecompile.api.runner import Runner
-from pipecompile.api.safetensors_file import SafetensorsWeights, check_installed, write_weights
 from pipecompile.api.target import Target
-from pipecompile.errors import InputError, StalePlanError
+from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule, Timeline
 from pipecompile.ir.serialization import fingerprint
@@ -36,16 +36,15 @@ from pipecompile.runtime.gradients import StepGradients, divide_gradients, sprea
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.microbatch import MicrobatchSizes
-from pipecompile.runtime.model_state import full_state
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace, device_of_this_rank
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
 
-__all__ = ["Pipeline", "check_world"]
+__all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(HeldState):
     """A model cut into stages, ready to train.
 
     In one process all stages run on the model's device. Under torchrun (or in any initialised
@@ -72,8 +71,8 @@ class Pipeline:
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
+        super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
         self._target = target
-        self._share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
@@ -105,70 +104,6 @@ class Pipeline:
     def simulate(self) -> Timeline:
         """The timeline of one step as the plan predicts it."""
         return simulate_plan(self.plan)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters by their first name in the model; a tied one on every
-        rank that holds it.
-        """
-        for name, parameter in self._target.model.named_parameters():
-            if self._share.holds(name):
-                yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This process's buffers by their first name in the model."""
-        return (
-            (name, buffer)
-            for name, buffer in self._target.model.named_buffers()
-            if self._share.holds(name)
-        )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the model's state under the original names, aliases included."""
-        state = self._target.model.state_dict()
-        return {name: value for name, value in state.items() if self._share.holds(name)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a checkpoint of the original model; InputError names what is missing, unknown or of
-        another shape.
-        """
-        model = self._target.model
-        own, known = self.state_dict(), model.state_dict().keys()
-        _refuse("are missing from", own.keys() - state.keys())
-        _refuse("are not in the model, but in", state.keys() - known)
-        _refuse(
-            "have another shape in",
-            {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
-        )
-        model.load_state_dict({name: state[name] for name in own}, strict=False)
-
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's state on rank 0, on the CPU, for the unsplit model; None elsewhere.
-
-        Call it on all ranks.
-        """
-        return full_state(self._target.model, self._share)
-
-    def save_safetensors(self, path: str | Path) -> None:
-        """Write the whole model's weights to the file `path` from rank 0, under the original names.
-
-        Call it on all ranks. A tensor with several names is written once.
-        """
-        check_installed()
-        state = self.full_state_dict()
-        world.run_on_first(lambda: write_weights(state or {}, path))
-
-    def load_safetensors(self, path: str | Path) -> None:
-        """Load weights from a safetensors file, from the index of several, or from their folder.
-
-        Each rank reads only what it holds.
-        """
-        check_installed()
-        names = self._target.model.state_dict()
-        self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
 
     def checkpoint(
         self,
@@ -456,11 +391,6 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dty
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-def _shape_of(value: Any) -> Any:
-    """The shape of a tensor; None for a value that is no tensor."""
-    return value.shape if isinstance(value, Tensor) else None
-
-
 def _refuse_untrainable(schedule: Schedule) -> None:
     if schedule.name == "forward-only":
         raise InputError(
@@ -472,27 +402,3 @@ def _refuse_untrainable(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
             "no step does yet; plan with a synchronous one such as '1f1b'"
         )
-
-
-def _refuse(what: str, names: set[str]) -> None:
-    if names:
-        listed = ", ".join(sorted(names)[:5]) + (
-            f" and {len(names) - 5} more" if len(names) > 5 else ""
-        )
-        raise InputError(f"{listed} {what} the state dict; it must be one of the original model")
-
-
-def check_world(plan: Plan) -> None:
-    """StalePlanError unless the processes are one pipeline of the plan's ranks, or several."""
-    processes = world.size()
-    if processes == 1 or processes % plan.ranks == 0:
-        return
-    several = ""
-    if plan.stages_per_rank > 1:
-        name, each = plan.schedule.name, plan.stages_per_rank
-        several = f" (schedule {name!r} places k={plan.k} stages {each} on a rank)"
-    raise StalePlanError(
-        f"the plan is for {plan.ranks} ranks{several}, but {processes} processes run; launch "
-        f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
-        f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
-    )

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, StalePlanError
+from pipecompile.ir.plan import Plan
 from pipecompile.runtime import world
 
-__all__ = ["RankPlace", "device_of_this_rank"]
+__all__ = ["RankPlace", "check_world", "device_of_this_rank"]
 
 logger = logging.getLogger("pipecompile.runtime")
 PIPELINE, REPLICAS = "pp", "dp"  # the names that torch's own recipes give the dimensions of a mesh
@@ -101,3 +102,19 @@ def device_of_this_rank() -> torch.device | None:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return None
+
+
+def check_world(plan: Plan) -> None:
+    """StalePlanError unless the processes are one pipeline of the plan's ranks, or several."""
+    processes = world.size()
+    if processes == 1 or processes % plan.ranks == 0:
+        return
+    several = ""
+    if plan.stages_per_rank > 1:
+        name, each = plan.schedule.name, plan.stages_per_rank
+        several = f" (schedule {name!r} places k={plan.k} stages {each} on a rank)"
+    raise StalePlanError(
+        f"the plan is for {plan.ranks} ranks{several}, but {processes} processes run; launch "
+        f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
+        f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
+    )

@@ -1,0 +1,104 @@
+"""The part of a model's state that this process holds, under the names of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipecompile.api.safetensors_file import SafetensorsWeights, check_installed, write_weights
+from pipecompile.errors import InputError
+from pipecompile.runtime import world
+from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.model_state import full_state
+
+__all__ = ["HeldState"]
+
+
+class HeldState:
+    """Parameters and buffers of the stages on this process; what a `Pipeline` is for an optimizer
+    and for files.
+    """
+
+    def __init__(self, model: nn.Module, share: LocalShare) -> None:
+        self._model = model
+        self._share = share
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this process's parameters by their first name in the model; a tied one on every
+        rank that holds it.
+        """
+        for name, parameter in self._model.named_parameters():
+            if self._share.holds(name):
+                yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This process's buffers by their first name in the model."""
+        return (
+            (name, buffer)
+            for name, buffer in self._model.named_buffers()
+            if self._share.holds(name)
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's part of the model's state under the original names, aliases included."""
+        state = self._model.state_dict()
+        return {name: value for name, value in state.items() if self._share.holds(name)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a checkpoint of the original model; InputError names what is missing, unknown or of
+        another shape.
+        """
+        model = self._model
+        own, known = self.state_dict(), model.state_dict().keys()
+        _refuse("are missing from", own.keys() - state.keys())
+        _refuse("are not in the model, but in", state.keys() - known)
+        _refuse(
+            "have another shape in",
+            {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
+        )
+        model.load_state_dict({name: state[name] for name in own}, strict=False)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's state on rank 0, on the CPU, for the unsplit model; None elsewhere.
+
+        Call it on all ranks.
+        """
+        return full_state(self._model, self._share)
+
+    def save_safetensors(self, path: str | Path) -> None:
+        """Write the whole model's weights to the file `path` from rank 0, under the original names.
+
+        Call it on all ranks. A tensor with several names is written once.
+        """
+        check_installed()
+        state = self.full_state_dict()
+        world.run_on_first(lambda: write_weights(state or {}, path))
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Load weights from a safetensors file, from the index of several, or from their folder.
+
+        Each rank reads only what it holds.
+        """
+        check_installed()
+        names = self._model.state_dict()
+        self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
+
+
+def _shape_of(value: Any) -> Any:
+    """The shape of a tensor; None for a value that is no tensor."""
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _refuse(what: str, names: set[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names)[:5]) + (
+            f" and {len(names) - 5} more" if len(names) > 5 else ""
+        )
+        raise InputError(f"{listed} {what} the state dict; it must be one of the original model")

@@ -86,7 +86,8 @@ def without_a_value() -> str:
     return ""
 
 
-WIDTH, LAYERS = 2048, 8
+# Large beside what the first pipeline of a process imports.
+WIDTH, LAYERS = 4096, 8
 
 
 def peak_growth() -> tuple[int, int]:

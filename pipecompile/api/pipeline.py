@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipecompile.api.batch_reader import BatchReader
 from pipecompile.api.capture import Captured
 from pipecompile.api.checkpoint import Checkpoint
-from pipecompile.api.held_state import HeldState
+from pipecompile.api.held_model import HeldModel
 from pipecompile.api.materialise import allocate, check_all_set, initialise, lacks_values
 from pipecompile.api.program import Program, Programs
 from pipecompile.api.run_recorder import RunRecorder
@@ -44,7 +44,7 @@ from pipecompile.schedule.simulator import simulate_plan
 __all__ = ["Pipeline"]
 
 
-class Pipeline(HeldState):
+class Pipeline(HeldModel):
     """A model cut into stages, ready to train.
 
     In one process all stages run on the model's device. Under torchrun (or in any initialised

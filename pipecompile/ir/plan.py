@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName
@@ -18,7 +17,7 @@ from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
-from pipecompile.ir.serialization import NonNegative, Positive, Value, encode, read, write
+from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
 from pipecompile.ir.size import budgets
 
 __all__ = [
@@ -255,7 +254,7 @@ class Provenance(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class Plan(Value, frozen=True, kw_only=True):
+class Plan(FileValue, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
     `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`.
@@ -342,15 +341,6 @@ class Plan(Value, frozen=True, kw_only=True):
             f"{self.schedule.name}, {counted(self.microbatches, 'microbatch')}, "
             f"costs {self.options.costs})"
         )
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Return the plan in the file at `path`; FormatError says what is wrong with it."""
-        return read(path, cls)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan to `path`, as `pipecompile plan -o` does."""
-        write(path, encode(self))
 
     @property
     def assignment(self) -> dict[str, int]:

@@ -6,11 +6,10 @@ without PyTorch.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pipecompile.ir.schedule import COMPUTE, Action, Event, Kind, Timeline
-from pipecompile.ir.serialization import NonNegative, Positive, Value, encode, read, write
+from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
 
 __all__ = ["RecordedAction", "RecordedRank", "RecordedRun", "RecordedStep"]
 
@@ -113,7 +112,7 @@ class RecordedStep(Value, frozen=True, kw_only=True):
         return Timeline(rows, (), (), ends)
 
 
-class RecordedRun(Value, frozen=True, kw_only=True):
+class RecordedRun(FileValue, frozen=True, kw_only=True):
     """Some training steps of one pipeline.
 
     `plan` is the fingerprint of the whole plan that was run. With fewer `processes` than ranks, one
@@ -136,15 +135,6 @@ class RecordedRun(Value, frozen=True, kw_only=True):
                 f"a run needs steps, all on the same ranks, but it has {len(self.steps)} steps on "
                 f"{sorted(counts)} ranks"
             )
-
-    @classmethod
-    def load(cls, path: str | Path) -> RecordedRun:
-        """Return the run in the file at `path`; FormatError says what is wrong with it."""
-        return read(path, cls)
-
-    def save(self, path: str | Path) -> None:
-        """Write the run to `path`."""
-        write(path, encode(self))
 
     @property
     def ranks(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pipecompile.ir.file_kinds import kind_mismatch, remedy
 from pipecompile.ir.layout import layout
 
 __all__ = [
+    "FileValue",
     "NonNegative",
     "Positive",
     "Value",
@@ -116,3 +117,16 @@ def write(path: str | Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+class FileValue(Value, frozen=True):
+    """A value that has a file of its own."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the value in the file at `path`; FormatError says what is wrong with it."""
+        return read(path, cls)
+
+    def save(self, path: str | Path) -> None:
+        """Write the value to `path`: the old file stays if that fails."""
+        write(path, encode(self))

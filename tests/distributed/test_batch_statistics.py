@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,6 @@ import torch
 
 from tests.distributed import batch_norm_jobs as jobs
 from tests.distributed.workers import Workers
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(3)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from tests.distributed import batch_jobs as jobs
 from tests.distributed.workers import Workers
 
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

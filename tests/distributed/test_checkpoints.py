@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,6 @@ from tests.distributed.workers import Workers
 
 UNSPLIT = (0, 1)
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(4)
-    yield group
-    group.close()
 
 
 def on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,13 +26,6 @@ PLACES = [
     *(("1f1b", "none", f"{stage}RECV_B1") for stage in range(2)),
 ]
 PLACES = [place for place in PLACES if place != ("1f1b", "stage", "2R1")]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(3)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ HAND_MADE = tuple(
     for place, (ranks, stages, shape) in enumerate(PLACES)
     if backwards != "whole" or shape == "v"
 )
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from safetensors.torch import save_file
 from tests.distributed import materialise_jobs as jobs
 from tests.distributed.training_jobs import mixture
 from tests.distributed.workers import Workers
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.skipif(

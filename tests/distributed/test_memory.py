@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from benchmarks.memory_prediction import PlanSetting, measure_rank
 from tests.distributed.jobs import measured_transformer
 from tests.distributed.workers import Workers
 from tests.sweeps import sweep
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(2)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

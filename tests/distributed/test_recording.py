@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,13 +16,6 @@ from tests.distributed.workers import Workers
 
 SLEEP_NS = 300_000_000
 SCHEDULES = ("1f1b", "zb-h1")
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    group = Workers(4)
-    yield group
-    group.close()
 
 
 def recorded(workers: Workers, folder: Path, replicas: int, schedule: str) -> jobs.Recorded:

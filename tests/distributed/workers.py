@@ -15,21 +15,19 @@ Job = Callable[..., Any]
 
 
 class Workers:
-    """`size` processes; a job runs on the first `ranks` of them as one process group."""
+    """At most `size` processes; a job runs on the first `ranks` of them as one process group."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(size)]
-        self._pipes = [own for own, _ in pairs]
-        self._processes = [
-            context.Process(target=_work, args=(theirs,), daemon=True) for _, theirs in pairs
-        ]
-        for process in self._processes:
-            process.start()
+        self._size = size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
         self._jobs = 0
 
     def run(self, ranks: int, job: Job, *args: Any, folder: str, **options: Any) -> list[Any]:
         """What `job(*args, **options)` returned on each rank; its traceback if it failed."""
+        assert ranks <= self._size
+        while len(self._processes) < ranks:
+            self._start()
         self._jobs += 1
         store = os.path.join(folder, f"store-{self._jobs}")
         for rank, pipe in enumerate(self._pipes[:ranks]):
@@ -39,6 +37,14 @@ class Workers:
         if failures:
             raise AssertionError("\n".join(failures))
         return [value for _, value in results]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        own, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        self._pipes.append(own)
+        self._processes.append(process)
 
     def close(self) -> None:
         """Ends the processes."""

@@ -14,10 +14,10 @@ from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
 
-__all__ = ["HeldState"]
+__all__ = ["HeldModel"]
 
 
-class HeldState:
+class HeldModel:
     """Parameters and buffers of the stages on this process; what a `Pipeline` is for an optimizer
     and for files.
     """

@@ -71,7 +71,7 @@ def failed(ranks: int) -> tuple[int, int]:
         left = len(pipeline._recorders)
     with pipeline.record() as recording:
         try:
-            pipeline.step(run.whole.call.args[0][:3], None)
+            pipeline.step(run.whole.call.args[0][:, :3], None)  # too few tokens
         except ValueError:
             run.step()
     return left, len(recording.run.steps) if recording.run else 0

@@ -23,7 +23,6 @@ from pipecompile.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipecompile.api.checkpoint import Checkpoint
     from pipecompile.api.choices import Choices
     from pipecompile.api.compile import pipecompile
     from pipecompile.api.pipeline import Pipeline
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import Granularity, Plan, Recompute
     from pipecompile.ir.recorded_run import RecordedRun
+    from pipecompile.training.checkpoint import Checkpoint
 
 __all__ = [
     "CaptureError",
@@ -63,7 +63,7 @@ __version__ = "0.1.0.dev0"
 # Each public name with the module that it comes from, which is imported when the name is first
 # used.
 _HOMES = {
-    "Checkpoint": "pipecompile.api.checkpoint",
+    "Checkpoint": "pipecompile.training.checkpoint",
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",
     "Objective": "pipecompile.ir.options",

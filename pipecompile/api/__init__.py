@@ -10,7 +10,8 @@
     plan                   graph, costs and options become a plan; stages are timed by `stage_timer`
     draft, partition       the same without PyTorch: cut, stages, schedule, prediction
     soundness, staleness   whether a plan contradicts itself, or its model has changed
-    pipeline, program      the stages that run a step
+    pipeline               the step: `batch_reader` reads the batch, `program` cuts the graph, and
+                           `runner` runs the stages
 
 The other files each stand behind one command.
 """

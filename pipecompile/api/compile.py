@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
-from pipecompile.api.materialise import lacks_values, on_meta
 from pipecompile.api.options import options_for
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.plan import assist, make_plan
@@ -29,6 +28,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
 from pipecompile.runtime.place import check_world
+from pipecompile.training.materialise import lacks_values, on_meta
 
 __all__ = ["pipecompile"]
 
@@ -90,10 +90,7 @@ def pipecompile(
     with target.precision(), on_meta(model):
         if plan is None:
             options = _shared_options(target, k, costs, choices)
-            # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
-            connected = world.run_on_first(lambda: links_for(options, links)) or FREE
-            captured = _captured(target, options, self_check=self_check)
-            committed = _planned(target, options, captured, connected)
+            captured, committed = _new(target, options, links, self_check=self_check)
         else:
             committed = _committed(plan, links, choices)
             captured = _captured(target, committed.options, self_check=self_check)
@@ -140,6 +137,16 @@ def _shared_options(
     name = "function" if callable(costs) else costs
     shared = world.share_from_first(lambda: encode(options_for(target, k=k, costs=name, **choices)))
     return decode(shared, Options, origin="rank 0")
+
+
+def _new(
+    target: Target, options: Options, links: LinksInput, *, self_check: bool
+) -> tuple[Captured, Plan]:
+    """The captured model and a plan for it."""
+    # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
+    connected = world.run_on_first(lambda: links_for(options, links)) or FREE
+    captured = _captured(target, options, self_check=self_check)
+    return captured, _planned(target, options, captured, connected)
 
 
 def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> Plan:

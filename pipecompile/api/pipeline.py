@@ -17,16 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.api.batch_reader import BatchReader
 from pipecompile.api.capture import Captured
-from pipecompile.api.checkpoint import Checkpoint
-from pipecompile.api.held_model import HeldModel
-from pipecompile.api.materialise import allocate, check_all_set, initialise, lacks_values
 from pipecompile.api.program import Program, Programs
-from pipecompile.api.run_recorder import RunRecorder
-from pipecompile.api.runner import Runner
+from pipecompile.api.runner import Runner, refuse_untrainable
 from pipecompile.api.target import Target
-from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Schedule, Timeline
+from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
@@ -40,6 +35,10 @@ from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace, device_of_this_rank
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
+from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.held_model import HeldModel
+from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.run_recorder import RunRecorder
 
 __all__ = ["Pipeline"]
 
@@ -165,38 +164,15 @@ class Pipeline(HeldModel):
         modes other than the planned ones the model is captured once more and cut like the plan,
         whose figures do not hold for them.
         """
-        _refuse_untrainable(self.plan.schedule)
+        refuse_untrainable(self.plan.schedule)
         for recorder in self._recorders:
             recorder.begin_step()
         sizes, rows = self._data.read_planned(batch)
         minibatch = self._minibatch(sizes, rows, target, scaler)
-        # A minibatch of two microbatches and a half weighs that much.
-        count = sizes.planned_microbatches
-        schedule = self.plan.schedule.first_microbatches(len(rows))
-        parameters = list(self.parameters())
-        with self._target.precision():
-            program = self._programs.current()
-            program.check_unchanged()
-            remainder = self._programs.for_remainder(program, sizes.remainder)
-        gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
-        with self._watched(), _modes(program, remainder), self._statistics(accumulate), gradients:
-            self._agree(program, minibatch)
-            result = self._runner.train(
-                program,
-                schedule,
-                minibatch,
-                reduces=not accumulate,
-                observers=self._recorders,
-                remainder=remainder,
-            )
-            if not accumulate:
-                divide_gradients(parameters, count * self._share.place.replicas)
+        result = self._train(minibatch, sizes, accumulate=accumulate)
         if scaler is not None and self._share.is_distributed and not accumulate:
-            present = [p.grad for p in parameters if p.grad is not None]
+            present = [p.grad for p in self.parameters() if p.grad is not None]
             spread_overflow(present, self._runner.device, self._share.place.pipeline_group)
-        for recorder in self._recorders:
-            boundaries = partial(_boundaries, program, remainder, len(rows))
-            recorder.end_step(self.steps, len(rows), boundaries)
         self.steps += 1
         returned = self._mean_over_replicas(result, sizes)
         return self._everywhere(returned) if everywhere else returned
@@ -303,6 +279,34 @@ class Pipeline(HeldModel):
 
     # -- what a step needs
 
+    def _train(
+        self, minibatch: Minibatch, sizes: MicrobatchSizes, *, accumulate: bool
+    ) -> StepResult | None:
+        """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
+        parameters, rows = list(self.parameters()), len(minibatch.inputs)
+        # A minibatch of two microbatches and a half weighs that much.
+        count = sizes.planned_microbatches
+        with self._target.precision():
+            program = self._programs.current()
+            program.check_unchanged()
+            remainder = self._programs.for_remainder(program, sizes.remainder)
+        gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
+        with self._watched(), _modes(program, remainder), self._statistics(accumulate), gradients:
+            self._agree(program, minibatch)
+            result = self._runner.train(
+                program,
+                self.plan.schedule.first_microbatches(rows),
+                minibatch,
+                reduces=not accumulate,
+                observers=self._recorders,
+                remainder=remainder,
+            )
+            if not accumulate:
+                divide_gradients(parameters, count * self._share.place.replicas)
+        for recorder in self._recorders:
+            recorder.end_step(self.steps, rows, partial(_boundaries, program, remainder, rows))
+        return result
+
     def _agree(self, program: Program, minibatch: Minibatch) -> None:
         """InputError unless all ranks begin the same step, where it is the first of its kind."""
         place, inputs = self._share.place, minibatch.inputs
@@ -389,16 +393,3 @@ def _boundaries(program: Program, remainder: Program | None, count: int) -> Sequ
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-
-def _refuse_untrainable(schedule: Schedule) -> None:
-    if schedule.name == "forward-only":
-        raise InputError(
-            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
-            "'1f1b'"
-        )
-    if schedule.weight_versions != "synchronous":
-        raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
-            "no step does yet; plan with a synchronous one such as '1f1b'"
-        )

@@ -16,7 +16,6 @@ from pipecompile.api.capture import (
     capture_target,
     log_on_first_rank,
 )
-from pipecompile.api.materialise import bind, lacks_values, on_meta
 from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
@@ -31,6 +30,7 @@ from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.ir.plan import BatchNormUpdate, Plan
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import BoundaryShape
+from pipecompile.training.materialise import bind, lacks_values, on_meta
 
 __all__ = ["Program", "Programs"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from pipecompile.api.program import Program
 from pipecompile.api.target import Target
 from pipecompile.codegen.stages import StageModule
+from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import local
@@ -27,7 +28,7 @@ from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "refuse_untrainable"]
 
 
 class Runner:
@@ -279,4 +280,18 @@ class Runner:
             tied_to_earlier=tied_to_earlier,
             tied_to_later=tied_to_later,
             precision=self._target.precision,
+        )
+
+
+def refuse_untrainable(schedule: Schedule) -> None:
+    """InputError unless a step under this schedule leaves gradients of one set of weights."""
+    if schedule.name == "forward-only":
+        raise InputError(
+            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
+            "'1f1b'"
+        )
+    if schedule.weight_versions != "synchronous":
+        raise InputError(
+            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
+            "no step does yet; plan with a synchronous one such as '1f1b'"
         )

@@ -1,7 +1,7 @@
 """Records when this rank's actions begin, are ready and end, with as little work as possible.
 
 While a step runs, only marks are taken: a number on a CPU, an event in the stream on a GPU. They
-become times when all recorded steps are over. Called by `api/run_recorder.py`.
+become times when all recorded steps are over. Called by `training/run_recorder.py`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch.nn import functional
 from zoo import example, same
 
 from pipecompile import InputError, Pipeline, pipecompile
+from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from tests.distributed.training_jobs import mixture
@@ -83,11 +84,9 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
-def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, Any]) -> None:
-    """In each step a batch of another size: whole, with a remainder, only a remainder."""
-    whole = mixture(16)
-    pipeline = pipecompile(
+def pipeline_of(whole: Target, **options: Any) -> Pipeline:
+    """Three stages of the mixture."""
+    return pipecompile(
         whole.model,
         whole.call,
         k=3,
@@ -97,6 +96,13 @@ def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, An
         self_check=False,
         **options,
     )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, Any]) -> None:
+    """In each step a batch of another size: whole, with a remainder, only a remainder."""
+    whole = mixture(16)
+    pipeline = pipeline_of(whole, **options)
     assert any(len(parameter.stages) > 1 for parameter in pipeline.plan.parameters)
     reference = reference_for(whole, pipeline.plan)
     tokens, targets = whole.call.args[0], whole.targets
@@ -215,15 +221,7 @@ def test_what_comes_with_the_loss_is_weighted_and_joined() -> None:
 
 def test_evaluation_of_more_than_planned_with_dropout_off() -> None:
     whole = mixture(8)
-    pipeline = pipecompile(
-        whole.model,
-        whole.call,
-        k=3,
-        microbatches=4,
-        costs="flops",
-        loss_fn=whole.loss_fn,
-        self_check=False,
-    )
+    pipeline = pipeline_of(whole)
     tokens = torch.randint(0, 11, (23, 6))
     before = copy.deepcopy(whole.model.state_dict())
     twin = copy.deepcopy(whole.model).eval()

@@ -31,13 +31,13 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipecompile.api.optimizer_state import NamedOptimizerState
-from pipecompile.api.saved_keys import SavedKeys
-from pipecompile.api.training_run import HeldState, ModelRun, TrainingRun, WholeModel
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.runtime import world
 from pipecompile.runtime.model_state import different_copies
 from pipecompile.runtime.random_generators import generator_states, restore_generators
+from pipecompile.training.optimizer_state import NamedOptimizerState
+from pipecompile.training.saved_keys import SavedKeys
+from pipecompile.training.training_run import HeldState, ModelRun, TrainingRun, WholeModel
 
 __all__ = ["Checkpoint"]
 

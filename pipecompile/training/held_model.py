@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipecompile.api.safetensors_file import SafetensorsWeights, check_installed, write_weights
 from pipecompile.errors import InputError
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
+from pipecompile.training.safetensors_file import SafetensorsWeights, check_installed, write_weights
 
 __all__ = ["HeldModel"]
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from pipecompile.api import safetensors_file
-from pipecompile.api.checkpoint import Checkpoint
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.pipeline import Pipeline
 from pipecompile.errors import FormatError, InputError, PipecompileError
+from pipecompile.training import safetensors_file
+from pipecompile.training.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

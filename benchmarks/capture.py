@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.capture_rivals import RIVALS, differences_of_rival
 from benchmarks.command_line import chosen_names
-from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.self_check import check_capture
+from pipecompile.frontend.target import Target
 from tests.zoo import first
 from tests.zoo.judge import BATCHES, by_pipecompile, verdict
 from tests.zoo.models import MODELS

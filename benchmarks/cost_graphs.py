@@ -16,7 +16,7 @@ from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.serialization import encode, read, write
 
 if TYPE_CHECKING:
-    from pipecompile.api.target import Target
+    from pipecompile.frontend.target import Target
 
 __all__ = ["FAMILIES", "LAYERS", "MODELS", "captured_graph", "deep_graph", "synthetic_graph"]
 
@@ -239,10 +239,10 @@ def _gpt2(layers: int) -> Any:
 
 def _cost_graph_of(example: object, name: str) -> CostGraph:
     """Return the cost graph of one microbatch by the `flops` model."""
-    from pipecompile.api.capture import capture_target
     from pipecompile.api.costs import cost_graph
     from pipecompile.api.options import options_for
-    from pipecompile.api.target import Target
+    from pipecompile.frontend.target import Target
+    from pipecompile.frontend.target_capture import capture_target
 
     target: Target = Target.of(example, name)
     options = options_for(target, k=1, microbatches=MICROBATCHES, costs="flops")

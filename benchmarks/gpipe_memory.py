@@ -42,13 +42,13 @@ from benchmarks.command_line import no_arguments
 from benchmarks.fitting import DeepPlan, Fitting, plan_assignment, plan_layers
 from benchmarks.gpipe_models import TOKENS, FusedLayer, Transformer, TransformerLayer, token_loss
 from benchmarks.tiling import LEAST_LAYERS, tile
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.target import Target
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from benchmarks.amoebanet import AmoebaNet
 from benchmarks.command_line import no_arguments
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.plan import Options, Provenance
 
 RESULT = Path(__file__).parent / "results" / "gpipe_models.json"

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.command_line import no_arguments
 from examples import models
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.target import Target
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES
 from pipecompile.partition.multilevel import solve_multilevel, with_groups

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 
 __all__ = ["Block", "gpt_blocks"]

@@ -31,10 +31,11 @@ import transformers
 from benchmarks.command_line import parser_of
 from benchmarks.memory_prediction import GLOO_SECONDS, peak_allocation, resident
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.target import Target, load_target
+from pipecompile.api.target import load_target
+from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import read
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "recompute_gpt2.json"

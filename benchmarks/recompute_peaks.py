@@ -14,14 +14,14 @@ import transformers
 from benchmarks.memory_prediction import peak_allocation
 from benchmarks.models import gpt2, unet
 from benchmarks.recompute_stages import CostedStage, held_bytes, whole_model
-from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
+from pipecompile.frontend.microbatch import split
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import RegionChoice
-from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage
 
 __all__ = ["MODELS", "peaks"]

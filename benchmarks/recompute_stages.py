@@ -11,10 +11,10 @@ import transformers
 
 from benchmarks.memory_models import gpt_blocks
 from examples.models import UNet
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
 from pipecompile.memory_model.live_ranges import LiveRanges

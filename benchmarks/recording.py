@@ -30,9 +30,9 @@ from torch import nn
 
 from benchmarks.command_line import no_arguments
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.action_recorder import ActionRecorder
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "recording.json"

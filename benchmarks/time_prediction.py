@@ -30,12 +30,12 @@ import torch.distributed as dist
 from benchmarks.command_line import no_arguments
 from benchmarks.models import MODELS
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
+from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime.probe import measure_links
 from pipecompile.schedule.simulator import simulate_plan
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.workers import Workers
 
 MODEL_NAMES = ("mlp", "gpt2", "bert", "t5", "llama", "vit", "resnet", "unet")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.command_line import chosen_names
-from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
+from pipecompile.frontend.target import Target
 from tests.zoo.models import MODELS
 
 RESULT = Path(__file__).parent / "results" / "verify_zoo.json"

@@ -25,12 +25,12 @@ from pipecompile.errors import (
 if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
     from pipecompile.api.compile import pipecompile
-    from pipecompile.api.pipeline import Pipeline
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import Granularity, Plan, Recompute
     from pipecompile.ir.recorded_run import RecordedRun
     from pipecompile.training.checkpoint import Checkpoint
+    from pipecompile.training.pipeline import Pipeline
 
 __all__ = [
     "CaptureError",
@@ -68,7 +68,7 @@ _HOMES = {
     "Granularity": "pipecompile.ir.plan",
     "Objective": "pipecompile.ir.options",
     "OptimizerName": "pipecompile.ir.options",
-    "Pipeline": "pipecompile.api.pipeline",
+    "Pipeline": "pipecompile.training.pipeline",
     "PlacementShape": "pipecompile.ir.options",
     "Plan": "pipecompile.ir.plan",
     "Encoding": "pipecompile.ir.encodings",

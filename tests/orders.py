@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.options import options_for
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.plan import make_plan
-from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.serialization import decode, encode
@@ -22,6 +21,7 @@ from pipecompile.schedule.named import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.stages import problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
+from pipecompile.training.pipeline import Pipeline
 
 __all__ = ["BACKWARDS", "PipelineOrder", "compared", "pipeline_under"]
 

@@ -17,8 +17,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.models import MODELS, TINY, target_on
 from benchmarks.gpu.rows import Row
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.options import options_for
+from pipecompile.frontend.target_capture import Captured, capture_target
 
 __all__ = ["capture_cases"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from examples.models import UNet, token_loss
-from pipecompile.api.target import Target
+from pipecompile.frontend.target import Target
 
 __all__ = ["GPU", "MODELS", "TINY", "Scale", "gpt2_medium", "target_on"]
 

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import Scale, target_on
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns
 from pipecompile.codegen.stages import emit
+from pipecompile.frontend.microbatch import split
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage
 
 __all__ = ["Subject", "subject_of"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InputError, unknown
@@ -12,52 +12,24 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.options import (
     DEFAULT_STAGES,
     OPTIONS,
-    Objective,
-    OptimizerName,
+    ChoiceTypes,
     Option,
-    PlacementShape,
-    ScheduleName,
     known_name,
     python_help,
 )
-from pipecompile.ir.plan import BatchNormUpdate, Granularity, Options, Recompute
+from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_budget
 from pipecompile.schedule.named import ASYNCHRONOUS, MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
-__all__ = ["ChoiceTypes", "Choices", "check_names", "requested_options", "unknown_costs"]
+__all__ = ["Choices", "check_names", "requested_options", "unknown_costs"]
 
 COSTS = ("flops", "measured", "measured:DEVICE", "roofline:DEVICE", "table:FILE")
 
 
-class ChoiceTypes(TypedDict, total=False):
-    """The types of `Choices`, for editors and type checkers; tests/api/test_choices.py compares
-    them with OPTIONS.
-    """
-
-    ranks: int | None
-    microbatches: int | None
-    schedule: ScheduleName
-    stages_per_rank: int | None
-    placement: PlacementShape | None
-    objective: Objective
-    memory: int | str | Sequence[int | str] | None
-    optimizer: OptimizerName | None
-    master_weights: bool
-    recompute: Recompute
-    encodings: Iterable[Encoding]
-    batch_norm: BatchNormUpdate
-    pin: Mapping[str, int] | None
-    no_split: Iterable[Iterable[str]]
-    parameters_everywhere: bool
-    granularity: Granularity
-    leaf: Iterable[str]
-
-
-# A TypedDict cannot be generated from a table, and its help lists the methods of dict. So type
-# checkers read the TypedDict, and Python has a class whose help is the table; a call of either
-# returns a dict.
+# The help of a TypedDict lists the methods of dict. So type checkers read the TypedDict, and Python
+# has a class whose help is the table; a call of either returns a dict.
 if TYPE_CHECKING:
     Choices: TypeAlias = ChoiceTypes
 else:

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.options import options_for
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.api.plan import assist, make_plan
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
-from pipecompile.api.target import LossFunction, Target
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import LossFunction, Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
 from pipecompile.runtime.place import check_world
 from pipecompile.training.materialise import lacks_values, on_meta
+from pipecompile.training.pipeline import Pipeline
 
 __all__ = ["pipecompile"]
 

@@ -14,10 +14,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
-from pipecompile.api.capture import Captured
 from pipecompile.api.choices import unknown_costs
 from pipecompile.api.measurement_conditions import conditions_of
-from pipecompile.api.target import Target
 from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.flops import Flops
@@ -27,11 +25,13 @@ from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import FormatError, InputError
 from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.microbatch import split
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
-from pipecompile.runtime.microbatch import split
 
 __all__ = ["comparable", "cost_graph", "cost_model", "measured_on"]
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.stages import owners_of, routes_of, stages_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import CostGraph
@@ -31,6 +30,7 @@ from pipecompile.ir.plan import (
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages

@@ -8,13 +8,13 @@ from operator import attrgetter
 import torch
 
 from pipecompile import __version__
-from pipecompile.api.capture import Captured
-from pipecompile.api.target import Target
 from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.measured import VERSION, Measured
+from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.settings import describe, qualified_name
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.autograd_context import current_context
-from pipecompile.runtime.microbatch import split
 
 __all__ = ["conditions_of"]
 

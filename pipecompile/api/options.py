@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_model
-from pipecompile.api.target import Target
 from pipecompile.errors import InputError, unknown
 from pipecompile.frontend.captured_graph import batch_size
+from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
 

@@ -20,7 +20,6 @@ from pipecompile.api.partition_problem import (
     rank_excess_bytes,
 )
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.stages import stages_of
 from pipecompile.errors import InfeasibleError, PipecompileError
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
@@ -32,6 +31,7 @@ from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.stages import stages_of
 
 __all__ = ["cut", "with_memory_time"]
 

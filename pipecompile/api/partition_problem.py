@@ -14,7 +14,6 @@ from fractions import Fraction
 import msgspec
 
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.stages import stages_of
 from pipecompile.errors import InputError
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
@@ -37,6 +36,7 @@ from pipecompile.partition.problem import (
 from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
+from pipecompile.recompute.stages import stages_of
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.selection import (
     in_flight_counts,

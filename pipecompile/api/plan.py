@@ -12,20 +12,21 @@ from pathlib import Path
 from msgspec.structs import replace
 from torch import fx
 
-from pipecompile.api.capture import Captured
 from pipecompile.api.costs import cost_graph, measured_on
 from pipecompile.api.draft import draft
-from pipecompile.api.stage_timer import StageTimer
-from pipecompile.api.target import Target
+from pipecompile.api.options import completed
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InfeasibleError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.graph.autograd_context import shared_cast_readers
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import option_text, size_text
 from pipecompile.profiling.stage_correction import correct_stages
+from pipecompile.training.stage_timer import StageTimer
 
-__all__ = ["assist", "make_plan", "with_target"]
+__all__ = ["assist", "make_plan", "plan_of", "with_target"]
 
 logger = logging.getLogger("pipecompile.api")
 
@@ -57,6 +58,13 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
             timer.dismiss()
     _warn_if_too_large(plan)
     return plan
+
+
+def plan_of(target: Target, requested: Options, links: Links, *, self_check: bool = True) -> Plan:
+    """Return the plan for a target that is captured first, and proven with `self_check`."""
+    options = completed(target, requested)
+    captured = capture_target(target, options, verify=self_check)
+    return make_plan(target, options, captured, links)
 
 
 def with_target(plan: Plan, text: str) -> Plan:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import completed
-from pipecompile.api.target import Target
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.report.profile import Profile, profile_of

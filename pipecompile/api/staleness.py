@@ -6,11 +6,11 @@ import logging
 
 from torch import fx
 
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import comparable
 from pipecompile.api.plan import make_plan, with_target
-from pipecompile.api.target import Target
 from pipecompile.errors import StalePlanError, StaleProfileError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import encode
 

@@ -1,197 +1,26 @@
-"""What a user hands over: a model with one minibatch, a loss and targets; from Python or from a
-TARGET.
-"""
+"""The target of a command: what the factory that a user names has returned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile import __version__
 from pipecompile.api.factory import Factory
-from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import InputError
-from pipecompile.frontend.signature import Arguments, arguments_of
-from pipecompile.graph.model_state import has_values, without_values
+from pipecompile.frontend.target import Target
 
-__all__ = ["LossFunction", "Target", "load_target", "made_with", "model_loss", "sum_of_squares"]
-
-LossFunction = Callable[[Any, Any], Tensor]
-FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optimizer")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the
-    model's own `loss`.
-
-    `costs` is a user's function that prices nodes, for the costs called "function". `optimizer`
-    names the one whose state is counted, see `memory_model/optimizer.py`. `autocast` is the type to
-    which operators of forwards and of the loss cast; None leaves it to the code around.
-    """
-
-    model: nn.Module
-    call: Arguments
-    loss_fn: LossFunction | None = None
-    targets: Any = None
-    costs: CostFunction | None = None
-    optimizer: str | None = None
-    autocast: torch.dtype | None = None
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """Enter the autocast under which forwards run."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self.autocast)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is; costs are measured there. Fake tensors count as being on the meta
-        device.
-        """
-        # A model without parameters runs where new tensors are made.
-        first = next(self.model.parameters(), torch.empty(0))
-        return torch.device("meta") if isinstance(first, FakeTensor) else first.device
-
-    @property
-    def has_values(self) -> bool:
-        """Whether it can run: neither the model nor the minibatch is on the meta device or of fake
-        tensors.
-        """
-        state = (*self.model.parameters(), *self.model.buffers())
-        minibatch = _tensors(self.call.args, self.call.kwargs, self.targets)
-        return all(map(has_values, (*state, *minibatch)))
-
-    def check_values(self, purpose: str) -> None:
-        """InputError unless it can run, which `purpose` needs."""
-        if not self.has_values:
-            raise InputError(
-                f"{purpose} runs the model, but it, its input or its targets are on the meta "
-                "device or of fake tensors; give values, or plan and profile it with costs flops "
-                "or roofline:DEVICE"
-            )
-
-    def on_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the minibatch, moved to the model's device."""
-        return tensor.to(self.device) if has_values(tensor) else without_values(tensor, self.device)
-
-    @property
-    def trained_by(self) -> LossFunction:
-        """The loss of the step."""
-        return self.loss_fn or model_loss
-
-    @staticmethod
-    def of(value: Any, origin: str) -> Target:
-        """Return the target that a factory returned as (model, sample_input) or as a mapping.
-
-        InputError, which begins with `origin`, if it returned anything else.
-        """
-        if isinstance(value, tuple) and len(value) == 2:
-            value = {"model": value[0], "sample_input": value[1]}
-        required, known = {"model", "sample_input"}, set(FIELDS)
-        if not isinstance(value, Mapping) or not required <= value.keys() <= known:
-            raise InputError(
-                f"{origin} must return (model, sample_input) or a mapping with model, sample_input "
-                f"and optionally {', '.join(FIELDS[2:])}; it returned {_described(value)}"
-            )
-        model = value["model"]
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"{origin}: model is a {type(model).__name__}, but must be an nn.Module"
-            )
-        call = arguments_of(model, value["sample_input"], value.get("sample_kwargs"))
-        optimizer = _optimizer_name(value.get("optimizer"), model, origin)
-        return Target(model, call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
-
-
-def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
-    """The name of an optimizer that is given as a name, as a class, or as an instance."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, torch.optim.Optimizer):
-        _check_state(value, model, origin)
-    # SGD has a buffer for each parameter only if a group has momentum: two optimizers in one class.
-    groups = value.param_groups if isinstance(value, torch.optim.SGD) else ()
-    if any(group["momentum"] for group in groups):
-        return "momentum"
-    kind = value if isinstance(value, type) else type(value)
-    if issubclass(kind, torch.optim.Optimizer):
-        return kind.__name__.lower()
-    raise InputError(
-        f"{origin}: optimizer is a {kind.__name__}, but must be a name or a torch.optim.Optimizer"
-    )
-
-
-def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str) -> None:
-    """InputError if it holds other state than its name says: by its options, or for the parameters
-    that it steps.
-    """
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
-    # Options that add a tensor for each parameter: amsgrad (Adam), centered and momentum (RMSprop).
-    options = [] if isinstance(optimizer, torch.optim.SGD) else ["amsgrad", "centered", "momentum"]
-    given = [f"{name}={group[name]}" for name in options for group in groups if group.get(name)]
-    estimate = f"give optimizer={kind.lower()!r}, its name, to count it"
-    if given:
-        raise InputError(
-            f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; "
-            f"{estimate} without"
-        )
-    stepped = {id(parameter) for group in groups for parameter in group["params"]}
-    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    left_out = [name for name, parameter in trained if id(parameter) not in stepped]
-    if left_out:
-        raise InputError(
-            f"{origin}: optimizer, {kind}, does not step {left_out[0]!r} of the model (nor "
-            f"{len(left_out) - 1} more); freeze what is not trained (requires_grad_(False)), or "
-            f"{estimate} for all trained parameters"
-        )
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a mapping with {sorted(map(str, value))}"
-    return f"a {type(value).__name__}"
+__all__ = ["load_target", "made_with", "target_of"]
 
 
 def load_target(text: str) -> Target:
     """Call the factory that `package.module:factory` or `path/file.py:factory` names."""
-    return Target.of(Factory.of(text).call(), text)
+    return target_of(Factory.of(text))
+
+
+def target_of(factory: Factory) -> Target:
+    """Call `factory`; InputError unless it returns a target."""
+    return Target.of(factory.call(), factory.text)
 
 
 def made_with(target: Target) -> str:
-    """The versions and the device that a plan of `target` comes from, in one line."""
+    """Return the versions and the device that a plan of `target` comes from, in one line."""
     return f"made with pipecompile {__version__}, torch {torch.__version__}, on {target.device}"
-
-
-def model_loss(output: Any, target: Any) -> Tensor:
-    """Return the loss that the model computed itself, as its `loss` output; InputError if it has
-    none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise InputError(
-            "the model has no `loss` output that is a scalar tensor; give loss_fn=…, or pass the "
-            "labels to the model"
-        )
-    return loss
-
-
-def sum_of_squares(output: Any, target: Any) -> Tensor:
-    """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
-    values: Sequence[Tensor] = _tensors(output)
-    # In float32, since in float16 the square of 256 is infinite already.
-    squares = [value.float().square().sum() for value in values if value.requires_grad]
-    if not squares:
-        raise InputError("no output of the model carries a gradient, so there is nothing to train")
-    return torch.stack(squares).sum()

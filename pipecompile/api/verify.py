@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.target import LossFunction, Target, sum_of_squares
 from pipecompile.errors import InputError
+from pipecompile.frontend.microbatch import split
+from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.ir.plan import Plan
@@ -25,7 +25,7 @@ from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from pipecompile.runtime.gradients import divide_gradients
-from pipecompile.runtime.microbatch import split
+from pipecompile.training.pipeline import Pipeline
 
 __all__ = [
     "HALF_TOLERANCE",

@@ -109,9 +109,9 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
     if factory is not None:
         # Only now is PyTorch imported.
         from pipecompile.api.staleness import staleness
-        from pipecompile.api.target import Target
+        from pipecompile.api.target import target_of
 
-        reason = staleness(plan, Target.of(factory.call(), factory.text))
+        reason = staleness(plan, target_of(factory))
         message = reason or f"current: {target} gives this plan"
         checks.append(Finding(code="stale", passed=reason is None, message=message))
     print_findings(path, checks, form)

@@ -39,15 +39,11 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     requested = requested_options(**options)
     links = links_for(requested, links_from_options)
     # Only now is PyTorch imported.
-    from pipecompile.api.capture import capture_target
-    from pipecompile.api.options import completed
-    from pipecompile.api.plan import make_plan, with_target
-    from pipecompile.api.target import Target, made_with
+    from pipecompile.api.plan import plan_of, with_target
+    from pipecompile.api.target import made_with, target_of
 
-    subject = Target.of(factory.call(), target)
-    chosen = completed(subject, requested)
-    captured = capture_target(subject, chosen, verify=self_check)
-    result = with_target(make_plan(subject, chosen, captured, links), target)
+    subject = target_of(factory)
+    result = with_target(plan_of(subject, requested, links, self_check=self_check), target)
     if output is not None:
         write(output, encode(result))
         logger.info("wrote %s", output)
@@ -90,9 +86,9 @@ def profile(
     # Only now is PyTorch imported.
     from pipecompile.api.profile import profiled
     from pipecompile.api.report import profile_figures, profile_page, profile_text
-    from pipecompile.api.target import Target, made_with
+    from pipecompile.api.target import made_with, target_of
 
-    subject = Target.of(factory.call(), target)
+    subject = target_of(factory)
     graph, result = profiled(subject, requested, self_check=self_check)
     if page is not None:
         write(page, profile_page(target, result).encode())
@@ -129,11 +125,11 @@ def verify(target: str, form: str, **options: Any) -> int:
     # The results are not used: this only finds mistakes before PyTorch is imported.
     links_for(requested_options(**choices), options["links"])
     # Only now is PyTorch imported.
-    from pipecompile.api.target import Target
+    from pipecompile.api.target import target_of
     from pipecompile.api.verify import verify as compare
     from pipecompile.cli.verdict import figures, text
 
-    compared_plan, comparisons = compare(Target.of(factory.call(), target), **options)
+    compared_plan, comparisons = compare(target_of(factory), **options)
     if form == "json":
         say(encode(figures(comparisons)).decode().rstrip())
     else:

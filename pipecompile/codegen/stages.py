@@ -1,7 +1,7 @@
 """Stages: a captured graph cut into modules that keep the original parameter names.
 
-`emit` is called by `api/program.py`. Each stage is one fx module. A tensor that crosses a boundary
-is sent contiguous, and the receiving stage restores its layout first:
+`emit` is called by `training/program.py`. Each stage is one fx module. A tensor that crosses a
+boundary is sent contiguous, and the receiving stage restores its layout first:
 
     stage 0    inputs ── nodes ── permute, contiguous ──▶ message
     stage 1    message ── permute, restride ── nodes ── …

@@ -1,16 +1,17 @@
 """The options of a plan, each declared once: its name, type, default and help.
 
-The Python keywords (`pipecompile.Choices`), the command line, and docs/reference/options.md come
-from `OPTIONS`; a test compares `Choices` and the fields of a plan with it. Needs no PyTorch.
+The Python keywords with their types (`pipecompile.Choices`), the command line, and
+docs/reference/options.md come from the declarations below; a plan's file has fields of the same
+names, which a test compares. Needs no PyTorch.
 `python -m pipecompile.ir.options` prints the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from textwrap import fill
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
@@ -19,6 +20,7 @@ from pipecompile.ir.plan import BatchNormUpdate, Granularity, Recompute
 __all__ = [
     "DEFAULT_STAGES",
     "OPTIONS",
+    "ChoiceTypes",
     "Objective",
     "OptimizerName",
     "Option",
@@ -58,16 +60,14 @@ several times, NODE=STAGE several times, or lists between commas several times.
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `name` is its Python keyword, `type` its Python type, `flag` its command line
-    option.
+    """One option, declared beside its type: `python_keyword: Annotated[its type, Option(…)]`.
 
-    `default_text` says what a default of None, or an empty one, stands for. `field` is the field of
-    a plan's options that holds it; None if the plan does not. `is_choice` is false for what
-    `pipecompile()` takes beside its choices.
+    `flag` is its command-line option, `--python-keyword` unless given. `default_text` says what a
+    default of None, or an empty one, stands for. `field` is the field of a plan's options that
+    holds it: that of the same name, another one, or None if the plan does not hold it. `is_choice`
+    is false for what `pipecompile()` takes beside its choices.
     """
 
-    name: str
-    type: Any
     default: Any
     help: str
     default_text: str = ""
@@ -75,15 +75,15 @@ class Option:
     metavar: str | None = None
     flag: str = ""
     field: str | None = ""
+    name: str = ""
+    type: Any = None
     is_choice: bool = True
 
-    def __post_init__(self) -> None:
-        if not self.flag:
-            # A frozen dataclass refuses plain assignment, in its own __post_init__ too.
-            object.__setattr__(self, "flag", f"--{self.name.replace('_', '-')}")
-        # The empty text stands for the name. None says something else: no field of a plan holds it.
-        if self.field == "":
-            object.__setattr__(self, "field", self.name)
+    def declared_as(self, name: str, kind: Any, *, is_choice: bool) -> Option:
+        """Return this option with its keyword and type."""
+        flag = self.flag or f"--{name.replace('_', '-')}"
+        field = name if self.field == "" else self.field
+        return replace(self, name=name, type=kind, flag=flag, field=field, is_choice=is_choice)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -106,181 +106,191 @@ def _literals(kind: Any) -> Iterable[str]:
             yield from _literals(part)
 
 
-_MEMORY = int | str | Sequence[int | str] | None
+class ChoiceTypes(TypedDict, total=False):
+    """The keywords by which `pipecompile()` chooses a plan, with their types, defaults and help."""
+
+    ranks: Annotated[
+        int | None,
+        Option(
+            None,
+            "Number of ranks, instead of k: k is then as many stages as the schedule has on these "
+            "ranks.",
+            default_text="k / stages per rank",
+            field=None,
+        ),
+    ]
+    microbatches: Annotated[
+        int | None,
+        Option(None, "Number of equal parts that the minibatch is cut into.", default_text="k"),
+    ]
+    schedule: Annotated[
+        ScheduleName,
+        Option(
+            "1f1b",
+            "A named schedule, or search for the shortest one for this model, its links and its "
+            "memory.",
+        ),
+    ]
+    stages_per_rank: Annotated[
+        int | None,
+        Option(None, "Number of stages on each rank.", default_text="what the schedule needs"),
+    ]
+    placement: Annotated[
+        PlacementShape | None,
+        Option(
+            None,
+            "Which stages share a rank: neighbours (linear), around and around (loop), or there "
+            "and back (v).",
+            default_text="what the schedule needs; a search tries all",
+        ),
+    ]
+    objective: Annotated[
+        Objective,
+        Option(
+            "variance",
+            "What the cut minimises: the variance of the loads, the largest load, or the simulated "
+            "step.",
+        ),
+    ]
+    memory: Annotated[
+        int | str | Sequence[int | str] | None,
+        Option(
+            None,
+            "Cap of each rank, such as 16GiB, or one for each rank with commas between.",
+            default_text="no cap",
+            metavar="SIZE[,…]",
+            field="memory_bytes",
+        ),
+    ]
+    optimizer: Annotated[
+        OptimizerName | None,
+        Option(None, "Count the state of this optimizer.", default_text="the target's optimizer"),
+    ]
+    master_weights: Annotated[
+        bool,
+        Option(False, "Count float32 copies of parameters that have fewer bits.", form="switch"),
+    ]
+    recompute: Annotated[
+        Recompute,
+        Option(
+            "none",
+            "What stages recompute instead of saving it: nothing (none), each stage but the last "
+            "as a whole (stage), that for all microbatches but a step's last (except-last), each "
+            "block (block), about √n of n blocks together (sqrt), or what lets each rank fit its "
+            "memory at the least extra time (auto).",
+        ),
+    ]
+    encodings: Annotated[
+        Iterable[Encoding],
+        Option(
+            (),
+            "Encodings of saved tensors that stages may use where they do not fit their memory; "
+            "gradients stay the same bit for bit, except with half.",
+            default_text="none",
+            form="list",
+            metavar="ENCODING[,…]",
+        ),
+    ]
+    batch_norm: Annotated[
+        BatchNormUpdate,
+        Option(
+            "microbatch",
+            "When BatchNorm updates its running averages: after each microbatch, as the original "
+            "module does, or once a step with the statistics of the whole minibatch, over all "
+            "replicas.",
+        ),
+    ]
+    pin: Annotated[
+        Mapping[str, int] | None,
+        Option(
+            None,
+            "Fix the stage of a node; -1 is the last stage.",
+            default_text="none",
+            form="pins",
+            metavar="NODE=STAGE",
+        ),
+    ]
+    no_split: Annotated[
+        Iterable[Iterable[str]],
+        Option(
+            (),
+            "Keep modules or nodes together on one stage.",
+            default_text="none",
+            form="groups",
+            metavar="MODULE[,…]",
+            field="groups",
+        ),
+    ]
+    parameters_everywhere: Annotated[
+        bool,
+        Option(False, "Each stage has a node with parameters.", form="switch"),
+    ]
+    granularity: Annotated[
+        Granularity,
+        Option(
+            "operators",
+            "What the model is cut between; auto opens blocks where balance or memory needs it.",
+        ),
+    ]
+    leaf: Annotated[
+        Iterable[str],
+        Option(
+            (),
+            "Take a module, by path or class, as one node.",
+            default_text="none",
+            form="repeated",
+            metavar="MODULE",
+        ),
+    ]
+
+
+class _OtherTypes(TypedDict, total=False):
+    """What `pipecompile()` and the commands take beside the choices."""
+
+    k: Annotated[
+        int | None,
+        Option(None, "Number of stages.", default_text=str(DEFAULT_STAGES), flag="-k"),
+    ]
+    costs: Annotated[
+        str,
+        Option(
+            "measured",
+            "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that "
+            "calibrate wrote) or table:FILE (a file that profile wrote).",
+        ),
+    ]
+    links: Annotated[
+        Any,
+        Option(
+            None,
+            "File with bandwidth and latency from rank to rank, which the command links writes.",
+            default_text="transfers take no time",
+            metavar="FILE",
+            field=None,
+        ),
+    ]
+    self_check: Annotated[
+        bool,
+        Option(
+            True,
+            "Prove the captured graph by a training step before it is used.",
+            form="switch",
+            field=None,
+        ),
+    ]
+
+
+def _declared(types: type, *, is_choice: bool) -> Iterator[Option]:
+    """Yield the options that a TypedDict declares, in its order."""
+    for name, hint in get_type_hints(types, include_extras=True).items():
+        kind, option = get_args(hint)
+        yield option.declared_as(name, kind, is_choice=is_choice)
+
+
 # Help and page list them in this order.
 OPTIONS: tuple[Option, ...] = (
-    Option(
-        "k",
-        int | None,
-        None,
-        "Number of stages.",
-        default_text=str(DEFAULT_STAGES),
-        flag="-k",
-        is_choice=False,
-    ),
-    Option(
-        "ranks",
-        int | None,
-        None,
-        "Number of ranks, instead of k: k is then as many stages as the schedule has on these "
-        "ranks.",
-        default_text="k / stages per rank",
-        field=None,
-    ),
-    Option(
-        "microbatches",
-        int | None,
-        None,
-        "Number of equal parts that the minibatch is cut into.",
-        default_text="k",
-    ),
-    Option(
-        "schedule",
-        ScheduleName,
-        "1f1b",
-        "A named schedule, or search for the shortest one for this model, its links and its "
-        "memory.",
-    ),
-    Option(
-        "stages_per_rank",
-        int | None,
-        None,
-        "Number of stages on each rank.",
-        default_text="what the schedule needs",
-    ),
-    Option(
-        "placement",
-        PlacementShape | None,
-        None,
-        "Which stages share a rank: neighbours (linear), around and around (loop), or there and "
-        "back (v).",
-        default_text="what the schedule needs; a search tries all",
-    ),
-    Option(
-        "objective",
-        Objective,
-        "variance",
-        "What the cut minimises: the variance of the loads, the largest load, or the simulated "
-        "step.",
-    ),
-    Option(
-        "memory",
-        _MEMORY,
-        None,
-        "Cap of each rank, such as 16GiB, or one for each rank with commas between.",
-        default_text="no cap",
-        metavar="SIZE[,…]",
-        field="memory_bytes",
-    ),
-    Option(
-        "optimizer",
-        OptimizerName | None,
-        None,
-        "Count the state of this optimizer.",
-        default_text="the target's optimizer",
-    ),
-    Option(
-        "master_weights",
-        bool,
-        False,
-        "Count float32 copies of parameters that have fewer bits.",
-        form="switch",
-    ),
-    Option(
-        "recompute",
-        Recompute,
-        "none",
-        "What stages recompute instead of saving it: nothing (none), each stage but the last as "
-        "a whole (stage), that for all microbatches but a step's last (except-last), each block "
-        "(block), about √n of n blocks together (sqrt), or what lets each rank fit its memory at "
-        "the least extra time (auto).",
-    ),
-    Option(
-        "encodings",
-        Iterable[Encoding],
-        (),
-        "Encodings of saved tensors that stages may use where they do not fit their memory; "
-        "gradients stay the same bit for bit, except with half.",
-        default_text="none",
-        form="list",
-        metavar="ENCODING[,…]",
-    ),
-    Option(
-        "batch_norm",
-        BatchNormUpdate,
-        "microbatch",
-        "When BatchNorm updates its running averages: after each microbatch, as the original "
-        "module does, or once a step with the statistics of the whole minibatch, over all "
-        "replicas.",
-    ),
-    Option(
-        "costs",
-        str,
-        "measured",
-        "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that "
-        "calibrate wrote) or table:FILE (a file that profile wrote).",
-        is_choice=False,
-    ),
-    Option(
-        "links",
-        Any,
-        None,
-        "File with bandwidth and latency from rank to rank, which the command links writes.",
-        default_text="transfers take no time",
-        metavar="FILE",
-        field=None,
-        is_choice=False,
-    ),
-    Option(
-        "pin",
-        Mapping[str, int] | None,
-        None,
-        "Fix the stage of a node; -1 is the last stage.",
-        default_text="none",
-        form="pins",
-        metavar="NODE=STAGE",
-    ),
-    Option(
-        "no_split",
-        Iterable[Iterable[str]],
-        (),
-        "Keep modules or nodes together on one stage.",
-        default_text="none",
-        form="groups",
-        metavar="MODULE[,…]",
-        field="groups",
-    ),
-    Option(
-        "parameters_everywhere",
-        bool,
-        False,
-        "Each stage has a node with parameters.",
-        form="switch",
-    ),
-    Option(
-        "granularity",
-        Granularity,
-        "operators",
-        "What the model is cut between; auto opens blocks where balance or memory needs it.",
-    ),
-    Option(
-        "leaf",
-        Iterable[str],
-        (),
-        "Take a module, by path or class, as one node.",
-        default_text="none",
-        form="repeated",
-        metavar="MODULE",
-    ),
-    Option(
-        "self_check",
-        bool,
-        True,
-        "Prove the captured graph by a training step before it is used.",
-        form="switch",
-        field=None,
-        is_choice=False,
-    ),
+    *_declared(_OtherTypes, is_choice=False),
+    *_declared(ChoiceTypes, is_choice=True),
 )
 
 

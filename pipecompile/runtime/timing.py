@@ -1,8 +1,8 @@
 """The times of a stage's actions, measured as its rank performs them.
 
-Called by `api/stage_timer.py`. These times contain what no sum over nodes has: whether kernels find
-their operands in a cache, gradients that are added to others, memory taken from the system, and the
-time of Python between nodes.
+Called by `training/stage_timer.py`. These times contain what no sum over nodes has: whether
+kernels find their operands in a cache, gradients that are added to others, memory taken from the
+system, and the time of Python between nodes.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Without torchrun there is one process, and every function here returns at once.
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +31,17 @@ T = TypeVar("T")
 
 
 def join() -> None:
-    """Join the other ranks under torchrun, with NCCL on GPUs and gloo elsewhere."""
+    """Join the other ranks under torchrun, with NCCL on GPUs and gloo elsewhere.
+
+    What is logged for information then comes from rank 0 only, unless the user set another level.
+    """
+    _initialise()
+    logger = logging.getLogger("pipecompile")
+    if rank() and logger.level == logging.NOTSET:
+        logger.setLevel(logging.WARNING)
+
+
+def _initialise() -> None:
     if not (dist.is_available() and dist.is_torchelastic_launched()) or dist.is_initialized():
         return
     gpu = torch.cuda.is_available()

@@ -1,5 +1,12 @@
-"""What a training run needs beside its steps: values, weights, checkpoints, recorded runs.
+"""A plan that runs: the pipeline and its step, and what a training run needs beside.
 
-The room lies above the phases, because checkpoints and weights need to know where each rank of the
-runtime is. `api/pipeline.py` puts it together with the step.
+    pipeline       what a user holds
+    batch_reader   reads the batch of a step
+    program        the graph cut into stages, once for each set of modes and size of microbatches
+    runner         runs a program on this process
+    materialise    gives values to a model on the meta device
+    checkpoint, held_model, safetensors_file    state that is saved and loaded
+    run_recorder   a recorded run; stage_timer times whole stages for a plan
+
+The room lies above the phases: it puts `frontend`, `codegen` and `runtime` together.
 """

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pipecompile import InputError, pipecompile
 from pipecompile.api import verify as verifying
-from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import decode, encode
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from zoo import example, same
 
 from pipecompile import InputError, Pipeline, pipecompile
-from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
+from pipecompile.frontend.target import Target
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from tests.distributed.training_jobs import mixture
 from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step

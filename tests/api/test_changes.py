@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.training.pipeline import Pipeline
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

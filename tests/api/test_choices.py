@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import pydoc
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 import pipecompile
-from pipecompile.api.choices import ChoiceTypes, requested_options
+from pipecompile.api.choices import requested_options
 from pipecompile.errors import InputError
 from pipecompile.ir.options import OPTIONS
-
-
-def test_the_types_of_choices_are_those_of_the_table() -> None:
-    table = {option.name: option.type for option in OPTIONS if option.is_choice}
-    assert get_type_hints(ChoiceTypes) == table
 
 
 def test_help_lists_the_choices_and_no_methods_of_dict() -> None:

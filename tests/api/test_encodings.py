@@ -17,22 +17,22 @@ from torch.nn import functional
 from zoo import same
 
 from pipecompile import InfeasibleError, InputError
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft, predicted
 from pipecompile.api.options import options_for
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.soundness import findings
-from pipecompile.api.stages import stages_of
-from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import EncodedNodes, Plan, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.recompute.encoding_offers import encoding_offers
+from pipecompile.recompute.stages import stages_of
 
 SCHEDULES = (
     "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2",

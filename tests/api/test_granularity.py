@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from examples import models
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.soundness import findings
-from pipecompile.api.target import Target
 from pipecompile.errors import InputError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import GRANULARITIES, Plan, Provenance
 from pipecompile.ir.serialization import decode, encode

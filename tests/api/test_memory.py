@@ -14,15 +14,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipecompile.api.capture import Captured, capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
-from pipecompile.api.target import Target
 from pipecompile.cli import commands
 from pipecompile.cost_models.device import Device, load_device
 from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.serialization import decode, encode, read, write

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import example, same
 
 from pipecompile import InfeasibleError, InputError, pipecompile
-from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.soundness import findings
-from pipecompile.api.target import Target
 from pipecompile.api.verify import compared, reference_for, verify
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import EncodedNodes, Plan
 from tests.sweeps import sweep
 

@@ -11,13 +11,13 @@ from torch import nn
 from pipecompile.api.compare import comparison_of, comparison_text, run_page, run_trace
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.device_correction import corrected_device
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InputError
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.schedule import Action
 from pipecompile.ir.serialization import encode, write
 from pipecompile.runtime.clock_alignment import ClockOffset
+from pipecompile.training.pipeline import Pipeline
 from pipecompile.training.run_recorder import _ClockReading, _to_rank_0
 
 ROWS = torch.randn(8, 16)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from examples import models
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import verify
 from pipecompile.errors import (
     CaptureError,
@@ -25,6 +24,7 @@ from pipecompile.errors import (
     StalePlanError,
 )
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target, sum_of_squares
 from pipecompile.ir.plan import Plan
 from tests.sweeps import sweep
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
-from pipecompile.api.capture import capture_target
 from pipecompile.api.choices import requested_options
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.profile import profiled
-from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.model_state import without_values
 from pipecompile.ir.serialization import encode
 from pipecompile.report.summary import summary

@@ -14,8 +14,8 @@ from benchmarks.capture_rivals import (
     capture_by_pipelining,
     differences_of_rival,
 )
-from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 from tests.zoo import first
 from tests.zoo.models import MODELS
 

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from benchmarks.fitting import Fitting, plan_layers
 from benchmarks.gpipe_memory import FORMATS, PAPER, Format, even_layers
 from benchmarks.gpipe_models import Transformer, token_loss
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 
 
 def small(recompute: str, mebibytes: int) -> Fitting:

@@ -14,10 +14,10 @@ from zoo import first, same
 from zoo.models import MODELS as ZOO
 
 from examples import models as examples
-from pipecompile.api.target import Target
 from pipecompile.codegen.regions import Regions, stage_order
 from pipecompile.codegen.stages import StageModule, emit
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.recomputability import RecomputeLimits, recompute_limits
 from pipecompile.ir.schedule import Action

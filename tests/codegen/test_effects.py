@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from zoo import first
 from zoo.models import MODELS
 
-from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 
 # Model of the zoo → how many runs of nodes it has at least, between which it may be cut.
 CUT = {

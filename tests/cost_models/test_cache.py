@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.target import Target
 from pipecompile.cost_models.cache import CachedCost, cache_folder, cached_costs, store_costs
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 
 SURROUNDINGS = {"graph": "abc", "device": "a processor", "threads": "1"}

@@ -12,16 +12,16 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.costs import comparable, cost_graph, cost_model
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.staleness import staleness
-from pipecompile.api.target import Target
 from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.errors import FormatError, InputError, StaleProfileError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.serialization import encode
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipecompile.api.target import Target
 from pipecompile.api.verify import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.batch_statistics import minibatch_statistics

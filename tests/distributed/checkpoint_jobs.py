@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipecompile.api.target import Target
 from pipecompile.errors import PipecompileError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.training.checkpoint import Checkpoint
 from tests.distributed.training_jobs import Run, run_of
 

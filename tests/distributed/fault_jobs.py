@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.training.pipeline import Pipeline
 
 TIMEOUT = 2.0
 

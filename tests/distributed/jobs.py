@@ -15,10 +15,10 @@ from benchmarks.memory_prediction import PlanSetting, measure
 from examples import models
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.links import probe_links
-from pipecompile.api.target import Target
 from pipecompile.api.verify import Comparison, compare, reference_for, verify
 from pipecompile.errors import PipecompileError
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
 from pipecompile.schedule import selection as ordering

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.target import Target
 from pipecompile.api.verify import reference_for
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.training_jobs import Mixture, mixture, token_loss
 
 

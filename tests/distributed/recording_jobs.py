@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.runtime import action_recorder, clock_alignment
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.training_jobs import run_of
 
 Recorded = tuple[Plan, RecordedRun | None]

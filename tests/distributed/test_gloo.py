@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecompile.api.capture import capture_target
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.cost_models.device import load_device
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.serialization import encode, write
 from tests.distributed import jobs
 from tests.distributed.workers import Workers

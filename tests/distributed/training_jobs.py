@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
-from pipecompile.api.target import Target
 from pipecompile.api.verify import Reference, reference_for
 from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.training.pipeline import Pipeline
 
 MICROBATCH = 4  # samples
 

@@ -13,11 +13,11 @@ from zoo import called, captured, same
 from zoo.exact import exact
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target, sum_of_squares
 
 WIDTH = 8
 

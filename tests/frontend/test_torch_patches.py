@@ -16,8 +16,8 @@ from zoo import called
 from zoo.exact import exact
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.target import Target, sum_of_squares
 from pipecompile.api.verify import reference_for
+from pipecompile.frontend.target import Target, sum_of_squares
 
 
 class Exaggerated(torch.autograd.Function):

@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from zoo import same
 from zoo.models import MODELS as ZOO
 
-from pipecompile.api.target import Target
 from pipecompile.codegen.stages import emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
+from pipecompile.frontend.target import Target
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.graph.saved_tensors import EncodedStorages, encode_saved_tensors
 from pipecompile.ir.encodings import ENCODINGS

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from pipecompile.api.compile import pipecompile
-from pipecompile.api.pipeline import Pipeline
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.training import safetensors_file
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,11 +9,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from pipecompile.api.target import Target, load_target
+from pipecompile.api.target import load_target
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "examples" / "models.py"

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.api.target import Target
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.self_check import with_autograd_contexts
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 
 from . import first
 

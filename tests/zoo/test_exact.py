@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipecompile.api.target import Target
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.target import Target
 from tests.sweeps import sweep
 from zoo.judge import BATCHES, MODES, by_pipecompile, verdict
 from zoo.language import LANGUAGE

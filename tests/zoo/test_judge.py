@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.target import Target
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 from zoo.judge import Run, differences, steps, verdict
 
 

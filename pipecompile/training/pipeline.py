@@ -15,11 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipecompile.api.batch_reader import BatchReader
-from pipecompile.api.capture import Captured
-from pipecompile.api.program import Program, Programs
-from pipecompile.api.runner import Runner, refuse_untrainable
-from pipecompile.api.target import Target
+from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.serialization import fingerprint
@@ -30,15 +28,17 @@ from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
-from pipecompile.runtime.microbatch import MicrobatchSizes
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace, device_of_this_rank
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
+from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.program import Program, Programs
 from pipecompile.training.run_recorder import RunRecorder
+from pipecompile.training.runner import Runner, refuse_untrainable
 
 __all__ = ["Pipeline"]
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecompile.api.capture import Captured
-from pipecompile.api.program import Program
-from pipecompile.api.target import Target, model_loss
 from pipecompile.codegen.stages import StageModule
 from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.microbatch import split
+from pipecompile.frontend.target import Target, model_loss
+from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.plan import Plan
@@ -34,7 +34,6 @@ from pipecompile.profiling.scaling import Times
 from pipecompile.profiling.stage_correction import DoesNotFitError
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
-from pipecompile.runtime.microbatch import split
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.timing import (
     StageWorkload,
@@ -45,6 +44,7 @@ from pipecompile.runtime.timing import (
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
+from pipecompile.training.program import Program
 
 __all__ = ["StageTimer"]
 

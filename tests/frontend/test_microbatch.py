@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.runtime.microbatch import MicrobatchSizes, merge, split
+from pipecompile.frontend.microbatch import MicrobatchSizes, merge, split
 
 
 @given(st.integers(1, 5), st.integers(1, 4))

@@ -11,24 +11,23 @@ from itertools import chain
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from pipecompile.api.target import Target
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture, captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
 from pipecompile.graph.modules import is_within
 from pipecompile.ir.plan import Options, Provenance
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime import world
-from pipecompile.runtime.microbatch import split
 
-__all__ = ["Captured", "capture_for_remainder", "capture_target", "log_on_first_rank"]
+__all__ = ["Captured", "capture_for_remainder", "capture_target"]
 
-logger = logging.getLogger("pipecompile.api")
+logger = logging.getLogger("pipecompile.frontend")
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ def capture_target(
     sample = _first_microbatch(target, options)
     if verify and target.has_values:
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
-        log_on_first_rank(chain(_remarks(captured), [_proof_text(proof)]))
+        _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None
         captured = _captured_by(method, target, sample, options)
         module = captured.instantiate(sample)
-        log_on_first_rank(_remarks(captured))
+        _log(_remarks(captured))
     _refuse_unknown_names(module.graph, options.groups)
     apply_passes(module.graph, [Group(options.groups)])
     return Captured(
@@ -160,9 +159,8 @@ def _proof_text(proof: Proof) -> str:
     )
 
 
-def log_on_first_rank(lines: Iterable[str]) -> None:
-    """Log each of `lines`, once for all ranks."""
-    for line in lines if world.rank() == 0 else ():
+def _log(lines: Iterable[str]) -> None:
+    for line in lines:
         logger.info(line)
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from pipecompile.api.program import Program
-from pipecompile.api.target import Target
 from pipecompile.codegen.stages import StageModule
 from pipecompile.errors import InputError
+from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import local
@@ -27,6 +26,7 @@ from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
+from pipecompile.training.program import Program
 
 __all__ = ["Runner", "refuse_untrainable"]
 

@@ -11,18 +11,18 @@ from typing import NoReturn
 import pytest
 import torch
 
-from pipecompile.api import stage_timer as measuring
-from pipecompile.api.capture import capture_target
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
-from pipecompile.api.stage_timer import StageTimer
-from pipecompile.api.target import Target
 from pipecompile.errors import PipecompileError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.schedule import Kind
 from pipecompile.profiling.stage_correction import DoesNotFitError
+from pipecompile.training import stage_timer as measuring
+from pipecompile.training.stage_timer import StageTimer
 from tests.zoo import example
 
 CPU = torch.device("cpu")

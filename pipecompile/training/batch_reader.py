@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.program import Program
-from pipecompile.api.runner import Runner
 from pipecompile.errors import InputError
+from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.plan import Plan
-from pipecompile.runtime.microbatch import MicrobatchSizes
+from pipecompile.training.program import Program
+from pipecompile.training.runner import Runner
 
 __all__ = ["BatchReader"]
 

@@ -4,25 +4,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from pipecompile.api.capture import (
-    Captured,
-    capture_for_remainder,
-    capture_target,
-    log_on_first_rank,
-)
-from pipecompile.api.target import Target
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import OutputStructure
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_for_remainder, capture_target
 from pipecompile.graph.attributes import is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.model_state import named_state
@@ -33,6 +29,8 @@ from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.training.materialise import bind, lacks_values, on_meta
 
 __all__ = ["Program", "Programs"]
+
+logger = logging.getLogger("pipecompile.training")
 
 # A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
@@ -182,8 +180,8 @@ class Programs:
         if modes not in self._by_modes:
             # A graph of the changed model could not be cut where the planned one was.
             self.planned.check_unchanged()
-            log_on_first_rank(
-                ["the model is captured once more: its modules are in other modes than planned"]
+            logger.info(
+                "the model is captured once more: its modules are in other modes than planned"
             )
             captured = self._capture()
             self._by_modes[modes] = self._cut_like_the_plan(captured.capture, captured.module)

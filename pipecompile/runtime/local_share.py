@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from pipecompile.ir.plan import Plan
-from pipecompile.runtime.place import RankPlace
+from pipecompile.runtime.place import RankPlace, device_of_this_rank
 
 __all__ = ["LocalShare"]
 
@@ -37,6 +38,12 @@ class LocalShare:
         self.first_names: dict[str, str] = {
             alias: parameter.name for parameter in plan.parameters for alias in parameter.aliases
         }
+
+    @property
+    def device_for_meta(self) -> torch.device:
+        """Where a model that was built on the meta device runs here."""
+        own = device_of_this_rank() if self.is_distributed else None
+        return own or torch.device("cpu")
 
     def holds(self, name: str) -> bool:
         """Whether the parameter or buffer `name` is here."""

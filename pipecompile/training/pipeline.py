@@ -29,7 +29,7 @@ from pipecompile.runtime.gradients import StepGradients, divide_gradients, sprea
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.norm import total_norm
-from pipecompile.runtime.place import RankPlace, device_of_this_rank
+from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
@@ -259,8 +259,7 @@ class Pipeline(HeldModel):
 
     def _allocate(self) -> None:
         """Give the stages of this rank memory, and let modules set what they can."""
-        own = device_of_this_rank() if self._share.is_distributed else None
-        allocate(self._target.model, self._share, own or torch.device("cpu"))
+        allocate(self._target.model, self._share, self._share.device_for_meta)
         planned = self._programs.planned
         self._programs.bind(planned)
         planned.remember()

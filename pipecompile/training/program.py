@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.codegen.regions import EncodedRuns, Regions
@@ -24,6 +25,8 @@ from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.ir.plan import BatchNormUpdate, Plan
+from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.training.materialise import bind, lacks_values, on_meta
@@ -38,7 +41,7 @@ ABSENT = object()
 
 class Program:
     """A graph of the model cut as the plan says, captured while its modules were in the modes
-    `modes`.
+    `modes`. What was captured on the meta device runs on `device`.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class Program:
         regions: Regions,
         encoded_runs: EncodedRuns,
         batch_norm: BatchNormUpdate,
+        device: torch.device,
     ) -> None:
         self.captured = captured
         self._context = current_context()
         self.remember()
         self.modes = _modes_of(captured.model)
+        apply_passes(module.graph, [LeaveMeta(device)])
         self.stages: tuple[StageModule, ...] = emit(
             module, assignment, regions, encoded_runs, batch_norm
         )
@@ -170,6 +175,7 @@ class Programs:
             plan.regions,
             plan.encoded_runs,
             plan.options.batch_norm,
+            share.device_for_meta,
         )
         self._by_modes = {self.planned.modes: self.planned}
         self._remainders: dict[tuple[frozenset[str], int], Program] = {}
@@ -238,7 +244,8 @@ class Programs:
         regions = transfer_regions(plan.regions, graph, module, stages)
         encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
         batch_norm = plan.options.batch_norm
-        program = Program(capture, module, stages, regions, encodings, batch_norm)
+        device = self._share.device_for_meta
+        program = Program(capture, module, stages, regions, encodings, batch_norm, device)
         if lacks_values(self._target.model):
             self.bind(program)
         return program

@@ -185,6 +185,7 @@ class StageTimer:
             plan.regions,
             plan.encoded_runs,
             plan.options.batch_norm,
+            self.device,
         )
 
     @cached_property

@@ -1,0 +1,18 @@
+"""Ranks that are late by random times: no deadlock, and the gradients of the unsplit model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import delay_jobs as jobs
+from tests.distributed.workers import Workers
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_two_hundred_steps_under_random_delays(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    for worst in workers.run(3, jobs.delayed_steps, 3, schedule, 200, folder=str(tmp_path)):
+        assert worst <= 1e-12

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import PipecompileError
@@ -47,7 +50,13 @@ def _initialise() -> None:
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(dist.get_node_local_rank() % torch.cuda.device_count())
-    dist.init_process_group("nccl" if gpu else "gloo")
+    store, number, processes = next(rendezvous("env://"))
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        # torchrun keeps this store for all its restarts (pytorch/pytorch#135712): under the same
+        # names ranks would find the addresses of those that are gone, and wait for them.
+        store = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=processes)
     # A group that is destroyed only by the interpreter's end can abort ranks that still run.
     atexit.register(_leave)
 

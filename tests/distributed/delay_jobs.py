@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
-from pipecompile.frontend.signature import arguments_of
-from pipecompile.frontend.target import Target
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from tests.distributed.training_jobs import run_of

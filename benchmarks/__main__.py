@@ -27,6 +27,7 @@ NAMES = (
     "capture_large",
     "verify_zoo",
     "runtime",
+    "faults",
     "gpu",
 )
 

@@ -67,7 +67,7 @@ def drill(ranks: int, schedule: str, recompute: str, action: str, fault: str) ->
         seconds = time.monotonic() - start
         # Some rank may still be in the step: a barrier would wait for it for ever.
         dist.destroy_process_group()
-        return Seen(type(error).__name__, " ".join([str(error), *notes]), seconds)
+        return Seen(type(error).__name__, "; ".join([str(error), *notes]), seconds)
     return Seen("", "", time.monotonic() - start)
 
 

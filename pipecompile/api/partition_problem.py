@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from operator import attrgetter
 
 import msgspec
 
@@ -19,11 +20,12 @@ from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
+from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.lower_bounds import (
     bytes_lower_bounds,
     freeable_bytes,
-    receive_buffers,
+    received_bytes,
 )
 from pipecompile.memory_model.rank import available_for_activations, rank_memory
 from pipecompile.partition.problem import (
@@ -149,11 +151,38 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     return replace(
         constraint,
         price=_price(planner, one_in_flight),
-        boundary_buffers=BoundaryBuffers(*receive_buffers(graph, options.microbatches)),
+        boundary_buffers=BoundaryBuffers(
+            *received_bytes(graph), _received_counts(options, placement, one_in_flight)
+        ),
         freeable=freeable_bytes(graph, options.recompute, options.encodings, rate)
         if can_free
         else (),
     )
+
+
+def _received_counts(
+    options: Options, placement: tuple[int, ...], one_in_flight: bool
+) -> tuple[tuple[int, int], ...]:
+    """By stage the microbatches of which values and gradients are there when most are in flight.
+
+    Each stage is alone on its rank.
+    """
+    if one_in_flight:
+        # As `available_for_activations` counts them, since the order is open.
+        return ((options.microbatches, options.microbatches),) * options.k
+    name = representative_schedule(options, placement)
+    by_rank = snapshots_of(name, placement, options.microbatches, False)
+    counts = []
+    for stage, rank in enumerate(placement):
+        # A stage that is recomputed as a whole holds most as a backward begins.
+        backwards = [s for s in by_rank[rank] if s.kind in BACKWARDS] or by_rank[rank]
+        moments = [
+            max((s.states[stage] for s in snapshots), key=attrgetter("in_flight"))
+            for snapshots in (by_rank[rank], backwards)
+        ]
+        values = min(state.values_received for state in moments)
+        counts.append((values, min(state.gradients_received for state in moments)))
+    return tuple(counts)
 
 
 def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCandidate], Price]:

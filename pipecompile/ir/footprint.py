@@ -14,6 +14,7 @@ __all__ = [
     "EMPTY_FOOTPRINT",
     "Footprint",
     "MessageStorage",
+    "ReceivedTensor",
     "SharedParameter",
     "total_size",
 ]
@@ -40,7 +41,20 @@ class MessageStorage(Value, frozen=True, kw_only=True):
     is_needed_by_weight_backward: bool
 
 
-def total_size(storages: Iterable[MessageStorage]) -> Amount:
+class ReceivedTensor(Value, frozen=True, kw_only=True):
+    """A value of one microbatch that a stage gets from the stage before, or a gradient from behind.
+
+    `name` is the tensor's producer. `is_needed_by_weight_backward` tells whether the second half of
+    the stage's backward needs it, and `is_relayed` whether it is sent on as it came, or as a view.
+    """
+
+    name: str
+    size: Amount
+    is_needed_by_weight_backward: bool
+    is_relayed: bool
+
+
+def total_size(storages: Iterable[MessageStorage | ReceivedTensor]) -> Amount:
     """Return the size of all storages together."""
     return sum((storage.size for storage in storages), ZERO)
 
@@ -54,18 +68,14 @@ class Footprint(Value, frozen=True, kw_only=True):
     them) until the step ends. So are the gradients of inputs, which a whole backward makes
     (`sent_by_backward`) or a first half (`sent_by_input_backward`). The first half of a split
     backward frees `freed_by_input_backward` of the activations and adds
-    `added_by_input_backward`, which the second half frees. `inputs`, `received` and
-    `received_gradients` are buffers of one microbatch. `buffer_copies` are copies of buffers that
-    nodes write to: a microbatch of which the whole stage is recomputed keeps them.
+    `added_by_input_backward`, which the second half frees. `inputs` are what it reads of the
+    minibatch; `received` and `received_gradients` come from its neighbours. `buffer_copies` are
+    copies of buffers that nodes write to: a microbatch of which the whole stage is recomputed keeps
+    them.
 
     While it computes: the peaks, above what was held before. The first backward of a step makes
     the gradients of parameters, later ones add to them. The peaks of a second half are different
     where it frees the outputs too (`…_freeing_outputs`).
-
-    By name, for a neighbour on the same rank: inputs that are relayed as they came
-    (`relayed_inputs`), inputs that a second half needs (`inputs_for_weight_backward`), outputs
-    whose gradients are relayed as they came (`relayed_gradients`), and those whose gradients are
-    kept from the first half to the second (`gradients_for_weight_backward`).
     """
 
     parameters: Amount
@@ -73,8 +83,6 @@ class Footprint(Value, frozen=True, kw_only=True):
     optimizer: Amount
     optimizer_scratch: Amount
     inputs: Amount
-    received: Amount
-    received_gradients: Amount
     activations: Amount
     freed_by_input_backward: Amount
     added_by_input_backward: Amount
@@ -87,13 +95,11 @@ class Footprint(Value, frozen=True, kw_only=True):
     first_weight_backward_peak_freeing_outputs: Amount
     weight_backward_peak_freeing_outputs: Amount
     buffer_copies: Amount = ZERO
+    received: tuple[ReceivedTensor, ...] = ()
+    received_gradients: tuple[ReceivedTensor, ...] = ()
     sent_outputs: tuple[MessageStorage, ...] = ()
     sent_by_backward: tuple[MessageStorage, ...] = ()
     sent_by_input_backward: tuple[MessageStorage, ...] = ()
-    relayed_inputs: tuple[str, ...] = ()
-    inputs_for_weight_backward: tuple[str, ...] = ()
-    relayed_gradients: tuple[str, ...] = ()
-    gradients_for_weight_backward: tuple[str, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
 
     @property

@@ -13,8 +13,8 @@ any of its holders needs it:
                                        weight backward is done if that needs it
                                        a message that the stage before relays, until the step ends
 
-Tensors that only pass through both stages lie in buffers of the rank, which are counted anyway.
-rank.py adds up what this returns.
+Tensors that only pass through both stages were received from other ranks. They are sent on, and
+count until the step ends (snapshots.py). rank.py adds up what this returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import product
 from typing import get_args
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import Footprint, MessageStorage, total_size
+from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, total_size
 from pipecompile.memory_model.snapshots import HandoverState, LastAction
 
 __all__ = ["handed_over", "most_handed_over"]
@@ -52,9 +52,8 @@ def _outputs(before: Footprint, behind: Footprint, state: HandoverState) -> Amou
     """Return what is held of the outputs of the stage before."""
     if state.before == "forward":
         return ZERO  # they are part of its activations
-    needed = {*behind.relayed_inputs}
-    if state.behind == "input backward":
-        needed |= {*behind.inputs_for_weight_backward}
+    is_between = state.behind == "input backward"
+    needed = {tensor.name for tensor in behind.received if _is_held(tensor, is_between=is_between)}
     # Its own weight backward counts what it needs itself, unless recomputed outputs went before.
     keeps_own = state.before == "input backward" and not state.is_recomputed
     return total_size(
@@ -73,20 +72,24 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
             storages = behind.sent_by_backward
         case "input backward" | "weight backward":
             storages = behind.sent_by_input_backward
-    match state.before:
-        case "forward":
-            needed = {name for storage in storages for name in storage.names}
-        case "input backward":
-            needed = {*before.relayed_gradients, *before.gradients_for_weight_backward}
-        case "weight backward" | "backward":
-            needed = {*before.relayed_gradients}
+    if state.before == "forward":
+        needed = {name for storage in storages for name in storage.names}
+    else:
+        is_between = state.before == "input backward"
+        gradients = before.received_gradients
+        needed = {tensor.name for tensor in gradients if _is_held(tensor, is_between=is_between)}
     # The stage behind may itself hold what it returned, for its weight backward.
-    is_between = state.behind == "input backward"
+    holds_own = state.behind == "input backward"
     return total_size(
         storage
         for storage in storages
-        if _holds_any(storage, needed) or (is_between and storage.is_needed_by_weight_backward)
+        if _holds_any(storage, needed) or (holds_own and storage.is_needed_by_weight_backward)
     )
+
+
+def _is_held(tensor: ReceivedTensor, *, is_between: bool) -> bool:
+    """Whether a stage still holds what it got once its backward, or the first half, is done."""
+    return tensor.is_relayed or (is_between and tensor.is_needed_by_weight_backward)
 
 
 def _holds_any(storage: MessageStorage, names: Collection[str]) -> bool:

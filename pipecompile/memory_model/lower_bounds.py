@@ -20,7 +20,7 @@ from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.encodings import OTHER, EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import Storage
 
-__all__ = ["FreeableBytes", "bytes_lower_bounds", "freeable_bytes", "receive_buffers"]
+__all__ = ["FreeableBytes", "bytes_lower_bounds", "freeable_bytes", "received_bytes"]
 
 MOST_CLASSES = 32  # of nodes, by the time that it takes to free a byte of theirs
 # Rates within a class differ by at most one of these factors: the smallest that gives few classes.
@@ -84,16 +84,11 @@ def _parameter_bytes(graph: CostGraph, *, gradients: bool) -> Iterator[tuple[str
             yield reader, rounded(parameter.bytes) * copies // len(nodes)
 
 
-def receive_buffers(graph: CostGraph, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of receive buffers of values, and of gradients, by producer.
-
-    They are those of all microbatches, as a stage's bound counts them.
-    """
+def received_bytes(graph: CostGraph) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what a stage receives of one microbatch: values, and gradients, by producer."""
     rounded = ALLOCATORS[graph.allocator].rounded
-    values = {tensor.producer: microbatches * rounded(tensor.bytes) for tensor in graph.tensors}
-    gradients = {
-        tensor.producer: microbatches * rounded(tensor.gradient_bytes) for tensor in graph.tensors
-    }
+    values = {tensor.producer: rounded(tensor.bytes) for tensor in graph.tensors}
+    gradients = {tensor.producer: rounded(tensor.gradient_bytes) for tensor in graph.tensors}
     return values, gradients
 
 

@@ -7,14 +7,14 @@ snapshots.py says how many microbatches are in which state as each action begins
     optimizer     its state                              always
     gradients     of parameters                          from the first backward of a stage on
     activations   what microbatches in flight keep       from the forward to the backward
-    buffers       the minibatch where it is read, a      always, those of all microbatches
-                  receive buffer for each message, and
+    buffers       the minibatch where it is read         always, for all microbatches
+                  what was received                      from its RECV to the backward
                   what was sent                          until the step ends
     workspace     the most that lives in the action      while it runs
 
-That is what torch.distributed.pipelining does: it makes all receive buffers in the first step, and
-frees what it has sent when the step ends. A peak is that of one moment: kinds that peak at other
-moments are not added up.
+That is what the runtime does: a receive makes its buffer when it is posted (runtime/messages.py),
+and what was sent is freed when the step ends. A peak is that of one moment: kinds that peak at
+other moments are not added up.
 
 Each figure comes twice. `expected` counts the bytes that are asked for. `bound` is what an
 allocator may take for them, see allocator.py. Planners and reports call these functions; nobody
@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import Footprint, total_size
+from pipecompile.ir.footprint import Footprint, ReceivedTensor, total_size
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Action, Kind
@@ -117,8 +117,7 @@ def stage_memory(
             gradients=_added_by(with_gradients, index, "gradients"),
             optimizer=_added_by(stages, index, "optimizer"),
             activations=_activations(stage, peak.states[index]),
-            buffers=_receive_buffers(stages, index) * microbatches
-            + _sent_and_handed(stages, index, peak.states[index]),
+            buffers=stage.inputs * microbatches + _messages(stages, index, peak.states[index]),
             workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
         )
         for index, stage in sorted(stages.items())
@@ -206,17 +205,21 @@ def available_for_activations(
     """Return what a cap leaves for activations, whatever the order of actions; never too much.
 
     All else counts with the most that it may ever be: gradients exist, every message of the step
-    waits for its end, and the largest workspace is in use. `recomputed` stages keep only outputs of
-    a forward, and copies of buffers. The result is negative if no order fits.
+    has been received or waits for its end, and the largest workspace is in use. `recomputed` stages
+    keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + _optimizer_scratch(stages, allocator)
     for index in stages:
-        all_sent = StageState(
-            outputs_sent=microbatches * (index + 1 not in stages),
-            backward_sent=microbatches * (index - 1 not in stages),
+        with_next = microbatches * (index + 1 not in stages)
+        with_previous = microbatches * (index - 1 not in stages)
+        all_messages = StageState(
+            values_received=with_previous,
+            gradients_received=with_next,
+            outputs_sent=with_next,
+            backward_sent=with_previous,
         )
-        always += _sent_and_handed(stages, index, all_sent)
+        always += _messages(stages, index, all_messages)
     for index, stage in stages.items():
         if index + 1 in stages:
             always += most_handed_over(stage, stages[index + 1]) * microbatches
@@ -245,13 +248,13 @@ def _held(
     """Return by kind what is held in a snapshot, with the most that lives in its action."""
     pairs = [(stage, snapshot.states[index]) for index, stage in sorted(stages.items())]
     with_gradients = [stage for stage, state in pairs if state.has_gradients]
-    waiting = (_sent_and_handed(stages, i, state) for i, state in snapshot.states.items())
+    messages = (_messages(stages, i, state) for i, state in snapshot.states.items())
     return RankMemory(
         parameters=_counted_once(stages.values(), "parameters"),
         gradients=_counted_once(with_gradients, "gradients"),
         optimizer=_counted_once(stages.values(), "optimizer"),
         activations=_sum(_activations(stage, state) for stage, state in pairs),
-        buffers=_all_receive_buffers(stages) * microbatches + _sum(waiting),
+        buffers=_minibatch(stages, microbatches) + _sum(messages),
         workspace=_workspace(stages, snapshot, allocator),
     )
 
@@ -276,9 +279,9 @@ def _added_by(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
 
 
 def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
-    """Return what a rank holds all the time of these kinds, with its receive buffers."""
+    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch."""
     held = _sum(_counted_once(stages.values(), kind) for kind in kinds)
-    return held + _all_receive_buffers(stages) * microbatches
+    return held + _minibatch(stages, microbatches)
 
 
 def _activations(stage: Footprint, state: StageState) -> Amount:
@@ -298,29 +301,42 @@ def _activations(stage: Footprint, state: StageState) -> Amount:
     )
 
 
-def _all_receive_buffers(stages: Mapping[int, Footprint]) -> Amount:
-    return _sum(_receive_buffers(stages, index) for index in stages)
+def _minibatch(stages: Mapping[int, Footprint], microbatches: int) -> Amount:
+    """Return what the stages read of the whole minibatch."""
+    return _sum(stage.inputs for stage in stages.values()) * microbatches
 
 
-def _receive_buffers(stages: Mapping[int, Footprint], index: int) -> Amount:
-    """Return what arrives at a stage for one microbatch: the minibatch, and messages."""
-    stage = stages[index]
-    values = ZERO if index - 1 in stages else stage.received
-    gradients = ZERO if index + 1 in stages else stage.received_gradients
-    return stage.inputs + values + gradients
-
-
-def _sent_and_handed(stages: Mapping[int, Footprint], index: int, state: StageState) -> Amount:
-    """Return what was sent to other ranks, and what the next stage holds on the same one."""
+def _messages(stages: Mapping[int, Footprint], index: int, state: StageState) -> Amount:
+    """Return what a stage has received and sent, and what the next one holds on the same rank."""
     stage = stages[index]
     held = (
-        stage.outputs * state.outputs_sent
+        _received(stage.received, state.values_received, state.values_between, state.values_relayed)
+        + _received(
+            stage.received_gradients,
+            state.gradients_received,
+            state.gradients_between,
+            state.gradients_relayed,
+        )
+        + stage.outputs * state.outputs_sent
         + total_size(stage.sent_by_backward) * state.backward_sent
         + total_size(stage.sent_by_input_backward) * state.input_backward_sent
     )
     for handover, count in state.handovers.items():
         held += handed_over(stage, stages[index + 1], handover) * count
     return held
+
+
+def _received(tensors: Sequence[ReceivedTensor], whole: int, between: int, relayed: int) -> Amount:
+    """Return what is held of received values, or gradients, of so many microbatches.
+
+    `whole` messages are held as they came; of `between` ones what a weight backward needs is left,
+    and of `relayed` ones what was sent on.
+    """
+    return (
+        total_size(tensors) * whole
+        + total_size(t for t in tensors if t.is_needed_by_weight_backward or t.is_relayed) * between
+        + total_size(tensor for tensor in tensors if tensor.is_relayed) * relayed
+    )
 
 
 def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:

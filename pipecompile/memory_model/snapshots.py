@@ -3,11 +3,13 @@
 Everything that is held begins with one action and ends with another. For a stage of one rank, with
 one microbatch and a split backward:
 
-    row            F        I        W                 (end of the step)
-    activations    ├────────┤
-    between                 ├────────┤
-    sent by I               ├────────────────────────▶
-    outputs sent                     ├───────────────▶
+    row                RECV_F   F   RECV_B   I        W                 (end of the step)
+    activations                 ├────────────┤
+    between                                  ├────────┤
+    sent by I                                ├────────────────────────▶
+    outputs sent                                      ├───────────────▶
+    received values    ├─────────────────────┤
+    received gradients              ├────────┤
 
 These spans, added up over microbatches, are the state after each action. rank.py multiplies the
 counts with a stage's `Footprint`.
@@ -55,6 +57,10 @@ class StageState(NamedTuple):
     outputs_sent        outputs went to another rank, and wait for the step's end
     backward_sent       input gradients of a backward went to another rank, and wait likewise
     input_backward_sent   those of an input backward
+    values_received     values were received, and the backward (or input backward) has not begun
+    values_between      the same between input and weight backward: what the latter needs is held
+    values_relayed      the backward is done, but what was sent on as it came waits for the step's end
+    gradients_received, gradients_between, gradients_relayed   the same of received gradients
     has_gradients       1 if the gradients of parameters exist
     handovers           if the next stage is on the same rank: how far microbatches are in both,
                         as soon as there are gradients between them
@@ -68,8 +74,20 @@ class StageState(NamedTuple):
     outputs_sent: int = 0
     backward_sent: int = 0
     input_backward_sent: int = 0
+    values_received: int = 0
+    values_between: int = 0
+    values_relayed: int = 0
+    gradients_received: int = 0
+    gradients_between: int = 0
+    gradients_relayed: int = 0
     has_gradients: int = 0
     handovers: Mapping[HandoverState, int] = NO_HANDOVERS
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches hold activations."""
+        between = self.between_backwards + self.between_without_outputs
+        return self.with_activations + between
 
 
 class Snapshot(NamedTuple):
@@ -95,7 +113,18 @@ class _Span(NamedTuple):
     end: int
 
 
-_KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_KINDS = (
+    Kind.FORWARD,
+    Kind.RECOMPUTE,
+    Kind.BACKWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Kind.RECEIVE_FORWARD,
+    Kind.RECEIVE_BACKWARD,
+)
+
+
+_RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 
 
 class _ActionIndices(NamedTuple):
@@ -109,6 +138,8 @@ class _ActionIndices(NamedTuple):
     backward: int
     input_backward: int
     weight_backward: int
+    receive_values: int
+    receive_gradients: int
 
     @property
     def input_gradients(self) -> int:
@@ -132,8 +163,9 @@ class _ActionIndices(NamedTuple):
 def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     """Return the snapshots of a rank's row at which it may hold most.
 
-    Of two that need the same workspace, the one that holds nothing more is left out: planners price
-    thousands of cuts by these snapshots.
+    Without RECV actions, all that neighbours on other ranks send counts as received when the row
+    begins, which is never too late. Of two snapshots that need the same workspace, the one that
+    holds nothing more is left out: planners price thousands of cuts by these snapshots.
     """
     highest: dict[tuple[object, ...], list[Snapshot]] = {}
     for snapshot in _all_snapshots(row):
@@ -144,6 +176,25 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
         if not any(_covers(rival, snapshot) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]
     return tuple(snapshot for rivals in highest.values() for snapshot in rivals)
+
+
+def _with_receives(row: Sequence[Action]) -> Sequence[Action]:
+    """Return the row itself if it has RECV actions, else with all of them at its beginning."""
+    if any(action.kind in _RECEIVES for action in row):
+        return row
+    stages, trains = _stages(row), _trains(row)
+    forwards = [action for action in row if action.kind is Kind.FORWARD]
+    values = [a._replace(kind=Kind.RECEIVE_FORWARD) for a in forwards if a.stage - 1 not in stages]
+    gradients = [
+        action._replace(kind=Kind.RECEIVE_BACKWARD)
+        for action in forwards
+        if trains and action.stage + 1 not in stages
+    ]
+    return [*values, *gradients, *row]
+
+
+def _trains(row: Sequence[Action]) -> bool:
+    return any(action.kind in BACKWARDS for action in row)
 
 
 def _covers(left: Snapshot, right: Snapshot) -> bool:
@@ -162,12 +213,13 @@ def _is_at_least(left: StageState, right: StageState) -> bool:
 
 def _all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
     """Yield a snapshot for every action that computes, and one for the optimizer's step."""
+    row = _with_receives(row)
     before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
     for action, after in states(row):
         if action.kind in COMPUTE:
             yield _snapshot(action, before, after[action.stage])
         before = after
-    if any(action.kind in BACKWARDS for action in row):
+    if _trains(row):
         done = {stage: StageState(has_gradients=1) for stage in before}
         yield Snapshot(Kind.STEP, min(before), done)
 
@@ -230,7 +282,7 @@ def _stages(row: Sequence[Action]) -> list[int]:
 
 def _spans(row: Sequence[Action]) -> Iterator[_Span]:
     """Yield everything that is held while the row runs."""
-    end, trains = len(row), any(action.kind in BACKWARDS for action in row)
+    end, trains = len(row), _trains(row)
     index_of = {
         (action.stage, action.microbatch, action.kind): index for index, action in enumerate(row)
     }
@@ -289,3 +341,17 @@ def _microbatch_spans(
     if not follows_neighbour:
         yield "input_backward_sent", own.input_backward, end
         yield "backward_sent", own.backward, end
+    yield from _received_spans(own, end, trains)
+
+
+def _received_spans(own: _ActionIndices, end: int, trains: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield field, begin and end of what a stage holds of the messages of one microbatch."""
+    # An evaluation lets go of what it received when its forward is done.
+    whole, done = own.input_gradients, own.weight_gradients
+    if not trains:
+        whole = done = own.forward
+    for name, begin in (("values", own.receive_values), ("gradients", own.receive_gradients)):
+        if begin < end:
+            yield f"{name}_received", begin, whole
+            yield f"{name}_between", own.input_backward, own.weight_backward
+            yield f"{name}_relayed", done, end

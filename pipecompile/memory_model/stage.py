@@ -28,7 +28,7 @@ from functools import cached_property
 
 from pipecompile.ir.amount import ZERO
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.footprint import Footprint, MessageStorage, SharedParameter
+from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, SharedParameter
 from pipecompile.ir.graph import Parameter
 from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges
@@ -82,8 +82,6 @@ class _StageMemory(StageBackward):
             optimizer=amount(state),
             optimizer_scratch=amount([scratch]),
             inputs=amount(node.input_bytes for node in self.own_nodes),
-            received=amount(tensor.bytes for tensor, _ in self.arriving),
-            received_gradients=amount(tensor.gradient_bytes for tensor in self.leaving),
             activations=amount(self._activation_sizes()),
             freed_by_input_backward=amount(self._sizes_freed_by_input_backward),
             added_by_input_backward=(
@@ -104,13 +102,11 @@ class _StageMemory(StageBackward):
                 freeing, has_gradients=True
             ),
             buffer_copies=amount(self.buffer_copies(self.nodes)),
+            received=tuple(self._received()),
+            received_gradients=tuple(self._received_gradients()),
             sent_outputs=tuple(self._sent_outputs()),
             sent_by_backward=tuple(self._sent_gradients(is_input_backward=False)),
             sent_by_input_backward=tuple(self._sent_gradients(is_input_backward=True)),
-            relayed_inputs=tuple(self.relayed_inputs),
-            inputs_for_weight_backward=tuple(self._inputs_for_weight_backward()),
-            relayed_gradients=tuple(self.gradients.relayed_gradients),
-            gradients_for_weight_backward=tuple(self.gradients.gradients_for_weight_backward),
             shared=tuple(self._shared_parameters()),
         )
 
@@ -162,6 +158,30 @@ class _StageMemory(StageBackward):
                 )
 
     # -- messages
+
+    def _received(self) -> Iterator[ReceivedTensor]:
+        """Yield what comes from the stage before."""
+        needed, relayed = {*self._inputs_for_weight_backward()}, {*self.relayed_inputs}
+        for tensor, _ in self.arriving:
+            yield ReceivedTensor(
+                name=tensor.producer,
+                size=self.allocator.amount([tensor.bytes]),
+                is_needed_by_weight_backward=tensor.producer in needed,
+                is_relayed=tensor.producer in relayed,
+            )
+
+    def _received_gradients(self) -> Iterator[ReceivedTensor]:
+        """Yield the gradients that come from the stage behind."""
+        needed = {*self.gradients.gradients_for_weight_backward}
+        relayed = {*self.gradients.relayed_gradients}
+        for tensor in self.leaving:
+            if tensor.gradient_bytes:
+                yield ReceivedTensor(
+                    name=tensor.producer,
+                    size=self.allocator.amount([tensor.gradient_bytes]),
+                    is_needed_by_weight_backward=tensor.producer in needed,
+                    is_relayed=tensor.producer in relayed,
+                )
 
     def _sent_outputs(self) -> Iterator[MessageStorage]:
         """Yield what is sent to later stages; a whole backward counts as the weight backward."""

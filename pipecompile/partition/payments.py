@@ -87,8 +87,10 @@ class Payments:
         held: Integers = per_ideal[b][None, :] - per_ideal[a][:, None]
         if memory.boundary_buffers is None:
             return held
-        arriving, returning = sums.crossing["arriving"][a], sums.crossing["returning"][b]
-        return held + arriving[:, None] + returning[None, :]
+        values, gradients = memory.boundary_buffers.counts[stage]
+        held += values * sums.crossing["arriving"][a][:, None]
+        held += gradients * sums.crossing["returning"][b][None, :]
+        return held
 
     # Lower bounds
 

@@ -67,12 +67,14 @@ class Price(NamedTuple):
 class BoundaryBuffers:
     """The bytes of buffers that a stage holds for tensors at its ends, by the tensor's producer.
 
-    A tensor that enters the stage costs `arriving` bytes, one that leaves it `returning` bytes (for
-    its gradient); relayed tensors enter and leave.
+    A tensor that enters the stage costs `arriving` bytes for each microbatch, one that leaves it
+    `returning` bytes (for its gradient); relayed tensors enter and leave. `counts` says by stage of
+    how many microbatches it holds both, when it holds the most activations.
     """
 
     arriving: Mapping[str, int]
     returning: Mapping[str, int]
+    counts: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class DistributedPipeline:
         return rank_step.result()
 
     def _messages(self, schedule: Schedule) -> Messages:
-        """Return the messages; schedules of fewer microbatches share their buffers."""
+        """Return the messages between the ranks of a placement."""
         if schedule.placement not in self._messages_by_placement:
             group = self._group or dist.group.WORLD
             assert group is not None

@@ -6,15 +6,15 @@ comes, and waited for by the action that needs it:
     action      1RECV_F0       1F0
     here        post           wait, the stage gets the buffer
 
-Its buffers are made in the first step and kept for all later ones, one for each microbatch: the
-memory model counts them so (memory_model/rank.py). A smaller microbatch gets the beginning of the
-buffer of a larger one. What is sent is kept until the step ends.
+Its buffers are made when it is posted, and nothing here holds them once they were waited for: they
+live as long as the stage needs them, and the memory model counts them so (memory_model/rank.py).
+So their number depends on the order of actions, not on the number of microbatches. What is sent is
+kept until the step ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,6 @@ class BoundaryShape(tuple[tuple[int, ...], torch.dtype, bool]):
     def buffer(self, device: torch.device) -> Tensor:
         """Return memory of this shape, not initialised."""
         return torch.empty(self[0], dtype=self[1], device=device)
-
-    def fits_into(self, buffer: Tensor) -> bool:
-        """Whether a tensor of this shape fits into a buffer of another one."""
-        return buffer.dtype == self[1] and buffer.numel() >= prod(self[0])
-
-    def beginning_of(self, buffer: Tensor) -> Tensor:
-        """Return the beginning of a contiguous buffer, in this shape."""
-        return buffer.view(-1)[: prod(self[0])].view(self[0])
 
     @property
     def has_gradient(self) -> bool:
@@ -79,7 +71,6 @@ class Messages:
         self._device = device
         self._group = group
         self._remainder: tuple[int, Boundaries] | None = None
-        self._memory: dict[tuple[Action, int], Tensor] = {}
         self._buffers: dict[Action, Values] = {}
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
@@ -90,9 +81,10 @@ class Messages:
         is_forward = action.kind is Kind.RECEIVE_FORWARD
         # Values come through the boundary before a stage, gradients through that behind it.
         boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
+        # The table holds the buffers while something may be written to them.
         self._buffers[action] = tuple(
-            self._buffer(action, position, shape) if is_forward or shape.has_gradient else None
-            for position, shape in enumerate(boundary)
+            shape.buffer(self._device) if is_forward or shape.has_gradient else None
+            for shape in boundary
         )
         peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
         # The whole message is one batch, so that its tensors cannot overtake each other.
@@ -125,8 +117,9 @@ class Messages:
         """
         self._deadline = deadline
         self._remainder = remainder
-        self._buffers.clear()
+        # Operations go before the memory that they write to.
         self._receiving.clear()
+        self._buffers.clear()
         self._sending.clear()
 
     def finish(self) -> None:
@@ -138,13 +131,6 @@ class Messages:
         if self._remainder is not None and action.microbatch == self._remainder[0]:
             return self._remainder[1]
         return self._boundaries
-
-    def _buffer(self, action: Action, position: int, shape: BoundaryShape) -> Tensor:
-        """Return the buffer for one tensor of a message; its memory is kept for later steps."""
-        key = action, position
-        if key not in self._memory or not shape.fits_into(self._memory[key]):
-            self._memory[key] = shape.buffer(self._device)
-        return shape.beginning_of(self._memory[key])
 
     def _start(
         self, operation: object, tensors: Sequence[Tensor | None], peer: int

@@ -27,6 +27,7 @@ from pipecompile.schedule.named import (
 )
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.receives import add_earliest_receives
 from pipecompile.schedule.recompute import add_recomputes
 from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_stages
@@ -129,7 +130,8 @@ def snapshots_of(
     recomputed.
     """
     schedule = generate(name, placement, microbatches, recompute, except_last=except_last)
-    return tuple(map(peak_snapshots, schedule.rows))
+    # No times are known yet: messages count as received as early as they may be.
+    return tuple(map(peak_snapshots, add_earliest_receives(schedule).rows))
 
 
 def named_schedule(name: str, problem: PlacedProblem) -> Schedule:
@@ -159,7 +161,7 @@ def schedule_plan(
     caps = options.caps(max(placement) + 1)
 
     def excess(schedule: Schedule) -> tuple[int, ...]:
-        return excess_bytes(stages, schedule, caps, allocator)
+        return excess_bytes(stages, add_transfers(problem, schedule), caps, allocator)
 
     sufficient = activation_caps(stages, placement, options.microbatches, caps, allocator)
     safe = replace(problem, caps=sufficient)

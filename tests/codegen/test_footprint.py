@@ -434,7 +434,7 @@ def turning(graph: CostGraph, cut: Cut, first: int) -> int:
     found = rank_memory(
         stages, peak_snapshots(turns(first)), microbatches=2, allocator=ALLOCATORS["cpu"]
     )
-    arrives = stages[first].received.expected + stages[first].inputs.expected
+    arrives = total_size(stages[first].received).expected + stages[first].inputs.expected
     return found.total.expected - found.parameters.expected - 2 * arrives
 
 
@@ -445,11 +445,13 @@ def turn(captured: Capture, sample: Arguments, cut: Cut, *, first: int, label: s
     saved: dict[tuple[int, int], SavedForward] = {}
     live: dict[tuple[int, int], BackwardParts] = {}
     for microbatch in range(2):
-        values[0, microbatch] = sample.args
+        arriving: Sequence[Tensor] = sample.args
         for stage in range(first):
-            values[stage + 1, microbatch], _ = runs[stage].forward(
-                values[stage, microbatch], StreamKey(0, 0, microbatch)
-            )
+            outputs = runs[stage].forward(arriving, StreamKey(0, 0, microbatch))[0]
+            arriving = [value.clone() for value in outputs]  # received
+            del outputs
+        values[first, microbatch] = arriving
+    del arriving
     with record_function(label):
         for action in turns(first):
             stage, microbatch = key = action.stage, action.microbatch or 0

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecompile.runtime.messages import Messages
 from tests.distributed.materialise_jobs import Tied, on_meta, tokens_of
 from tests.distributed.training_jobs import MICROBATCH, Run, run_of, token_loss
 from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step
@@ -120,25 +119,6 @@ def from_the_meta_device() -> float:
     unsplit_step(lambda _, rows: model(rows), token_loss, tokens, tokens, MICROBATCH)
     own = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
     return largest_difference(own, gradients_of(model, 15 / MICROBATCH))
-
-
-def received_bytes() -> tuple[int, int]:
-    """The bytes of receive buffers after a whole batch, and after batches of other sizes."""
-    run = run_of(2, 1, schedule="1f1b")
-    held = []
-    for sizes in ((16,), (15, 3, 9, 16)):
-        for samples in sizes:
-            run.pipeline.step(*rows_of(run, samples, 0))
-        (pipeline,) = run.pipeline._runner._pipelines.values()
-        messages: list[Messages] = list(pipeline._messages_by_placement.values())
-        held.append(
-            sum(
-                memory.untyped_storage().nbytes()
-                for each in messages
-                for memory in each._memory.values()
-            )
-        )
-    return held[0], held[1]
 
 
 def recorded() -> list[int]:

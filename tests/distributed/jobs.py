@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.gpipe_models import Transformer, token_loss
 from benchmarks.memory_prediction import PlanSetting, measure
@@ -21,6 +22,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.links import Links
 from pipecompile.runtime import probe
+from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.schedule import selection as ordering
 from tests.orders import PipelineOrder, compared, pipeline_under
 from tests.zoo.models import MODELS
@@ -73,6 +75,40 @@ def measured_transformer(setting: PlanSetting) -> tuple[int, int, int]:
     torch.manual_seed(0)
     model, tokens = Transformer(3, 64), torch.randint(0, 32_000, (8, 64))
     return measure(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)
+
+
+def receive_buffers(schedule: str, microbatches: int) -> tuple[int, int]:
+    """Return the most receive buffers that live at once in two steps, and how many outlive them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+    batch = torch.randn(2 * microbatches, 8)
+    pipeline = pipecompile(
+        model,
+        batch,
+        k=2,
+        microbatches=microbatches,
+        schedule=schedule,
+        loss_fn=nn.functional.mse_loss,
+        costs="flops",
+        self_check=False,
+    )
+    made, counts = list[StorageWeakRef](), list[int]()
+    make_buffer = BoundaryShape.buffer
+
+    def alive() -> int:
+        return sum(not storage.expired() for storage in made)
+
+    def buffer(shape: BoundaryShape, device: torch.device) -> Tensor:
+        memory = make_buffer(shape, device)
+        made.append(StorageWeakRef(memory.untyped_storage()))
+        counts.append(alive())
+        return memory
+
+    with patch.object(BoundaryShape, "buffer", buffer):
+        for _ in range(2):
+            pipeline.step(batch, torch.zeros_like(batch))
+    assert len(made) == 2 * microbatches, "each rank receives one tensor of each microbatch"
+    return max(counts), alive()
 
 
 def probed() -> Links:

@@ -57,13 +57,6 @@ def test_a_model_from_the_meta_device(workers: Workers, tmp_path: Path) -> None:
         assert difference <= EXACT
 
 
-def test_smaller_microbatches_use_the_buffers_of_larger_ones(
-    workers: Workers, tmp_path: Path
-) -> None:
-    for before, after in workers.run(2, jobs.received_bytes, folder=str(tmp_path)):
-        assert before == after > 0
-
-
 def test_a_recorded_step_has_the_bytes_of_a_smaller_microbatch(
     workers: Workers, tmp_path: Path
 ) -> None:

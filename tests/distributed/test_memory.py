@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_prediction import PlanSetting, measure_rank
-from tests.distributed.jobs import measured_transformer
+from tests.distributed.jobs import measured_transformer, receive_buffers
 from tests.distributed.workers import Workers
 from tests.sweeps import sweep
 
@@ -48,3 +48,17 @@ def test_so_do_those_of_the_transformer_of_the_gpipe_paper(
     ):
         assert abs(expected - measured) <= measured // 100
         assert measured <= bound <= measured * 11 // 10
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_number_of_receive_buffers_does_not_grow_with_that_of_microbatches(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    few, many = (
+        workers.run(2, receive_buffers, schedule, microbatches, folder=str(tmp_path))
+        for microbatches in (4, 16)
+    )
+    # In flight are at most 2 microbatches, or 3 under zb-h1, between the first rank and the last.
+    assert [left for _, left in (*few, *many)] == [0] * 4
+    assert many == few
+    assert max(most for most, _ in many) <= 3

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.schedule import COMPUTE, Action, Kind
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 from tests.memory_model.naive_encodings import EncodedNames, Key
 from tests.memory_model.naive_forward import NaiveForward
 from tests.memory_model.naive_recompute import LiveBytes
@@ -14,6 +14,7 @@ from tests.memory_model.naive_stage import NaiveStage
 
 __all__ = ["highest"]
 
+RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 NONE: Mapping[int, Sequence[Sequence[str]]] = {}
 NO_ENCODINGS: Mapping[int, Sequence[EncodedNames]] = {}
 
@@ -24,6 +25,7 @@ class _Rank(NaiveForward):
 
     stages: dict[int, NaiveStage] = field(default_factory=dict)
     recomputed: set[tuple[int, int]] = field(default_factory=set)
+    trains: bool = True
     with_gradients: set[int] = field(default_factory=set)
     between: set[tuple[int, int]] = field(default_factory=set)
     split: set[tuple[int, int]] = field(default_factory=set)
@@ -62,6 +64,28 @@ class _Rank(NaiveForward):
             self.split.add((stage.index, microbatch))
         self._hand_over(stage.index, microbatch)
         self._hand_over(stage.index - 1, microbatch)
+        self._free_received(stage, microbatch, is_half=not is_weights)
+
+    def receive(self, stage: NaiveStage, microbatch: int, kind: Kind) -> None:
+        """Make the buffers of a message."""
+        for tensor in stage.graph.tensors:
+            if kind is Kind.RECEIVE_FORWARD and stage.arrives(tensor.producer, tensor.consumers):
+                key = (stage.index, microbatch, "received", tensor.producer)
+                self.live.hold(key, tensor.bytes)
+            if kind is Kind.RECEIVE_BACKWARD and stage.leaves(tensor.producer, tensor.consumers):
+                key = (stage.index, microbatch, "received gradient", tensor.producer)
+                self.live.hold(key, tensor.gradient_bytes)
+
+    def _free_received(self, stage: NaiveStage, microbatch: int, *, is_half: bool) -> None:
+        """Free what came from other ranks, unless a message or the weight backward holds it."""
+        for tensor in stage.graph.tensors:
+            name = tensor.producer
+            is_held = is_half and stage.needs_for_weight_backward(name)
+            if not (is_held or stage.relays_input(name)):
+                self.live.drop(stage.index, microbatch, "received", name)
+            is_held = is_half and stage.holds_received_gradient(name)
+            if not (is_held or stage.relays_gradient(name)):
+                self.live.drop(stage.index, microbatch, "received gradient", name)
 
     def _begin_node(self, stage: NaiveStage, microbatch: int, node: Node, kind: Kind) -> None:
         """Recompute the region of a node, and decode what it saved."""
@@ -292,6 +316,10 @@ class _Rank(NaiveForward):
                 self.forward(stage, microbatch, "kept")
                 if (action.stage, microbatch) in self.recomputed:
                     self.keep_outputs_only(stage, microbatch)
+                if not self.trains:
+                    self._free_received(stage, microbatch, is_half=False)
+            case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
+                self.receive(stage, microbatch, action.kind)
             case Kind.RECOMPUTE:
                 self.forward(stage, microbatch, "kept")
             case _:
@@ -309,9 +337,11 @@ def highest(
 ) -> int:
     """Return the most bytes that the rank of `row` holds, without an optimizer.
 
-    `regions` and `encoded_runs` are by stage.
+    `regions` and `encoded_runs` are by stage. A row without receives has received all messages when
+    it begins.
     """
-    row = [action for action in row if action.kind in COMPUTE]
+    receives = [action for action in row if action.kind in RECEIVES]
+    row = [action for action in row if action.kind in (*COMPUTE, *RECEIVES)]
     stages = {
         index: NaiveStage(graph, cut, index, regions.get(index, ()), encoded_runs.get(index, ()))
         for index in sorted({action.stage for action in row})
@@ -321,30 +351,28 @@ def highest(
         for a in row
         if a.kind is Kind.RECOMPUTE and a.microbatch is not None
     }
-    rank = _Rank(stages=stages, recomputed=recomputed)
+    trains = any(action.kind in BACKWARDS for action in row)
+    rank = _Rank(stages=stages, recomputed=recomputed, trains=trains)
     for stage in stages.values():
-        _hold_always(rank.live, stage, set(stages), microbatches)
+        _hold_always(rank.live, stage, microbatches)
+        for microbatch in range(0 if receives else microbatches):
+            if stage.index - 1 not in stages:
+                rank.receive(stage, microbatch, Kind.RECEIVE_FORWARD)
+            if stage.index + 1 not in stages and trains:
+                rank.receive(stage, microbatch, Kind.RECEIVE_BACKWARD)
     for action in row:
         rank.perform(action)
     return rank.live.highest
 
 
-def _hold_always(live: LiveBytes, stage: NaiveStage, rank: set[int], microbatches: int) -> None:
-    """Hold what is there all the time: parameters, the minibatch, and receive buffers.
+def _hold_always(live: LiveBytes, stage: NaiveStage, microbatches: int) -> None:
+    """Hold what is there all the time: parameters, and the minibatch.
 
     All stages of the rank that read a parameter share one.
     """
-    graph, index = stage.graph, stage.index
     for name in {name for node in stage.nodes for name in node.parameters}:
         live.sizes["parameter", name] = stage.size(name)
     for node in stage.nodes:
         if not node.parameters:
-            live.hold(("anonymous", index, node.name), node.parameter_bytes)
-        live.hold(("input", index, node.name), node.input_bytes * microbatches)
-    for tensor in graph.tensors:
-        if index - 1 not in rank and stage.arrives(tensor.producer, tensor.consumers):
-            live.hold(("received", index, tensor.producer), tensor.bytes * microbatches)
-        if index + 1 not in rank and stage.leaves(tensor.producer, tensor.consumers):
-            live.hold(
-                ("received gradient", index, tensor.producer), tensor.gradient_bytes * microbatches
-            )
+            live.hold(("anonymous", stage.index, node.name), node.parameter_bytes)
+        live.hold(("input", stage.index, node.name), node.input_bytes * microbatches)

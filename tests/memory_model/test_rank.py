@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage
+from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
-from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
@@ -29,6 +29,7 @@ from pipecompile.memory_model.snapshots import _all_snapshots, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
+from pipecompile.schedule.receives import add_earliest_receives
 from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, regions_of, stages_of
 from tests.memory_model.naive import highest
 
@@ -53,6 +54,24 @@ def _schedules(draw: st.DrawFn, stages: int) -> Schedule:
     )
 
 
+def _with_receives(schedule: Schedule, data: st.DataObject) -> Schedule:
+    """No receives, or each one anywhere from where it may be first to where it is needed."""
+    if data.draw(st.booleans()):
+        return schedule
+    rows = [list(row) for row in add_earliest_receives(schedule).rows]
+    for row in rows:
+        for receive in [action for action in row if action.kind not in COMPUTE]:
+            first = row.index(receive)
+            last = next(i for i, action in enumerate(row) if _reads(action, receive))
+            row.insert(data.draw(st.integers(first, last - 1)), row.pop(first))
+    return Schedule.of(schedule.name, schedule.microbatches, schedule.placement, rows)
+
+
+def _reads(action: Action, receive: Action) -> bool:
+    kinds = BACKWARDS if receive.kind is Kind.RECEIVE_BACKWARD else (Kind.FORWARD,)
+    return action.kind in kinds and action[::2] == receive[::2]
+
+
 def _footprints(
     graph: CostGraph, cut: Sequence[Sequence[str]], optimizer: str | None = None
 ) -> list[Footprint]:
@@ -73,7 +92,7 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(
     graph: CostGraph, data: st.DataObject
 ) -> None:
     cut = data.draw(stages_of(graph))
-    schedule = data.draw(_schedules(len(cut)))
+    schedule = _with_receives(data.draw(_schedules(len(cut))), data)
     footprints = _footprints(graph, cut)
     for rank, row in enumerate(schedule.rows):
         held = _held(schedule, rank, footprints)
@@ -101,9 +120,8 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
     encoded_runs = {
         index: data.draw(encoded_runs_of(names, regions[index])) for index, names in enumerate(cut)
     }
-    schedule = generate(
-        data.draw(st.sampled_from(["gpipe", "1f1b"])), range(len(cut)), data.draw(st.integers(1, 4))
-    )
+    name, microbatches = data.draw(st.sampled_from(["gpipe", "1f1b"])), data.draw(st.integers(1, 4))
+    schedule = _with_receives(generate(name, range(len(cut)), microbatches), data)
     ranges = LiveRanges(graph)
     for index, row in enumerate(schedule.rows):
         footprint = footprint_of(
@@ -314,7 +332,7 @@ def test_what_stages_hold_of_a_graph_adds_up(graph: CostGraph, data: st.DataObje
     )
     assert sum(f.parameters.expected for f in footprints) == whole.parameters.expected + tied
     assert sum(f.inputs.expected for f in footprints) == whole.inputs.expected
-    assert whole.received == whole.received_gradients == ZERO
+    assert whole.received == whole.received_gradients == ()
     assert whole.sent_outputs == whole.sent_by_backward == whole.sent_by_input_backward == ()
     if len(cut) == 1:
         assert footprints == [whole]
@@ -344,9 +362,17 @@ FOOTPRINT = msgspec.structs.replace(
     gradients=_amount(90),
     optimizer=_amount(50),
     inputs=_amount(5),
-    received=_amount(4),
-    received_gradients=_amount(2),
     activations=_amount(10),
+    received=(
+        ReceivedTensor(
+            name="input", size=_amount(4), is_needed_by_weight_backward=False, is_relayed=False
+        ),
+    ),
+    received_gradients=(
+        ReceivedTensor(
+            name="value", size=_amount(2), is_needed_by_weight_backward=True, is_relayed=False
+        ),
+    ),
     sent_outputs=(
         MessageStorage(names=("value",), size=_amount(3), is_needed_by_weight_backward=False),
     ),
@@ -389,17 +415,24 @@ def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: 
         # In the first backward both are kept and gradients are made; in the second, one microbatch
         # was sent.
         ("0F0 0F1 0B0 0B1", (100, 0, 50, 20, 22, 97)),
-        # The third forward: gradients exist, one is kept, one was sent, and the gradient of its
-        # inputs waits.
-        ("0F0 0F1 0B0 0F2 0B1 0B2", (100, 90, 50, 20, 33 + 3 + 2, 7)),
-        # A first half may return several gradients in one storage.
-        ("0F0 0I0 0W0", (100, 0, 50, 11, 11 + 1, 99)),
-        ("0F0 0F1 0I0 0B1 0W0", (100, 0, 50, 11 + 10, 22 + 1, 97)),
+        # The second backward: gradients exist, three are kept, one was sent, and the gradient of
+        # its inputs waits. What the first one received is gone.
+        ("0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3", (100, 90, 50, 30, 44 - 4 - 2 + 3 + 2, 7)),
+        # A first half may return several gradients in one storage. It lets go of the input, and the
+        # second half needs the received gradient.
+        ("0F0 0I0 0W0", (100, 0, 50, 11, 11 - 4 + 1, 99)),
+        ("0F0 0F1 0I0 0B1 0W0", (100, 0, 50, 11 + 10, 22 - 4 + 1, 97)),
         ("0F0 0R0 0B0", (100, 0, 50, 13, 11, 97)),
+        # In the second backward only its own messages are there.
+        (
+            "0RECV_F0 0F0 0RECV_B0 0B0 0RECV_F1 0F1 0RECV_B1 0B1",
+            (100, 90, 50, 10, 2 * 5 + 4 + 2 + 3 + 2, 7),
+        ),
+        ("0RECV_F0 0F0 0RECV_F1 0F1", (100, 0, 50, 3, 2 * 5 + 4, 11)),
     ],
 )
 def test_the_peak_of_a_row_by_hand(row: str, kinds: tuple[int, ...]) -> None:
-    microbatches = row.count("F")
+    microbatches = len({action.microbatch for action in _row(row)})
     memory = rank_memory(
         {0: FOOTPRINT}, peak_snapshots(_row(row)), microbatches=microbatches, allocator=CPU
     )
@@ -413,13 +446,13 @@ def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
         stages, peak_snapshots(_row("0F0 1F0 1B0 0B0")), microbatches=1, allocator=CPU
     )
     # In stage 0's backward: gradients of stage 1, outputs that it sent, and the gradient that it
-    # gave stage 0.
+    # gave stage 0. What stage 1 received is gone.
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == (
         200,
         90,
         100,
         10,
-        10 + 4 + 2 + 3 + 2,
+        10 + 4 + 3 + 2,
         97,
     )
 
@@ -427,4 +460,4 @@ def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
 def test_the_step_of_the_optimizer_is_a_moment() -> None:
     large = msgspec.structs.replace(FOOTPRINT, optimizer_scratch=_amount(1000))
     memory = rank_memory({0: large}, peak_snapshots(_row("0F0 0B0")), microbatches=1, allocator=CPU)
-    assert tuple(getattr(memory, kind).expected for kind in KINDS) == (100, 90, 50, 0, 11, 1000)
+    assert tuple(getattr(memory, kind).expected for kind in KINDS) == (100, 90, 50, 0, 5, 1000)

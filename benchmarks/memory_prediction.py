@@ -228,8 +228,8 @@ def _leaves(tree: Any) -> list[Tensor]:
 def _peak_and_loss(pipeline: Pipeline, target: Target, setting: PlanSetting) -> tuple[int, int]:
     """Return the highest sum of allocations during two steps, and the bytes that went missing.
 
-    The first step also makes what stays, such as receive buffers and optimizer state. The second
-    one frees all that it allocates, so what it seems to leave are events that the profiler lost.
+    The first step also makes what stays: the optimizer's state. The second one frees all that it
+    allocates, so what it seems to leave are events that the profiler lost.
     """
     optimizer = OPTIMIZERS[setting.optimizer](list(pipeline.parameters()))
     gc.collect()  # Otherwise garbage of planning could be freed during the steps.

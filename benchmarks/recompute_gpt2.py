@@ -82,7 +82,7 @@ def run(target_name: str, path: str) -> RankRun:
 
 
 def _steps(pipeline: Pipeline, target: Target) -> None:
-    """Run two steps, of which the first one makes receive buffers."""
+    """Run two steps: what the first one leaves would show in the second."""
     for _ in range(2):
         _step(pipeline, target)
         time.sleep(GLOO_SECONDS)

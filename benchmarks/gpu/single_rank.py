@@ -3,9 +3,9 @@
 First all stages run here once, and what crosses their boundaries is recorded in host memory. Then
 a rank runs its row of the schedule as `runtime/distributed.py` does on a rank of its own:
 
-    first step    a receive buffer for each message of the step, filled with what was recorded
+    RECV          a buffer is made, and filled with what was recorded
     F, R, B, I, W the stage's calls, in the order of the row
-    sends         outputs and input gradients are held until the step ends, as torch holds them
+    sends         outputs and input gradients are held until the step ends, as the runtime does
     end of step   gradients are divided; then the optimizer steps
 
 Nothing is exchanged while it runs, so its peak is that of a rank without NCCL's buffers.
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.gpu.subject import Subject
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import COMPUTE, Action, Kind
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 from pipecompile.runtime.timing import StageWorkload, measure_stages
@@ -94,10 +94,10 @@ def resident_bytes(stage: EagerStage, minibatch: Any) -> int:
 
 @dataclass
 class SingleRank:
-    """A rank that holds one stage, its row of compute actions, and what reaches it.
+    """A rank that holds one stage, its row of actions, and what reaches it.
 
-    `inputs` and `targets` are per microbatch. The first stage finds its inputs on the device; for
-    other stages, and for `gradients`, the first step makes receive buffers.
+    `inputs` and `targets` are per microbatch. The first stage finds its inputs on the device; what
+    other stages get, and `gradients`, is in host memory until its RECV.
     """
 
     index: int
@@ -108,7 +108,6 @@ class SingleRank:
     targets: Sequence[Any]
     minibatch: Any
     device: torch.device
-    _buffers: list[tuple[Sequence[Tensor], Gradients]] = field(default_factory=list)
 
     @property
     def resident_bytes(self) -> int:
@@ -118,14 +117,13 @@ class SingleRank:
     def train(self, optimizer: str, steps: int = 2) -> None:
         """Run steps with an optimizer, which makes its state in the first one.
 
-        At the end gradients and receive buffers are gone.
+        At the end gradients are gone.
         """
         stepper = OPTIMIZERS[optimizer](self._trained(), lr=1e-3)
         for step in range(steps):
             self.step(step)
             stepper.step()
             stepper.zero_grad()
-        self._buffers.clear()
 
     def _trained(self) -> list[nn.Parameter]:
         return [value for value in self.stage.module.parameters() if value.requires_grad]
@@ -133,18 +131,21 @@ class SingleRank:
     @torch.enable_grad()
     def step(self, step: int = 0) -> None:
         """Perform the row once; gradients are left on the parameters."""
-        if not self._buffers:
-            self._buffers += [self._received(number) for number in range(len(self.inputs))]
+        values = {} if self.index else dict(enumerate(self.inputs))
+        gradients = dict[int, Gradients]()
         recomputed = {action.microbatch for action in self.row if action.kind is Kind.RECOMPUTE}
         saved, parts = dict[int, SavedForward](), dict[int, BackwardParts]()
         sent: list[Gradients] = []
         for action in self.row:
             number = action.microbatch or 0
-            inputs, gradients = self._buffers[number]
             match action.kind:
+                case Kind.RECEIVE_FORWARD:
+                    values[number] = self._received_values(number)
+                case Kind.RECEIVE_BACKWARD:
+                    gradients[number] = self._received_gradients(number)
                 case Kind.FORWARD:
                     outputs, saved[number] = self.stage.forward(
-                        inputs,
+                        values.pop(number),
                         StreamKey(0, step, number),
                         self.targets[number],
                         recompute=number in recomputed,
@@ -154,29 +155,31 @@ class SingleRank:
                 case Kind.RECOMPUTE:
                     self.stage.recompute(saved[number])
                 case Kind.BACKWARD:
-                    sent.append(self._sent(self.stage.backward(saved.pop(number), gradients, {})))
+                    returned = self.stage.backward(saved.pop(number), gradients.pop(number, ()), {})
+                    sent.append(self._sent(returned))
+                    del returned
                 case Kind.BACKWARD_INPUT:
                     returned, parts[number] = self.stage.backward_input(
-                        saved.pop(number), gradients
+                        saved.pop(number), gradients.pop(number, ())
                     )
                     sent.append(self._sent(returned))
                     del returned
                 case Kind.BACKWARD_WEIGHT:
                     self.stage.backward_weight(parts.pop(number), {})
+                case Kind.SEND_FORWARD | Kind.SEND_BACKWARD | Kind.REDUCE:
+                    pass  # what would be sent is held in `sent`
                 case _:
-                    raise AssertionError(f"{action} is no compute action")
+                    raise AssertionError(f"{action} is no action of a synchronous schedule")
         divide_gradients(self.stage.module.parameters(), len(self.inputs))
 
-    def _received(self, number: int) -> tuple[Sequence[Tensor], Gradients]:
-        """Return the receive buffers of a microbatch; stage 0 reads the minibatch itself."""
-        inputs = self.inputs[number]
-        if self.index:
-            inputs = [value.to(self.device, copy=True) for value in inputs]
-        gradients = [
+    def _received_values(self, number: int) -> Sequence[Tensor]:
+        return [value.to(self.device, copy=True) for value in self.inputs[number]]
+
+    def _received_gradients(self, number: int) -> Gradients:
+        return [
             None if value is None else value.to(self.device, copy=True)
             for value in self.gradients[number]
         ]
-        return inputs, gradients
 
     def _sent(self, gradients: list[Tensor | None]) -> Gradients:
         """Return what is sent back: contiguous, and not a part of a larger storage.
@@ -197,11 +200,12 @@ class SingleRank:
 
         All microbatches get the gradients of the first one, since times do not depend on them.
         """
-        buffers = [self._received(number) for number in range(len(self.inputs))]
-        workload = StageWorkload(
-            self.stage, [inputs for inputs, _ in buffers], self.targets, buffers[0][1]
-        )
-        times = measure_stages({self.index: workload}, self.row, self.device)
+        inputs = list(self.inputs)
+        if self.index:
+            inputs = [self._received_values(number) for number in range(len(inputs))]
+        workload = StageWorkload(self.stage, inputs, self.targets, self._received_gradients(0))
+        row = [action for action in self.row if action.kind in COMPUTE]
+        times = measure_stages({self.index: workload}, row, self.device)
         _clear_gradients(self.stage.module)
         return times[self.index]
 
@@ -213,7 +217,7 @@ def ranks_of(subject: Subject, plan: Plan) -> list[SingleRank]:
     inputs, targets = subject.inputs(), subject.targets()
     first, last = (subject.target.call.args, subject.target.call.kwargs), subject.target.targets
     ranks = []
-    for rank, row in enumerate(plan.schedule.compute):
+    for rank, row in enumerate(plan.schedule.rows):
         index = plan.schedule.placement.index(rank)
         is_last = index == plan.k - 1
         ranks.append(

@@ -22,7 +22,6 @@ from pipecompile.schedule.selection import (
     placements,
 )
 from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_plan
-from pipecompile.schedule.transfers import add_transfers
 
 __all__ = ["findings"]
 
@@ -116,8 +115,7 @@ def _misplaced_run(stage: Stage) -> str | None:
 def _over_cap(plan: Plan) -> Iterator[Finding]:
     """The ranks that may hold more than the plan's options allow."""
     caps = plan.options.caps(plan.ranks) or ()
-    over = excess_bytes(plan.stages, plan.schedule, caps or None, plan.allocator)
-    for rank, (excess, cap) in enumerate(zip(over, caps, strict=False)):
+    for rank, (excess, cap) in enumerate(zip(_excess(plan)(plan.schedule), caps, strict=False)):
         if excess:
             size = size_text(excess)
             message = f"rank {rank} may need {size} over its cap of {size_text(cap)}; plan again"
@@ -152,10 +150,7 @@ def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
         return (
             named_schedule(name, _searched_problem(plan, problem)).compute == plan.schedule.compute
         )
-    return (
-        named_schedule_within(name, problem, _excess(plan, problem)).compute
-        == plan.schedule.compute
-    )
+    return named_schedule_within(name, problem, _excess(plan)).compute == plan.schedule.compute
 
 
 def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
@@ -169,11 +164,9 @@ def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
     )
 
 
-def _excess(plan: Plan, problem: PlacedProblem) -> Callable[[Schedule], Sequence[int]]:
-    """What says by how much the ranks exceed their caps under an order of compute actions."""
-    caps = plan.options.caps(plan.ranks)
+def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
     return lambda schedule: excess_bytes(
-        plan.stages, add_transfers(problem, schedule), caps, plan.allocator
+        plan.stages, schedule, plan.options.caps(plan.ranks), plan.allocator
     )
 
 
@@ -183,7 +176,7 @@ def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem)
     step_ns = ordering.searched_ns if ordering.is_in_plan else best
     return (
         (ordering.named_ns, ordering.bound_ns)
-        == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan, problem))
+        == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
         and plan.prediction.step_ns == step_ns
         and (ordering.is_in_plan or plan.schedule.name != "search")

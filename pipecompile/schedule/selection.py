@@ -161,7 +161,7 @@ def schedule_plan(
     caps = options.caps(max(placement) + 1)
 
     def excess(schedule: Schedule) -> tuple[int, ...]:
-        return excess_bytes(stages, add_transfers(problem, schedule), caps, allocator)
+        return excess_bytes(stages, schedule, caps, allocator)
 
     sufficient = activation_caps(stages, placement, options.microbatches, caps, allocator)
     safe = replace(problem, caps=sufficient)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.amount import AllocatorName, Amount
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan, Stage
@@ -23,6 +23,7 @@ from pipecompile.memory_model.rank import (
 )
 from pipecompile.memory_model.snapshots import peak_snapshots
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
+from pipecompile.schedule.receives import add_earliest_receives
 
 __all__ = [
     "activation_caps",
@@ -170,17 +171,46 @@ def excess_bytes(
     caps: Sequence[int] | None,
     allocator: AllocatorName,
 ) -> tuple[int, ...]:
-    """Return for each rank the bytes by which it may exceed its cap."""
+    """Return for each rank the bytes by which it may exceed its cap, under any times."""
     if caps is None:
         return (0,) * schedule.ranks
-    memory = memory_by_rank(stages, schedule, allocator)
+    memory = _most_by_rank(stages, schedule, allocator)
     return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(memory, caps, strict=True))
 
 
 def memory_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
-    """Return what each rank holds at its peak, by the plan's memory model."""
+    """Return what each rank holds at its peak, by the plan's memory model.
+
+    What is expected follows from the receives of the schedule, which stand where its times put
+    them. The bound holds for the order of its compute actions under any times.
+    """
+    timed = _memory_of_rows(stages, schedule, allocator)
+    most = _most_by_rank(stages, schedule, allocator)
+    return tuple(
+        RankMemory(
+            **{
+                kind: Amount(
+                    expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound
+                )
+                for kind in RankMemory.__struct_fields__
+            }
+        )
+        for expected, bound in zip(timed, most, strict=True)
+    )
+
+
+def _most_by_rank(
+    stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
+) -> tuple[RankMemory, ...]:
+    """Return what each rank holds at its peak if messages come as early as any times allow."""
+    return _memory_of_rows(stages, add_earliest_receives(schedule), allocator)
+
+
+def _memory_of_rows(
+    stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
+) -> tuple[RankMemory, ...]:
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),

@@ -59,7 +59,7 @@ class StageState(NamedTuple):
     input_backward_sent   those of an input backward
     values_received     values were received, and the backward (or input backward) has not begun
     values_between      the same between input and weight backward: what the latter needs is held
-    values_relayed      the backward is done, but what was sent on as it came waits for the step's end
+    values_relayed      the backward is done; what was sent on as it came waits for the step's end
     gradients_received, gradients_between, gradients_relayed   the same of received gradients
     has_gradients       1 if the gradients of parameters exist
     handovers           if the next stage is on the same rank: how far microbatches are in both,

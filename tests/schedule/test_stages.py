@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.amount import Amount
-from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage
+from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Boundary, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
@@ -31,9 +31,20 @@ def _footprint(kept: int, outputs: int) -> Footprint:
     amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
     return Footprint(
         **amounts,
+        received=(_received(100),),
+        received_gradients=(_received(100),),
         sent_outputs=(_parcel(outputs - 2, needed=True), _parcel(2, needed=False)),
         sent_by_backward=(_parcel(100, needed=False),),
         sent_by_input_backward=(_parcel(100, needed=False),),
+    )
+
+
+def _received(size: int) -> ReceivedTensor:
+    return ReceivedTensor(
+        name="x",
+        size=Amount(expected=size, bound=size),
+        is_needed_by_weight_backward=False,
+        is_relayed=False,
     )
 
 
@@ -116,7 +127,7 @@ def test_the_peak_is_that_of_the_memory_model(
 
 def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
     """Each of these takes 100 bytes: parameters, gradients, optimizer, the most of a backward, and
-    for each of three microbatches its input, two buffers, what was sent, and its input gradient.
+    for each of three microbatches its input, two messages, what was sent, and its input gradient.
     The gradient of the outputs takes 10.
     """
     cpu = ALLOCATORS["cpu"]

@@ -11,7 +11,8 @@ __all__ = ["RankMemory"]
 class RankMemory(Value, frozen=True, kw_only=True):
     """The peak of one rank by kind.
 
-    `expected` is at the moment when most is expected, `bound` at that when the bound is largest.
+    `expected` is at the moment when most is expected, `bound` at that when the bound is largest. In
+    a plan the bound holds for the order of its actions under any times (schedule/stages.py).
     """
 
     parameters: Amount

@@ -29,12 +29,13 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pipecompile.ir.amount import ZERO, Amount
-from pipecompile.ir.footprint import Footprint, ReceivedTensor, total_size
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
-from pipecompile.memory_model.handover import handed_over, most_handed_over
+from pipecompile.memory_model.handover import most_handed_over
+from pipecompile.memory_model.messages import held_messages
 from pipecompile.memory_model.snapshots import Snapshot, StageState, peak_snapshots, states
 
 __all__ = [
@@ -117,7 +118,7 @@ def stage_memory(
             gradients=_added_by(with_gradients, index, "gradients"),
             optimizer=_added_by(stages, index, "optimizer"),
             activations=_activations(stage, peak.states[index]),
-            buffers=stage.inputs * microbatches + _messages(stages, index, peak.states[index]),
+            buffers=stage.inputs * microbatches + held_messages(stages, index, peak.states[index]),
             workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
         )
         for index, stage in sorted(stages.items())
@@ -219,7 +220,7 @@ def available_for_activations(
             outputs_sent=with_next,
             backward_sent=with_previous,
         )
-        always += _messages(stages, index, all_messages)
+        always += held_messages(stages, index, all_messages)
     for index, stage in stages.items():
         if index + 1 in stages:
             always += most_handed_over(stage, stages[index + 1]) * microbatches
@@ -248,7 +249,7 @@ def _held(
     """Return by kind what is held in a snapshot, with the most that lives in its action."""
     pairs = [(stage, snapshot.states[index]) for index, stage in sorted(stages.items())]
     with_gradients = [stage for stage, state in pairs if state.has_gradients]
-    messages = (_messages(stages, i, state) for i, state in snapshot.states.items())
+    messages = (held_messages(stages, i, state) for i, state in snapshot.states.items())
     return RankMemory(
         parameters=_counted_once(stages.values(), "parameters"),
         gradients=_counted_once(with_gradients, "gradients"),
@@ -304,39 +305,6 @@ def _activations(stage: Footprint, state: StageState) -> Amount:
 def _minibatch(stages: Mapping[int, Footprint], microbatches: int) -> Amount:
     """Return what the stages read of the whole minibatch."""
     return _sum(stage.inputs for stage in stages.values()) * microbatches
-
-
-def _messages(stages: Mapping[int, Footprint], index: int, state: StageState) -> Amount:
-    """Return what a stage has received and sent, and what the next one holds on the same rank."""
-    stage = stages[index]
-    held = (
-        _received(stage.received, state.values_received, state.values_between, state.values_relayed)
-        + _received(
-            stage.received_gradients,
-            state.gradients_received,
-            state.gradients_between,
-            state.gradients_relayed,
-        )
-        + stage.outputs * state.outputs_sent
-        + total_size(stage.sent_by_backward) * state.backward_sent
-        + total_size(stage.sent_by_input_backward) * state.input_backward_sent
-    )
-    for handover, count in state.handovers.items():
-        held += handed_over(stage, stages[index + 1], handover) * count
-    return held
-
-
-def _received(tensors: Sequence[ReceivedTensor], whole: int, between: int, relayed: int) -> Amount:
-    """Return what is held of received values, or gradients, of so many microbatches.
-
-    `whole` messages are held as they came; of `between` ones what a weight backward needs is left,
-    and of `relayed` ones what was sent on.
-    """
-    return (
-        total_size(tensors) * whole
-        + total_size(t for t in tensors if t.is_needed_by_weight_backward or t.is_relayed) * between
-        + total_size(tensor for tensor in tensors if tensor.is_relayed) * relayed
-    )
 
 
 def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:

@@ -18,7 +18,7 @@ from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.graph.pytrees import register_dataclasses
 
-__all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of"]
+__all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of", "call_of"]
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CONSTANTS = (
@@ -35,21 +35,25 @@ class Arguments:
     kwargs: dict[str, Any]
 
 
-def arguments_of(
-    model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
-) -> Arguments:
+def call_of(sample: Any, sample_kwargs: Mapping[str, Any] | None = None) -> Arguments:
     """Return a minibatch as the arguments of a call.
 
     `sample` is a tensor, a tuple of positional arguments or a mapping of keyword arguments, to
-    which `sample_kwargs` are added. InputError if the model's forward does not take them.
+    which `sample_kwargs` are added.
     """
     extra = dict(sample_kwargs or {})
     if isinstance(sample, Arguments):
-        call = sample
-    elif isinstance(sample, Mapping):
-        call = Arguments((), {**sample, **extra})
-    else:
-        call = Arguments(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), extra)
+        return sample
+    if isinstance(sample, Mapping):
+        return Arguments((), {**sample, **extra})
+    return Arguments(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), extra)
+
+
+def arguments_of(
+    model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
+) -> Arguments:
+    """Return what `call_of` does; InputError if the model's forward does not take it."""
+    call = call_of(sample, sample_kwargs)
     try:
         # A wrong call would otherwise fail deep inside the capture.
         inspect.signature(model.forward).bind(*call.args, **call.kwargs)

@@ -108,9 +108,9 @@ def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
 @torch.no_grad()
 def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
     """Divide the gradients by how many were summed, in place."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.div_(count)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, count)
 
 
 def spread_overflow(

@@ -41,7 +41,9 @@ def step(
         observers=observers,
         remainder=_by_index(remainder),
     )
-    for action in order_for_tied_parameters(order, stages):
+    if any(stage.tied_to_later for stage in stages):
+        order = list(order_for_tied_parameters(order, stages))
+    for action in order:
         rank_step.perform(action)
     result = rank_step.result()
     assert result is not None

@@ -25,7 +25,7 @@ fails on a reused module one of whose branches has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -45,22 +45,17 @@ _FIRST_HALF, _OUTPUTS = object(), object()
 
 @dataclass
 class BackwardPart:
-    """One begin of the second half, for some parameters.
+    """One begin of the second half, for some parameters; also a whole backward.
 
-    `edges` are where it begins and `gradients` what flows in there. `parameters` are those whose
-    gradients it computes; None stands for all that it reaches. `shares_graph` says whether other
-    parts still need the nodes that this one runs through.
+    `edges` are where it begins, or tensors there, and `gradients` what flows in. `parameters` are
+    those whose gradients it computes; None stands for all that it reaches. `shares_graph` says
+    whether other parts still need the nodes that this one runs through.
     """
 
-    edges: Sequence[GradientEdge]
+    edges: Sequence[GradientEdge] | Sequence[Tensor]
     gradients: Sequence[Tensor | None]
     parameters: Sequence[Tensor] | None = None
     shares_graph: bool = False
-
-    @staticmethod
-    def from_tensors(tensors: Iterable[Tensor], gradients: Sequence[Tensor | None]) -> BackwardPart:
-        """Return the part that begins at `tensors` and is for all parameters."""
-        return BackwardPart([get_gradient_edge(value) for value in tensors], gradients)
 
     def run(self, tied_gradients: TiedGradients) -> None:
         """Add gradients to the parameters' `.grad`, and consume those of `tied_gradients`.
@@ -92,7 +87,9 @@ def first_half(
     contribute: their gradients are not computed early, but at once from all summands.
     """
     if not inputs or not outputs:
-        return [None] * len(inputs), [BackwardPart.from_tensors(outputs, gradients)]
+        # Edges, since the second half needs no outputs.
+        edges = [get_gradient_edge(value) for value in outputs]
+        return [None] * len(inputs), [BackwardPart(edges, gradients)]
     roots = list(map(get_gradient_edge, outputs))
     leaves = list(map(get_gradient_edge, inputs))
     graph = _BackwardGraph(roots)

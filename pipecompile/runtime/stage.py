@@ -13,7 +13,7 @@ stages (timing.py) use the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,6 +99,7 @@ class EagerStage:
         self._random = random
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
+        self._has_regions = has_recomputed_regions(module)
 
     def forward(
         self,
@@ -167,8 +168,8 @@ class EagerStage:
         microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
-        with _redirected_gradients(self.tied_to_earlier, tied_gradients):
-            BackwardPart.from_tensors(roots, seeds).run(self._pop_own(tied_gradients))
+        with self._redirected(tied_gradients):
+            BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
         for index in saved.input_gradients:
             saved.inputs[
                 index
@@ -184,9 +185,7 @@ class EagerStage:
 
         The stage before waits for the input gradients.
         """
-        assert not has_recomputed_regions(self.module), (
-            "each half would recompute the regions: go back as a whole"
-        )
+        assert not self._has_regions, "each half would recompute the regions: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         leaves = [value for value in saved.inputs if value.requires_grad]
         leaf_gradients, parts = first_half(roots, seeds, leaves, self.tied_to_later)
@@ -198,8 +197,14 @@ class EagerStage:
 
     def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
         """Run the second half: add to the parameters' `.grad`. `parts` is empty afterwards."""
-        with _redirected_gradients(self.tied_to_earlier, tied_gradients):
+        with self._redirected(tied_gradients):
             second_half(parts, self._pop_own(tied_gradients))
+
+    def _redirected(self, tied_gradients: TiedGradients) -> AbstractContextManager[None]:
+        """Put gradients of parameters that earlier stages hold into `tied_gradients` instead."""
+        if not self.tied_to_earlier:
+            return nullcontext()
+        return _redirected_gradients(self.tied_to_earlier, tied_gradients)
 
     def _pop_own(self, tied_gradients: TiedGradients) -> TiedGradients:
         """Remove and return the gradients of parameters that this stage holds."""
@@ -228,11 +233,9 @@ class EagerStage:
         return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
 
     def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
-        with ExitStack() as stack:
-            # Restores the gradient mode if the module fails in the middle of a no_grad region.
-            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            if self._random:
-                stack.enter_context(use_stream(stream_key, _cuda_devices(inputs)))
+        stream = use_stream(stream_key, _cuda_devices(inputs)) if self._random else nullcontext()
+        # Restores the gradient mode if the module fails in the middle of a no_grad region.
+        with torch.set_grad_enabled(torch.is_grad_enabled()), stream:
             outputs: tuple[Tensor, ...] = self.module(*inputs)
         return outputs
 
@@ -301,6 +304,8 @@ def _keep_layout(
     A gradient with gaps is a view of something larger. It is not kept, so that autograd copies it
     and the larger storage is freed.
     """
+    if gradient.stride() == stride:
+        return
     order = sorted(range(gradient.dim()), key=gradient.stride().__getitem__, reverse=True)
-    if gradient.stride() != stride and gradient.permute(order).is_contiguous():
+    if gradient.permute(order).is_contiguous():
         gradients[index] = gradient

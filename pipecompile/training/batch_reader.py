@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
-from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.signature import arguments_of, call_of
+from pipecompile.graph.pytrees import register_dataclasses
 from pipecompile.ir.plan import Plan
 from pipecompile.training.program import Program
 from pipecompile.training.runner import Runner
@@ -34,7 +35,11 @@ class BatchReader:
         InputError if the batch differs from the planned one in more than the number of samples.
         """
         captured = self._planned.captured
-        tensors = captured.inputs.flatten(arguments_of(captured.model, batch))
+        try:
+            tensors = captured.inputs.flatten(call_of(batch))
+        except InputError:
+            arguments_of(captured.model, batch)  # says more of what the model does not take
+            raise
         names = captured.inputs.tensor_names
         sizes = MicrobatchSizes.of(tensors, names, self._plan.microbatch_shapes)
         for name, tensor, planned in zip(names, tensors, self._planned.inputs, strict=True):
@@ -58,7 +63,7 @@ class BatchReader:
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch."""
         last = self._plan.k - 1
-        return [
-            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
-            for part in sizes.split(target)
-        ]
+        register_dataclasses(target)
+        return sizes.split(
+            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), target)
+        )

@@ -20,7 +20,7 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_for_remainder, capture_target
-from pipecompile.graph.attributes import is_same_value, module_settings
+from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.ties import Tie, ties_of
@@ -82,10 +82,10 @@ class Program:
         """Remember the model as it is now: `check_unchanged` compares it, except for tensors and
         what its forward sets.
         """
+        model = self.captured.model
+        self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
-        self._trainable = {
-            name: p.requires_grad for name, p in self.captured.model.named_parameters()
-        }
+        self._trainable = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
     def check_unchanged(self) -> None:
         """InputError if the model, or the autocast around it, is not as it was when the graph was
@@ -97,6 +97,17 @@ class Program:
                 "autocast is not as it was when the model was compiled; compile and step under "
                 "the same autocast, or put it into the model's forward"
             )
+        if not self._items.are_the_same():
+            self._check_settings()
+        for name, parameter, flag in self._trainable:
+            if parameter.requires_grad != flag:
+                raise InputError(
+                    f"requires_grad of {name} changed since the model was compiled; compile it "
+                    "again"
+                )
+
+    def _check_settings(self) -> None:
+        """InputError if a setting has another value."""
         before, after = self._settings, dict(_settings(self.captured))
         different = [
             name
@@ -107,16 +118,6 @@ class Program:
             raise InputError(
                 f"{min(different)} has changed since the model was compiled, and the graph has its "
                 "old value; compile the model again, or keep what changes in a buffer"
-            )
-        changed = [
-            n
-            for n, p in self.captured.model.named_parameters()
-            if p.requires_grad != self._trainable[n]
-        ]
-        if changed:
-            raise InputError(
-                f"requires_grad of {changed[0]} changed since the model was compiled; compile it "
-                "again"
             )
 
     def check_joinable(self, values: Sequence[Tensor]) -> None:
@@ -139,10 +140,14 @@ class Program:
     def mode(self) -> Iterator[None]:
         """Put modules into the modes of this program for the block."""
         model = self.captured.model
-        before = {part: part.training for part in model.modules()}
+        before = {
+            part: part.training
+            for path, part in model.named_modules()
+            if part.training != (path in self.modes)
+        }
         # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.
-        for path, part in model.named_modules():
-            part.training = path in self.modes
+        for part, flag in before.items():
+            part.training = not flag
         for stage in self.stages:
             stage.module.training = model.training
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipecompile.graph.attributes import ModuleAttributes, attributes_restored
+from pipecompile.graph.attributes import AttributeItems, ModuleAttributes, attributes_restored
 
 
 def model() -> Any:
@@ -115,3 +115,21 @@ def test_values_as_text(value: object, text: str) -> None:
     assert ModuleAttributes.of(module).described(module, "snapshot") == "nothing"
     vars(module)["snapshot"] = value
     assert ModuleAttributes.of(module).described(module, "snapshot") == text
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_change_is_one_of_items(case: str) -> None:
+    change, _ = CHANGES[case]
+    module = model()
+    items = AttributeItems(module)
+    assert items.are_the_same()
+    change(module)
+    assert not items.are_the_same()
+
+
+def test_an_item_that_moves_to_the_next_container_has_changed() -> None:
+    module: Any = nn.Module()
+    module.earlier, module.later = [object()], []
+    items = AttributeItems(module)
+    module.later.append(module.earlier.pop())
+    assert not items.are_the_same()

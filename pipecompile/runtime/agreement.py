@@ -7,17 +7,21 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from pipecompile.errors import InputError
+from pipecompile.runtime.watch import Deadline
 
 __all__ = ["check_agreement"]
 
 
-def check_agreement(said: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+def check_agreement(
+    said: Mapping[str, object], group: dist.ProcessGroup | None, deadline: Deadline
+) -> None:
     """InputError, on every rank of `group`, if a value of `said` is not the same on all of them.
 
     Ranks that differ would wait for messages that nobody sends, or take one tensor for another.
     """
     by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     own = {name: str(value) for name, value in said.items()}
+    deadline.wait_for(group)
     dist.all_gather_object(by_rank, own, group=group)
     for name in own:
         values = [other[name] for other in by_rank]

@@ -19,7 +19,9 @@ from typing import Literal
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.ir.serialization import Value
 
-__all__ = ["RankState", "action_text", "verdict"]
+__all__ = ["Phase", "RankState", "action_text", "verdict"]
+
+Phase = Literal["computing", "waiting", "failed", "lost", "done"]
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -38,13 +40,15 @@ WORDS = {
 class RankState(Value, frozen=True, kw_only=True):
     """What a rank says of itself: a beat that goes up while its step runs, and what it does.
 
-    `peer` is the global rank that it waits for. A rank that is `failed` has an `error` of its own;
-    one that is `lost` could not reach another rank in time.
+    `begun` is how many steps and evaluations it has begun, and `name` the last one's. `peer` is the
+    global rank that it waits for. A rank that is `failed` has an `error` of its own; one that is
+    `lost` could not reach another rank in time.
     """
 
-    step: int = 0
+    begun: int = 0
+    name: str = ""
     beat: int = 0
-    phase: Literal["computing", "waiting", "failed", "lost", "done"] = "done"
+    phase: Phase = "done"
     action: str = ""
     peer: int | None = None
     error: str = ""
@@ -76,7 +80,7 @@ def verdict(states: Mapping[int, RankState], silent: Collection[int]) -> str:
 
 def _culprits(states: Mapping[int, RankState], silent: Collection[int]) -> dict[int, str]:
     """Return the sentence for each rank at fault, of the surest kind that there is."""
-    step = max(state.step for state in states.values())
+    last = max(states.values(), key=lambda state: state.begun)
     kinds: list[dict[int, str]] = [{}, {}, {}, {}]
     for rank, state in sorted(states.items()):
         if state.phase == "failed":
@@ -85,8 +89,8 @@ def _culprits(states: Mapping[int, RankState], silent: Collection[int]) -> dict[
             kinds[1][rank] = f"rank {rank} no longer answers; it was last seen in {state.action}"
         elif state.phase == "computing":
             kinds[2][rank] = f"rank {rank} hangs in {state.action}"
-        elif state.step < step:
-            kinds[3][rank] = f"rank {rank} has not begun step {step}"
+        elif state.begun < last.begun:
+            kinds[3][rank] = f"rank {rank} has not begun {last.name}"
     return next((kind for kind in kinds if kind), {})
 
 

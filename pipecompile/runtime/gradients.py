@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.errors import InputError
+from pipecompile.runtime.watch import Deadline
 
 __all__ = ["StepGradients", "divide_gradients", "fresh_gradients", "spread_overflow"]
 
@@ -114,7 +115,10 @@ def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
 
 
 def spread_overflow(
-    gradients: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None
+    gradients: Sequence[Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    deadline: Deadline,
 ) -> None:
     """Put an infinity into the gradients of every rank if a rank of `group` has one, or a NaN.
 
@@ -123,7 +127,7 @@ def spread_overflow(
     """
     norm = torch.nn.utils.get_total_norm(gradients, torch.inf)
     flag = (~norm.isfinite()).to(device, torch.float32)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    deadline.all_reduce(flag, group, dist.ReduceOp.MAX)
     # The scaler waits for the device too, when it decides whether to skip.
     if flag.item():
         for gradient in gradients:

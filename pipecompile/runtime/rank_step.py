@@ -50,6 +50,13 @@ class Minibatch:
     loss_gradients: Sequence[Tensor | None] = ()
     first: int = 0
 
+    @property
+    def samples(self) -> int:
+        """How many samples it has: dimension 0 of the inputs that have dimensions."""
+        return sum(
+            next(tensor.shape[0] for tensor in inputs if tensor.dim()) for inputs in self.inputs
+        )
+
     def loss_gradient(self, microbatch: int) -> Tensor | None:
         """Return what the backward of a microbatch begins with, None for 1."""
         return self.loss_gradients[microbatch] if self.loss_gradients else None

@@ -47,9 +47,7 @@ def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
     All ranks list their `ties` in the same order.
     """
     for parameter, group in ties:
-        work = dist.all_reduce(gradient_or_zeros(parameter), group=group, async_op=True)
-        assert work is not None
-        deadline.wait(work)
+        deadline.all_reduce(gradient_or_zeros(parameter), group)
 
 
 def gradient_or_zeros(parameter: Tensor) -> Tensor:

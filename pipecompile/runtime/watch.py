@@ -1,8 +1,8 @@
 """Watches the steps of this rank, and says on every rank which one is at fault when a step fails.
 
-While a step runs, a thread publishes what the rank does in the store of the process group. The
-step's own waits end with the time that it may take (`Deadline`). So every rank comes to the point
-where it reads what the others have published:
+While a step or an evaluation runs, a thread publishes what the rank does in the store of the
+process group. The step's own waits end with the time that it may take (`Deadline`). So every rank
+comes to the point where it reads what the others have published:
 
     step      begin ──── 0F0 ──── wait 0B0 ····· time is over ──▶ read states ──▶ RankFaultError
     thread    ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─ beat ─────────────┘
@@ -20,14 +20,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipecompile.errors import PipecompileError, RankFaultError
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
-from pipecompile.runtime.faults import RankState, action_text, verdict
+from pipecompile.runtime.faults import Phase, RankState, action_text, verdict
 
 __all__ = ["Deadline", "StepWatch"]
 
@@ -55,6 +57,35 @@ class Deadline:
         else:
             work.wait(timedelta(seconds=max(0.01, self._end - time.monotonic())))
 
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> None:
+        """Reduce `tensor` over `group` in place, as long as time is left."""
+        work = dist.all_reduce(tensor, operation, group, async_op=True)
+        assert work is not None
+        self.wait(work)
+
+    def wait_for(self, group: dist.ProcessGroup | None) -> None:
+        """Wait as long as time is left until all ranks of `group` are here.
+
+        For exchanges of objects, which end only with the timeout of the process group.
+        """
+        if self._end is not None:
+            work = dist.barrier(group, async_op=True)
+            assert work is not None
+            self.wait(work)
+
+
+class _Doing(NamedTuple):
+    """What a rank does: an action, or something else in words; `peer` is whom it waits for."""
+
+    phase: Phase
+    what: Action | str
+    peer: int | None = None
+
 
 class StepWatch:
     """An observer of the actions of this rank.
@@ -69,22 +100,23 @@ class StepWatch:
         self._peers = peers
         self._seconds = seconds
         self._own = dist.get_rank()
-        self._action: Action | None = None
-        self._state = RankState()
+        self._begun = 0
+        self._name = ""
+        self._error = ""
+        # One assignment changes it: the thread reads either the old or the new value.
+        self._now = _Doing("done", "")
         self.deadline = Deadline()
 
     # -- what rank_step.py tells
 
     def begin(self, action: Action) -> None:
         """`action` is next; it may wait for a message."""
-        self._action = action
         peer = self._source(action)
-        phase = "computing" if peer is None else "waiting"
-        self._change(phase=phase, action=action_text(action), peer=peer)
+        self._now = _Doing("computing" if peer is None else "waiting", action, peer)
 
     def ready(self, action: Action) -> None:
         """`action` has what it needs."""
-        self._change(phase="computing")
+        self._now = _Doing("computing", action)
 
     def end(self, action: Action) -> None:
         """`action` is done."""
@@ -93,59 +125,77 @@ class StepWatch:
 
     def actions_are_done(self) -> None:
         """What remains is to wait for sends and for sums of gradients."""
-        self._action = None
-        self._change(phase="waiting", action="the exchanges at the end of the step", peer=None)
+        self._now = _Doing("waiting", f"the exchanges at the end of {self._name}")
 
     # -- the step
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Watch the step in the block.
+    def watched(self, name: str, steps: int = 1) -> Iterator[None]:
+        """Watch the step in the block, or something else that takes as long as `steps` steps.
 
         If it fails for another rank or takes too long, RankFaultError says which rank is at fault.
-        Other errors get a note of the action.
+        Other errors get a note of the action. All ranks watch the same blocks, one after the other.
         """
-        self.deadline = Deadline(self._seconds)
-        self._state = RankState(step=number, phase="computing", action="the beginning of the step")
+        self.deadline = Deadline(None if self._seconds is None else self._seconds * steps)
+        self._begun, self._name, self._error = self._begun + 1, name, ""
+        # Until its first action it only waits for other ranks.
+        self._now = _Doing("waiting", f"the beginning of {name}")
         beating = _Heartbeat(self) if self._seconds is not None else None
         try:
             yield
         except PipecompileError:
             # Bad input: its message says what to do, and every rank that was given it raises it.
-            self._change(phase="failed", error="see its own message")
+            self._fail("see its own message")
             raise
         except _OverdueError:
             raise self._fault(beating) from None
         except Exception as error:
             if self._is_of_another(error):
                 # A rank that was late itself has been given up by the others.
-                is_late = self._state.phase == "computing" and self.deadline.is_over()
-                self._change(phase="computing" if is_late else "lost")
+                is_late = self._now.phase == "computing" and self.deadline.is_over()
+                self._now = self._now._replace(phase="computing" if is_late else "lost")
                 raise self._fault(beating) from error
-            self._change(phase="failed", error=f"{type(error).__name__}: {error}")
-            error.add_note(f"rank {self._own} failed in {self._state.action}")
+            self._fail(f"{type(error).__name__}: {error}")
+            error.add_note(f"rank {self._own} failed in {self._doing}")
             raise
         else:
-            self._change(phase="done")
+            self._now = _Doing("done", "")
         finally:
             if beating is not None:
                 beating.stop()
 
     def state(self, beat: int) -> RankState:
         """What is published of this rank."""
-        self._change(beat=beat)
-        return self._state
+        now = self._now
+        return RankState(
+            begun=self._begun,
+            name=self._name,
+            beat=beat,
+            phase=now.phase,
+            action=_text(now.what),
+            peer=now.peer,
+            error=self._error,
+        )
 
     def _is_of_another(self, error: Exception) -> bool:
         """Whether the error says that another rank cannot be reached: torch raises RuntimeError."""
-        exchanges = self._action is None or self._action.kind in TRANSFERS
-        return isinstance(error, RuntimeError) and (exchanges or self._state.phase == "waiting")
+        what = self._now.what
+        exchanges = isinstance(what, str) or what.kind in TRANSFERS
+        return isinstance(error, RuntimeError) and (exchanges or self._now.phase == "waiting")
+
+    def _fail(self, error: str) -> None:
+        self._error = error
+        self._now = self._now._replace(phase="failed")
+
+    @property
+    def _doing(self) -> str:
+        return _text(self._now.what)
 
     def _fault(self, beating: _Heartbeat | None) -> RankFaultError:
         if beating is None:
-            peer = "" if self._state.peer is None else f" for rank {self._state.peer}"
+            peer = "" if self._now.peer is None else f" for rank {self._now.peer}"
             return RankFaultError(
-                f"rank {self._own} waited in {self._state.action}{peer}, which cannot be reached; "
+                f"rank {self._own} waited in {self._doing}{peer}, which cannot be reached; "
                 "step_timeout=SECONDS tells which rank is at fault"
             )
         return RankFaultError(beating.verdict(self._ranks))
@@ -160,9 +210,9 @@ class StepWatch:
             return None
         return None if source == self._own else source
 
-    def _change(self, **changes: object) -> None:
-        # One assignment: the thread reads either the old or the new state.
-        self._state = msgspec.structs.replace(self._state, **changes)
+
+def _text(what: Action | str) -> str:
+    return what if isinstance(what, str) else action_text(what)
 
 
 class _OverdueError(Exception):

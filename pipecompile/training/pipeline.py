@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,10 +24,9 @@ from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.agreement import check_agreement
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
-from pipecompile.runtime.gradients import StepGradients, divide_gradients, spread_overflow
+from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
-from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
@@ -169,13 +167,17 @@ class Pipeline(HeldModel):
             recorder.begin_step()
         sizes, rows = self._data.read_planned(batch)
         minibatch = self._minibatch(sizes, rows, target, scaler)
-        result = self._train(minibatch, sizes, accumulate=accumulate)
-        if scaler is not None and self._share.is_distributed and not accumulate:
-            present = [p.grad for p in self.parameters() if p.grad is not None]
-            spread_overflow(present, self._runner.device, self._share.place.pipeline_group)
-        self.steps += 1
-        returned = self._mean_over_replicas(result, sizes)
-        return self._everywhere(returned) if everywhere else returned
+        with self._target.precision():
+            program = self._programs.current()
+            program.check_unchanged()
+            remainder = self._programs.for_remainder(program, sizes.remainder)
+        with self._watched(f"step {self.steps}"):
+            result = self._train(program, remainder, minibatch, sizes, accumulate=accumulate)
+            if scaler is not None and not accumulate:
+                self._runner.spread_overflow(program.parameters)
+            self.steps += 1
+            returned = self._mean_over_replicas(result, sizes)
+            return self._everywhere(returned) if everywhere else returned
 
     def record(self) -> AbstractContextManager[RunRecorder]:
         """Record the steps of a block: `with pipeline.record() as run`, and behind it
@@ -205,13 +207,16 @@ class Pipeline(HeldModel):
             program = self._programs.in_eval_mode()
             program.check_unchanged()
             remainder = self._programs.for_remainder(program, sizes.remainder)
-        with _modes(program, remainder):
-            minibatch = Minibatch(rows, self._data.targets(sizes, target), self.seed, 0)
+        minibatch = Minibatch(rows, self._data.targets(sizes, target), self.seed, 0)
+        # An evaluation of many samples may take as long as steps with all of them.
+        steps = -(-len(rows) // self.plan.microbatches)
+        watched = self._watched(f"the evaluation after {self.steps} steps", steps)
+        with watched, _modes(program, remainder):
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
-        if with_loss:
-            return self._mean_over_replicas(result, sizes)
+            if with_loss:
+                return self._mean_over_replicas(result, sizes)
         if result is None:
             return None
         program.check_joinable(result.values[0])
@@ -228,14 +233,8 @@ class Pipeline(HeldModel):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and self._share.owns(name)
         ]
-        place = self._share.place
-        norm = total_norm(
-            owned,
-            norm_type,
-            self._runner.device,
-            place.pipeline_group,
-            over_ranks=place.is_distributed,
-        )
+        with self._watched(f"the clipping after {self.steps} steps"):
+            norm = self._runner.norm_over_ranks(owned, norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 
@@ -279,18 +278,20 @@ class Pipeline(HeldModel):
     # -- what a step needs
 
     def _train(
-        self, minibatch: Minibatch, sizes: MicrobatchSizes, *, accumulate: bool
+        self,
+        program: Program,
+        remainder: Program | None,
+        minibatch: Minibatch,
+        sizes: MicrobatchSizes,
+        *,
+        accumulate: bool,
     ) -> StepResult | None:
         """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
-        parameters, rows = list(self.parameters()), len(minibatch.inputs)
+        parameters, rows = program.parameters, len(minibatch.inputs)
         # A minibatch of two microbatches and a half weighs that much.
         count = sizes.planned_microbatches
-        with self._target.precision():
-            program = self._programs.current()
-            program.check_unchanged()
-            remainder = self._programs.for_remainder(program, sizes.remainder)
         gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
-        with self._watched(), _modes(program, remainder), self._statistics(accumulate), gradients:
+        with _modes(program, remainder), self._statistics(accumulate), gradients:
             self._agree(program, minibatch)
             result = self._runner.train(
                 program,
@@ -322,13 +323,13 @@ class Pipeline(HeldModel):
             "the number of the step": self.steps,
             "the seed": self.seed,
         }
-        check_agreement(said, place.pipeline_group)
+        check_agreement(said, place.pipeline_group, self._runner.deadline)
         self._agreed.add(kind)
 
-    def _watched(self) -> AbstractContextManager[None]:
-        """Where a failure is traced to the rank at fault."""
+    def _watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
+        """Where a failure is traced to the rank at fault, within the time of so many steps."""
         watch = self._runner.watch
-        return nullcontext() if watch is None else watch.step(self.steps)
+        return nullcontext() if watch is None else watch.watched(name, steps)
 
     def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
         """Where the step leaves the statistics of batch norms that follow the minibatch."""
@@ -360,12 +361,8 @@ class Pipeline(HeldModel):
         """The mean loss, with what came with it on this replica; None without the last stage."""
         if result is None:
             return None
-        place = self._share.place
-        loss = sizes.mean([values[0] for values in result.values])
-        if place.replica_group is not None:
-            dist.all_reduce(loss, group=place.replica_group)
-            loss /= place.replicas
-        extras = result.extras
+        own, extras = sizes.mean([values[0] for values in result.values]), result.extras
+        loss = self._runner.mean_over_replicas(own, sizes.samples)
         return loss if extras[0] is None else (loss, sizes.merge(extras))
 
     def _everywhere(self, returned: Any) -> Any:
@@ -374,6 +371,7 @@ class Pipeline(HeldModel):
         if not place.is_distributed:
             return returned
         last = self.plan.schedule.placement[-1]
+        self._runner.deadline.wait_for(place.pipeline_group)
         return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
 
 

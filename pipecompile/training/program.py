@@ -74,6 +74,11 @@ class Program:
         """How the model's output is put together from its output tensors."""
         return self.captured.outputs
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters, as they are if it is unchanged."""
+        return [parameter for _, parameter in self._named_parameters]
+
     def boundary_shapes(self) -> list[list[BoundaryShape]]:
         """The tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
@@ -85,7 +90,8 @@ class Program:
         model = self.captured.model
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
-        self._trainable = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        self._named_parameters = list(model.named_parameters())
+        self._trainable = [parameter.requires_grad for _, parameter in self._named_parameters]
 
     def check_unchanged(self) -> None:
         """InputError if the model, or the autocast around it, is not as it was when the graph was
@@ -99,12 +105,13 @@ class Program:
             )
         if not self._items.are_the_same():
             self._check_settings()
-        for name, parameter, flag in self._trainable:
-            if parameter.requires_grad != flag:
-                raise InputError(
-                    f"requires_grad of {name} changed since the model was compiled; compile it "
-                    "again"
-                )
+        pairs = zip(self._named_parameters, self._trainable, strict=True)
+        changed = [name for (name, p), flag in pairs if p.requires_grad != flag]
+        if changed:
+            raise InputError(
+                f"requires_grad of {changed[0]} changed since the model was compiled; compile it "
+                "again"
+            )
 
     def _check_settings(self) -> None:
         """InputError if a setting has another value."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
@@ -18,13 +18,15 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import local
 from pipecompile.runtime.distributed import DistributedPipeline, SizedStages
+from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
-from pipecompile.runtime.replicas import ReplicaSums
+from pipecompile.runtime.replicas import ReplicaSamples, ReplicaSums, mean_over_replicas
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
-from pipecompile.runtime.watch import StepWatch
+from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.training.program import Program
 
@@ -69,6 +71,11 @@ class Runner:
             self.equalise()
 
     @property
+    def deadline(self) -> Deadline:
+        """When the step that is watched must be over."""
+        return Deadline() if self.watch is None else self.watch.deadline
+
+    @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The planned stage modules of this process."""
         return tuple(self._planned.stages[index].module for index in self._share.stages)
@@ -96,6 +103,8 @@ class Runner:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._local_stages(remainder)
             return local.step(self._local_stages(program), order, batch, observers, smaller)
+        group = self._share.place.replica_group
+        samples = None if group is None else ReplicaSamples(batch.samples, self.device, group)
         sums = self._replica_sums(program) if reduces else None
         result = self._pipeline(program).run(
             schedule,
@@ -111,6 +120,8 @@ class Runner:
             sum_tied_gradients(self._ties, self.watch.deadline)
         if sums is not None:
             sums.finish(self.watch.deadline)
+        if samples is not None:
+            samples.check(self.watch.deadline)
         return result
 
     def evaluate(
@@ -128,7 +139,7 @@ class Runner:
             smaller = None if remainder is None else self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
             return self._pipeline(program).run(
-                schedule, batch, with_loss=with_loss, remainder=smaller
+                schedule, batch, watch=self.watch, with_loss=with_loss, remainder=smaller
             )
         return local.evaluate(
             self._local_stages(program),
@@ -136,6 +147,26 @@ class Runner:
             with_loss=with_loss,
             remainder=None if remainder is None else self._local_stages(remainder),
         )
+
+    def spread_overflow(self, parameters: Iterable[Tensor]) -> None:
+        """Let gradients overflow on all ranks of the pipeline if they do on one."""
+        if self._share.is_distributed:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            group = self._share.place.pipeline_group
+            spread_overflow(gradients, self.device, group, self.deadline)
+
+    def norm_over_ranks(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of gradients each of which one rank of the pipeline gives."""
+        place = self._share.place
+        over = (place.pipeline_group, self.deadline) if place.is_distributed else None
+        return total_norm(gradients, norm_type, self.device, over)
+
+    def mean_over_replicas(self, loss: Tensor, samples: int) -> Tensor:
+        """Return the mean over all samples of what is a mean over `samples` of this replica."""
+        group = self._share.place.replica_group
+        if group is None:
+            return loss
+        return mean_over_replicas(loss, samples, group, self.deadline)
 
     def equalise(self) -> None:
         """Set copies of tied parameters to the owner's, and replicas to the first one's values."""

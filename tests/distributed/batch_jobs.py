@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.errors import InputError
 from tests.distributed.materialise_jobs import Tied, on_meta, tokens_of
 from tests.distributed.training_jobs import MICROBATCH, Run, run_of, token_loss
 from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step
@@ -92,17 +93,35 @@ def evaluated(ranks: int, replicas: int) -> list[float]:
     found = []
     for samples in (1, 7, 16, 23):
         generator = torch.Generator().manual_seed(samples)
-        tokens = torch.randint(0, 11, (replicas, samples, 6), generator=generator)
+        tokens = [
+            torch.randint(0, 11, (samples + replica, 6), generator=generator)
+            for replica in range(replicas)
+        ]
         own = tokens[run.replica]
         logits = model(own)
-        losses = [token_loss(model(part), part).item() for part in tokens]
+        wanted = token_loss(model(torch.cat(tokens)), torch.cat(tokens)).item()
         output = run.pipeline.evaluate(own)
         loss = run.pipeline.evaluate(own, own)
         assert (output is None) == (loss is None)
         if output is not None:
             found.append((output - logits).abs().max().item())
-            found.append(abs(loss.item() - sum(losses) / replicas))
+            found.append(abs(loss.item() - wanted))
     return found
+
+
+def unequal_replicas(ranks: int, replicas: int) -> tuple[str, bool, float]:
+    """What a rank says if replicas are given 16 and 13 samples, whether it has gradients then, and
+    the distance of those of the next step.
+    """
+    run = run_of(ranks, replicas, schedule="1f1b")
+    try:
+        run.pipeline.step(*rows_of(run, 16 - 3 * run.replica, run.replica))
+    except InputError as error:
+        text = str(error)
+    has_gradients = any(p.grad is not None for p in run.pipeline.parameters())
+    unsplit_sum(run, 16)
+    run.pipeline.step(*rows_of(run, 16, run.replica))
+    return text, has_gradients, distance(run, 16 / MICROBATCH * replicas)
 
 
 def from_the_meta_device() -> float:

@@ -79,6 +79,50 @@ def _happen(fault: str) -> None:
     time.sleep(TIMEOUT + 2)
 
 
+def drill_of_evaluation(ranks: int, culprit: int) -> Seen:
+    """An evaluation that goes well, and one that a rank hangs in; it has time for three steps."""
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT / 3)
+    samples = torch.cat([batch, batch, batch[:1]])
+    pipeline.evaluate(samples)
+    perform = RankStep._perform
+
+    def planted(rank_step: RankStep, current: Action) -> None:
+        if str(current) == f"{culprit}F1":
+            time.sleep(TIMEOUT + 2)
+        perform(rank_step, current)
+
+    start = time.monotonic()
+    try:
+        with patch.object(RankStep, "_perform", planted):
+            pipeline.evaluate(samples)
+            pipeline.evaluate(samples)
+    except Exception as error:
+        seconds = time.monotonic() - start
+        dist.destroy_process_group()
+        return Seen(type(error).__name__, str(error), seconds)
+    return Seen("", "", time.monotonic() - start)
+
+
+def late_for_exchange(what: str) -> Seen:
+    """What rank 0 sees if rank 1 does not come to an exchange of the step or behind it."""
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    if what != "the first agreement":
+        pipeline.step(batch)
+    start = time.monotonic()
+    try:
+        if dist.get_rank():
+            time.sleep(TIMEOUT + 1)
+        elif what == "the clipping":
+            pipeline.clip_grad_norm_(1.0)
+        else:
+            pipeline.step(batch)
+    except Exception as error:
+        return Seen(type(error).__name__, str(error), time.monotonic() - start)
+    finally:
+        dist.destroy_process_group()
+    return Seen("", "", time.monotonic() - start)
+
+
 def different_batches() -> str:
     """What a rank says if ranks are given different numbers of microbatches."""
     pipeline, batch = small_pipeline("1f1b", dist.get_world_size())

@@ -52,6 +52,15 @@ def test_evaluation_of_any_batch_and_its_loss(
     assert max(value for row in rows for value in row) <= EXACT
 
 
+def test_replicas_that_are_given_unequally_many_samples(workers: Workers, tmp_path: Path) -> None:
+    for text, has_gradients, difference in workers.run(
+        4, jobs.unequal_replicas, 2, 2, folder=str(tmp_path)
+    ):
+        assert text.startswith("replica 0 was given 16 samples and replica 1 13, but")
+        assert not has_gradients
+        assert difference <= EXACT
+
+
 def test_a_model_from_the_meta_device(workers: Workers, tmp_path: Path) -> None:
     for difference in workers.run(2, jobs.from_the_meta_device, folder=str(tmp_path)):
         assert difference <= EXACT

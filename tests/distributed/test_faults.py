@@ -74,6 +74,28 @@ def _die(rank: int, action: str, store: str, pipe: Connection) -> None:
     pipe.send(jobs.drill(3, "1f1b", "none", action, "kill"))
 
 
+def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path: Path) -> None:
+    for rank, seen in enumerate(
+        workers.run(3, jobs.drill_of_evaluation, 3, 1, folder=str(tmp_path))
+    ):
+        assert seen.error == "RankFaultError"
+        assert "rank 1 hangs in 1F1 (forward of microbatch 1, stage 1)" in seen.text
+        assert jobs.TIMEOUT < seen.seconds < WITHIN + 2 * (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("the first agreement", "step 0"), ("the clipping", "the clipping after 1 steps")],
+)
+def test_a_rank_that_does_not_come_to_an_exchange(
+    workers: Workers, tmp_path: Path, what: str, name: str
+) -> None:
+    seen, _ = workers.run(2, jobs.late_for_exchange, what, folder=str(tmp_path))
+    assert seen.error == "RankFaultError"
+    assert f"rank 1 has not begun {name}; rank 0 waited in the beginning of {name}" in seen.text
+    assert seen.seconds < WITHIN
+
+
 def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: Path) -> None:
     for text in workers.run(3, jobs.different_batches, folder=str(tmp_path)):
         assert text.startswith(
@@ -83,13 +105,13 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
 
 
 def test_the_culprit_is_of_the_surest_kind() -> None:
-    waits = RankState(step=3, phase="waiting", action="0B0", peer=1)
-    hangs = RankState(step=3, phase="computing", action="1F1")
-    fails = RankState(step=3, phase="failed", action="2F1", error="ValueError: no")
+    waits = RankState(begun=3, name="step 2", phase="waiting", action="0B0", peer=1)
+    hangs = RankState(begun=3, phase="computing", action="1F1")
+    fails = RankState(begun=3, phase="failed", action="2F1", error="ValueError: no")
     text = verdict({0: waits, 1: hangs}, [])
     assert text == "rank 1 hangs in 1F1; rank 0 waited in 0B0 for rank 1"
     assert verdict({0: waits, 1: hangs}, [1]).startswith("rank 1 no longer answers; it was last")
     assert verdict({0: waits, 1: hangs, 2: fails}, [1]).startswith("rank 2 failed in 2F1: ValueE")
-    late = RankState(step=2)
-    assert verdict({0: waits, 1: late}, []).startswith("rank 1 has not begun step 3; rank 0 waited")
+    late = RankState(begun=2)
+    assert verdict({0: waits, 1: late}, []).startswith("rank 1 has not begun step 2; rank 0 waited")
     assert verdict({0: waits}, []).startswith("the ranks wait for each other; rank 0 waited in 0B0")

@@ -242,7 +242,7 @@ class Pipeline(HeldModel):
         """Drop the gradients of this process, and those that steps have put aside."""
         self._gradients.clear()
         self._batch_norms.clear()
-        for parameter in self.parameters():
+        for parameter in self._programs.planned.parameters:
             parameter.grad = None
 
     def train(self, mode: bool = True) -> Self:

@@ -70,8 +70,8 @@ def pipecompile(
     mesh            The ranks as a mesh with a dimension "pp" and one "dp" for replicas. Without it
                     n times the plan's ranks are n replicas.
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
-    step_timeout    Seconds that a step over ranks may take; then RankFaultError says on every rank
-                    which one is at fault.
+    step_timeout    Seconds that a step over ranks may take, and an evaluation for every planned
+                    minibatch; then RankFaultError says on every rank which one is at fault.
     weights         For a model on the meta device, of which each rank then holds its own stages
                     only: a safetensors file, the index or folder of several, or a checkpoint.
                     Without it modules set their parameters themselves, from `seed`.

@@ -31,7 +31,12 @@ def recorded_step(
             actions.append(RecordedAction(str(event.action), free, ready, end, 0, peak_bytes))
             free = end
         ranks.append(RecordedRank(start_ns=0, end_ns=free + LEAVING_NS, actions=tuple(actions)))
-    return RecordedStep(number=number, microbatches=plan.microbatches, ranks=tuple(ranks))
+    return RecordedStep(
+        number=number,
+        microbatches=plan.microbatches,
+        microbatch_shapes=plan.microbatch_shapes,
+        ranks=tuple(ranks),
+    )
 
 
 def recorded_run(plan: Plan, *steps: RecordedStep, processes: int | None = None) -> RecordedRun:

@@ -85,10 +85,14 @@ class RecordedRank(Value, frozen=True, kw_only=True):
 
 
 class RecordedStep(Value, frozen=True, kw_only=True):
-    """One training step, the `number`th of its pipeline, on all ranks."""
+    """One training step, the `number`th of its pipeline, on all ranks.
+
+    `microbatch_shapes` are those of the model's input tensors in the first microbatch.
+    """
 
     number: NonNegative
     microbatches: Positive
+    microbatch_shapes: tuple[tuple[NonNegative, ...], ...]
     ranks: tuple[RecordedRank, ...]
 
     @property

@@ -182,14 +182,15 @@ class RunComparison:
 def compare_run(plan: Plan, predicted: Timeline, run: RecordedRun) -> RunComparison:
     """Return the recorded `run` of `plan` against the simulated step `predicted`.
 
-    Only steps with all of the plan's microbatches count; InputError if there are none, or if they
-    lack an action of the plan.
+    Only steps with all of the plan's microbatches, in its shape, count; InputError if there are
+    none, or if they lack an action of the plan.
     """
-    steps = [step for step in run.steps if step.microbatches == plan.microbatches]
+    planned_batch = plan.microbatches, plan.microbatch_shapes
+    steps = [s for s in run.steps if (s.microbatches, s.microbatch_shapes) == planned_batch]
     if not steps:
         raise InputError(
-            f"no recorded step has all {plan.microbatches} microbatches of the plan; record one "
-            "with a whole minibatch"
+            f"no recorded step has all {plan.microbatches} microbatches of the plan, in its shape; "
+            "record one with a whole minibatch"
         )
     planned = {event.action for row in predicted.events for event in row}
     times = [_action_times(step, planned) for step in steps]

@@ -31,6 +31,7 @@ class RankTimes:
 
     number: int
     microbatches: int
+    microbatch_shapes: tuple[tuple[int, ...], ...]
     rank: RecordedRank
 
 
@@ -127,7 +128,9 @@ class ActionRecorder:
 
         actions = tuple(self._actions(step, at))
         rank = RecordedRank(start_ns=at(step.start), end_ns=at(step.end), actions=actions)
-        return RankTimes(step.number, step.microbatches, rank)
+        # What enters stage 0 is the model's input.
+        shapes = tuple(shape for shape, *_ in step.boundaries()[0][0])
+        return RankTimes(step.number, step.microbatches, shapes, rank)
 
     def _actions(self, step: _MarkedStep, at: Callable[[Any], int]) -> Iterator[RecordedAction]:
         boundaries = step.boundaries()

@@ -123,6 +123,7 @@ def _step(times: RankTimes, ranks: Sequence[RecordedRank]) -> RecordedStep:
     return RecordedStep(
         number=times.number,
         microbatches=times.microbatches,
+        microbatch_shapes=times.microbatch_shapes,
         ranks=tuple(_converted(rank, lambda ns: ns - start_ns) for rank in ranks),
     )
 

@@ -34,7 +34,7 @@ SECOND = RecordedRank(
         RecordedAction("1SEND_B0", 61, 61, 66, 64),
     ),
 )
-STEP = RecordedStep(number=7, microbatches=1, ranks=(FIRST, SECOND))
+STEP = RecordedStep(number=7, microbatches=1, microbatch_shapes=((2, 3),), ranks=(FIRST, SECOND))
 RUN = RecordedRun(
     plan="0" * 64, device="cpu", torch="2.0", processes=2, clock_error_ns=3, steps=(STEP,)
 )

@@ -107,14 +107,28 @@ class StepStatistics:
         statistics: MicrobatchStatistics,
     ) -> None:
         """Record one microbatch of a call; if it was recorded before, this takes its place."""
-        self.averages[call] = averages
+        self._set_averages(call, averages)
         self.recorded.setdefault(call, {})[key] = statistics
 
     def add_all(self, later: StepStatistics) -> None:
         """Add what a later step recorded."""
         for call, by_key in later.recorded.items():
-            self.averages[call] = later.averages[call]
+            self._set_averages(call, later.averages[call])
             self.recorded.setdefault(call, {}).update(by_key)
+
+    def _set_averages(self, call: BatchNormCall, averages: RunningAverages) -> None:
+        """Note what a call updates; InputError if one of this name updates something else.
+
+        Microbatches of other sizes have graphs of their own, and where the forward branches on the
+        size, a node of one may have the name of another one's batch norm.
+        """
+        if call in self.averages and self.averages[call].mean is not averages.mean:
+            raise InputError(
+                f"{call.node} updates one batch norm in microbatches of one size and another one "
+                "in those of another size, so that batch_norm='minibatch' cannot merge them; "
+                "choose batch_norm='microbatch'"
+            )
+        self.averages[call] = averages
 
 
 _current_step: ContextVar[StepStatistics | None] = ContextVar(
